@@ -1,0 +1,1 @@
+"""YAML presets that are installed with the package."""

@@ -1,0 +1,44 @@
+"""Errors of checkpoints, engine directories, plans and devices."""
+
+from edgellm.kernels.errors import EdgeLLMError, KernelError, MissingDependencyError
+
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "DeviceMemoryError",
+    "EdgeLLMError",
+    "EngineDirectoryError",
+    "EngineError",
+    "KernelError",
+    "MissingDependencyError",
+    "PlanError",
+    "UnsupportedModelError",
+]
+
+
+class CheckpointError(EdgeLLMError):
+    """A checkpoint is missing, damaged, or does not hold the tensors that its configuration asks for."""
+
+
+class UnsupportedModelError(EdgeLLMError):
+    """The configuration names a model family or a feature of it that is not implemented."""
+
+
+class EngineDirectoryError(EdgeLLMError):
+    """An engine directory is incomplete, damaged or of another format version."""
+
+
+class PlanError(EdgeLLMError):
+    """A TensorRT plan is missing, damaged, or was built for another device, release or network."""
+
+
+class BuildError(EdgeLLMError):
+    """Building an engine directory failed; nothing was left behind."""
+
+
+class EngineError(EdgeLLMError):
+    """An engine was run outside its limits or reported a failure."""
+
+
+class DeviceMemoryError(EdgeLLMError):
+    """The memory plan does not fit into what is free."""

@@ -1,0 +1,90 @@
+"""The operations that a model description is written against.
+
+A model family is described once, as calls on an `Operations` object. `TensorRTOperations` turns the calls into a
+TensorRT network, `NumpyOperations` computes them at once in float32; so a description must not look into a tensor,
+only pass it on. Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size, C rows that a KV
+cache holds, L of them that attention reads (the key range), V vocabulary, R rotary size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+Tensor = TypeVar("Tensor")
+
+
+class Operations(ABC, Generic[Tensor]):
+    """One interpreter of model descriptions."""
+
+    @abstractmethod
+    def input(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
+        """Declare the engine input `name`; `dtype` is "compute", "float32", "int32" or "bool"."""
+
+    @abstractmethod
+    def weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Declare (once) the weight `name`, an engine input in compute dtype; matrices are [N, K]."""
+
+    @abstractmethod
+    def output(self, name: str, tensor: Tensor) -> None:
+        """Make `tensor` the engine output `name`."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., K] times the transpose of [N, K], plus [N]: [..., N]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, the mean in float32 (Zhang and Sennrich 2019)."""
+
+    @abstractmethod
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """The sum of two tensors of one shape."""
+
+    @abstractmethod
+    def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+        """Cut x along `axis` into parts of the given sizes."""
+
+    @abstractmethod
+    def split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """[B, T, heads * D] to [B, heads, T, D]."""
+
+    @abstractmethod
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """[B, heads, T, D] to [B, T, heads * D]."""
+
+    @abstractmethod
+    def rotary_embedding(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotate the first R of D in [B, heads, T, D] by `cos_sin` [B, T, R], cosine half then sine half.
+
+        Element j is paired with element j + R/2 (the layout of Hugging Face's Llama, not the interleaved one).
+        """
+
+    @abstractmethod
+    def kv_cache_update(self, cache: Tensor, update: Tensor, start_index: Tensor) -> Tensor:
+        """Write `update` [B, n, T, D] into rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place."""
+
+    @abstractmethod
+    def attention(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Grouped-query attention of [B, nq, T, D] over the first L rows of caches [B, nkv, C, D].
+
+        `mask` [B, 1, T, L] is True where a key is visible; the softmax is computed in float32. Query head h uses
+        key-value head h // (nq / nkv).
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half over the last axis: [B, T, 2F] to [B, T, F]."""
+
+    @abstractmethod
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows of [B, T, H] named by `rows` [B, S] int32: [B, S, H]."""
+
+    @abstractmethod
+    def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
+        """Join tensors along `axis`."""
+
+    @abstractmethod
+    def to_float32(self, x: Tensor) -> Tensor:
+        """x in float32."""

@@ -1,0 +1,1 @@
+"""CUDA kernels and their NumPy twins: one interface, two implementations that agree."""

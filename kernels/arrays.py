@@ -1,0 +1,66 @@
+"""What kernels take as arguments: NumPy arrays in the reference, `DeviceArray` on the GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: Bytes of one element, by the project's name of a dtype. NumPy has no bfloat16; on the host its bits are uint16.
+ITEM_SIZES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A contiguous C-ordered array in device memory.
+
+    `pointer` is the device address, `shape` in elements, `dtype` a key of `ITEM_SIZES`; `owner` keeps the allocation
+    alive for as long as any view of it lives.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * ITEM_SIZES[self.dtype]
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        """The same memory under another shape with as many elements; raises ValueError otherwise."""
+        if math.prod(shape) != self.size:
+            raise ValueError(f"cannot view {self.shape} ({self.size} elements) as {shape}")
+        return DeviceArray(self.pointer, tuple(shape), self.dtype, self.owner)
+
+    def __getitem__(self, leading: slice) -> DeviceArray:
+        """A view of rows `start:stop` of the first axis (step 1), contiguous like the whole."""
+        start, stop, step = leading.indices(self.shape[0])
+        if step != 1:
+            raise ValueError("a device array is sliced along its first axis with step 1 only")
+        row_bytes = math.prod(self.shape[1:]) * ITEM_SIZES[self.dtype]
+        rows = max(0, stop - start)
+        return DeviceArray(self.pointer + start * row_bytes, (rows, *self.shape[1:]), self.dtype, self.owner)
+
+
+#: Either kind: a kernel set works on the one that its backend allocates.
+Array = np.ndarray | DeviceArray
