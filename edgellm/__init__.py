@@ -1,0 +1,40 @@
+"""EdgeLLM: language models on one NVIDIA GPU of a device, or on NumPy where there is none.
+
+Importing the package loads nothing; the names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgellm.errors import EdgeLLMError, RequestError
+    from edgellm.llm import LLM, Stream
+    from edgellm.responses import Chunk, Response
+    from edgellm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "Chunk", "EdgeLLMError", "RequestError", "Response", "SamplingParams", "Stream"]
+
+_MODULES = {
+    "LLM": "edgellm.llm",
+    "Stream": "edgellm.llm",
+    "Chunk": "edgellm.responses",
+    "Response": "edgellm.responses",
+    "SamplingParams": "edgellm.sampling_params",
+    "EdgeLLMError": "edgellm.errors",
+    "RequestError": "edgellm.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'edgellm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,150 @@
+"""`edgellm doctor`: what the machine has, and whether the model computes the same on it as the NumPy backend does."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.gpu import find_gpu
+from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
+from edgellm.errors import EdgeLLMError
+from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.llm import SHIPPED_MODEL
+from edgellm.text.tokenizer import Tokenizer
+
+_PROMPT = "The red cup stands on the left, and the robot"
+_STEPS = 8
+
+
+def doctor(
+    engine_directory: Annotated[
+        Path | None, typer.Argument(help="Engine directory to check with [default: the shipped model].")
+    ] = None,
+) -> None:
+    """Say what was found on this machine, then compare a few tokens' logits with the NumPy backend."""
+    for name, check in _CHECKS:
+        typer.echo(f"{name:<12}{_said(check)}")
+    directory = EngineDirectory.open(engine_directory or SHIPPED_MODEL)
+    typer.echo(f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})")
+    typer.echo(f"{'plans':<12}{_plans(directory)}")
+    if not _self_check(directory):
+        raise typer.Exit(1)
+
+
+def _said(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except EdgeLLMError as error:
+        return f"not usable: {error}"
+
+
+def _gpu() -> str:
+    gpu = find_gpu()
+    if gpu is None:
+        return "none found (no NVIDIA driver, or it shows no device): the NumPy backend is used"
+    return f"{gpu.name}, {gpu.compute_capability}, {gpu.total_memory / 2**30:.1f} GiB"
+
+
+def _driver() -> str:
+    gpu = find_gpu()
+    return f"supports CUDA {gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}" if gpu else "none"
+
+
+def _tensorrt() -> str:
+    library = find_tensorrt() or load_tensorrt()
+    name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
+    targets = ", ".join(library.buildable_targets) or "none without its GPU"
+    return f"{name} {library.version}, builds for {targets}"
+
+
+def _version_of(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "version unknown"
+
+
+def _pycuda() -> str:
+    if importlib.util.find_spec("pycuda") is None:
+        return "not installed (pip install 'edgellm[gpu]')"
+    return _version_of("pycuda")
+
+
+def _nvrtc() -> str:
+    from edgellm.kernels.compiler import nvrtc_version
+
+    return nvrtc_version()
+
+
+def _memory() -> str:
+    if find_gpu() is None:
+        from edgellm.engines.numpy_backend import available_memory
+
+        free = available_memory()
+        return f"{free / 2**30:.1f} GiB of RAM free" if free else "unknown"
+    from edgellm.engines.cuda_device import CudaDevice
+
+    device = CudaDevice()
+    try:
+        free, total = device.free_memory()
+    finally:
+        device.close()
+    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU memory free"
+
+
+_CHECKS: list[tuple[str, Callable[[], str]]] = [
+    ("system", lambda: f"{platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}"),
+    ("GPU", _gpu),
+    ("driver", _driver),
+    ("TensorRT", _tensorrt),
+    ("pycuda", _pycuda),
+    ("NVRTC", _nvrtc),
+    ("memory", _memory),
+    ("cache", lambda: str(user_cache_directory())),
+]
+
+
+def _plans(directory: EngineDirectory) -> str:
+    """Which platforms the directory and the cache hold plans for."""
+    from edgellm.engines.plan_files import list_plans
+
+    found: dict[str, int] = {}
+    for plan in list_plans(directory):
+        found[plan.platform.folder_name] = found.get(plan.platform.folder_name, 0) + 1
+    return ", ".join(f"{folder} ({count})" for folder, count in sorted(found.items())) or "none yet"
+
+
+def _self_check(directory: EngineDirectory) -> bool:
+    """Compare the GPU's logits with NumPy's, token by token; True if there is no GPU or they agree."""
+    typer.echo("\nself-check")
+    prompt = Tokenizer.from_directory(directory.path, directory.config.vocab_size).encode(_PROMPT)
+    with open_runner("numpy", directory) as runner:
+        answer = greedy_tokens(runner, prompt, _STEPS)
+        reference = teacher_forced_logits(runner, prompt, answer)
+    if not np.isfinite(reference).all():
+        typer.echo("  NumPy: some logits are not finite: the weights are damaged (edgellm info --verify)")
+        return False
+    typer.echo(f"  NumPy: {len(answer)} tokens, all logits finite")
+    if find_gpu() is None:
+        typer.echo("  no GPU to compare with")
+        return True
+    with open_runner("tensorrt", directory) as runner:
+        found = teacher_forced_logits(runner, prompt, answer)
+    difference, largest = float(np.abs(found - reference).max()), float(np.abs(reference).max())
+    tolerance = LOGIT_TOLERANCES[directory.dtype]
+    agrees = difference <= tolerance * largest
+    typer.echo(
+        f"  TensorRT against NumPy: largest difference of logits {difference:.4g}, "
+        f"{difference / largest:.2%} of the largest logit (allowed {tolerance:.0%}): {'ok' if agrees else 'TOO LARGE'}"
+    )
+    return agrees

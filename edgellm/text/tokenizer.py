@@ -1,0 +1,228 @@
+"""A model's tokenizer: text to ids, ids to text, conversations to prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
+from edgellm.text.chat_template import ChatTemplate
+from edgellm.text.detokenizer import Detokenizer, TokenText
+from edgellm.text.messages import checked_messages
+from edgellm.text.special_tokens import AnchoredTokenizer, Disguise, alternatives, strings_in
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer as published with a model, in `tokenizer.json` and `tokenizer_config.json`.
+
+    `special_tokens` names the tokens that the model's files give a role ("bos_token": "<s>"); `special_token_ids` are
+    all that the tokenizer calls special, which decoding leaves out. `chat_template` is None where the model has none;
+    it may be set.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_tokens: dict[str, str] | None = None,
+        additional_special_tokens: Iterable[str] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
+        self._special = {
+            token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._special_pattern = alternatives([token.content for token in self._special.values()])
+        self._matched_after_normalizing = any(token.normalized for token in self._special.values())
+        self.special_token_ids = frozenset(self._special)
+        self._token_text = TokenText(tokenizer, self.special_token_ids)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path, vocab_size: int | None = None) -> Tokenizer:
+        """Read a model's tokenizer files; a tokenizer that has ids beyond the model's `vocab_size` is refused."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise EngineDirectoryError(
+                f"{path} is missing: expected the tokenizer in the format of the tokenizers library, as published with "
+                "the model (convert a tokenizer.model with transformers: AutoTokenizer.from_pretrained(...)"
+                ".save_pretrained(...))"
+            )
+        try:
+            parsed = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise EngineDirectoryError(
+                f"{path} cannot be read as a tokenizer: {error}; copy it anew from where the model was published"
+            ) from error
+        config = read_json_object(directory / "tokenizer_config.json")
+        tokenizer = cls(
+            parsed,
+            _named_tokens(config),
+            _additional_special_tokens(config),
+            ChatTemplate.from_directory(directory, config),
+        )
+        if vocab_size is not None and tokenizer.largest_id >= vocab_size:
+            raise EngineDirectoryError(
+                f"{path} has token ids up to {tokenizer.largest_id}, but the model's vocabulary has only {vocab_size} "
+                "entries: the tokenizer belongs to another model"
+            )
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included; a model's vocabulary may be padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The id of the tokenizer's own end-of-sequence token, where it names one."""
+        return self._ids_of_named("eos_token")
+
+    @property
+    def bos_token_ids(self) -> tuple[int, ...]:
+        """The id of the tokenizer's own beginning-of-sequence token, where it names one."""
+        return self._ids_of_named("bos_token")
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """A token's text in the vocabulary (byte-level alphabet and all), or None for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of raw text; special tokens written in it are recognized.
+
+        `add_special_tokens` adds what the tokenizer puts around a text, usually the beginning of sequence.
+        """
+        check_encodable(text, "the prompt")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of a conversation, rendered by the chat template, up to where the model's answer begins.
+
+        Messages have a `role` and a `content` (text, or a list of text parts); no text in them becomes a special
+        token. `variables` are handed to the template as they are (`enable_thinking=False`).
+        """
+        checked = checked_messages(messages)
+        values = {"messages": checked, "tools": list(tools) if tools else None, **variables}
+        for text in strings_in(values):
+            check_encodable(text, "a message")
+        disguise = Disguise(self._special_pattern, values)
+        rendered = self._required_template().render(
+            disguise.apply(values), self.special_tokens, add_generation_prompt=add_generation_prompt
+        )
+        if disguise.is_needed or self._matched_after_normalizing:
+            return self._anchored.encode(rendered, disguise)
+        return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation as the chat template writes it; to look at, as `encode_chat` is what is safe."""
+        values = {"messages": checked_messages(messages), "tools": None}
+        return self._required_template().render(
+            values, self.special_tokens, add_generation_prompt=add_generation_prompt
+        )
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; equals what a `Detokenizer` gives for the same ids. Unknown ids have no text."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new streaming detokenizer."""
+        return Detokenizer(self._token_text, skip_special_tokens)
+
+    @cached_property
+    def _anchored(self) -> AnchoredTokenizer:
+        return AnchoredTokenizer(self._tokenizer, self._special_pattern, self._special)
+
+    def _required_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise TemplateError(
+                "the model has no chat template: send a raw prompt (edgellm generate --raw), or name a template "
+                "(--chat-template FILE)"
+            )
+        return self.chat_template
+
+    def _ids_of_named(self, name: str) -> tuple[int, ...]:
+        token = self.special_tokens.get(name)
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return () if token_id is None else (token_id,)
+
+    def _declare_special(self, contents: list[str]) -> None:
+        """Mark tokens that the model's files name as special, where tokenizer.json does not; never adds a token."""
+        known = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        missing = [
+            content
+            for content in dict.fromkeys(contents)
+            if self._tokenizer.token_to_id(content) is not None and not (content in known and known[content].special)
+        ]
+        if missing:
+            self._tokenizer.add_special_tokens(missing)
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Raise `RequestError` where `text` holds half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} has an invalid character (half of a surrogate pair, U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}: remove it"
+        ) from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no file; raises `EngineDirectoryError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise EngineDirectoryError(f"{path} holds a {type(value).__name__}: expected a JSON object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    texts = {name: _token_text(config.get(name)) for name in NAMED_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _additional_special_tokens(config: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        values = config.get(key) or []
+        values = values.values() if isinstance(values, dict) else values
+        found += [text for text in map(_token_text, values) if text is not None]
+    return found

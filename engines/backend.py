@@ -1,0 +1,110 @@
+"""The interface behind which the two backends stand: memory, kernels, engines and captured steps.
+
+The runners are written once against it. `NumpyBackend` computes at once on the host; `TensorRTBackend` enqueues on one
+CUDA stream, so a result is there only after `Readback.wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder_config import EngineShape, WeightSpec
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.gpu import find_gpu
+from edgellm.engines.memory_plan import MemoryPlan
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.interface import Kernels
+
+BACKENDS = ("auto", "numpy", "tensorrt")
+
+
+class Engine(Protocol):
+    """A loaded engine of fixed shapes."""
+
+    shape: EngineShape
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """Give memory to inputs and outputs, by name; later calls replace single ones.
+
+        Raises EngineError for a name that the engine does not have, or another shape or dtype than it expects.
+        """
+
+    def enqueue(self) -> None:
+        """Run on the bound memory; raises EngineError that names a tensor which was never bound."""
+
+
+class Readback(Protocol):
+    """A copy of a device array to the host that is under way."""
+
+    def wait(self) -> np.ndarray:
+        """The values, once everything enqueued before the copy is done."""
+
+
+class Backend(Protocol):
+    """What a runner needs of a machine."""
+
+    name: str
+    kernels: Kernels
+    #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy
+    compute_dtype: str
+    #: how many decode steps may be launched before the first of them is read: 1 hides the host's work, 0 wastes none
+    steps_ahead: int
+    #: True where engines exist for certain shapes only, False where any T and L will do
+    fixed_shapes: bool
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Array:
+        """Uninitialized memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory."""
+
+    def upload(self, array: Array, values: np.ndarray) -> None:
+        """Set `array` from host values of its shape, in order with the other work."""
+
+    def read(self, array: Array) -> Readback:
+        """Start copying a small array to the host."""
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
+        """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all."""
+
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """The engine for a shape; all share one scratch buffer. Raises PlanError."""
+
+    def scratch_bytes(self) -> int:
+        """Size of that buffer for the engines loaded so far."""
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Raise DeviceMemoryError, with the plan, if it does not fit into what is free."""
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """A faster way to run `step` again and again on the same memory; `step` must have run once before."""
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+    def close(self) -> None:
+        """Free everything; the backend cannot be used afterwards."""
+
+
+def open_backend(name: str, directory: EngineDirectory) -> Backend:
+    """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
+
+    On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
+    computing on the CPU.
+    """
+    if name not in BACKENDS:
+        raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "numpy" or (name == "auto" and find_gpu() is None):
+        from edgellm.engines.numpy_backend import NumpyBackend
+
+        return NumpyBackend(directory.config)
+    from edgellm.engines.tensorrt_backend import TensorRTBackend
+
+    return TensorRTBackend(directory)

@@ -1,0 +1,259 @@
+"""Runs the base model's engines: prefill of one slot, decode steps of the leading slots, on either backend.
+
+State lives in device arrays that kernels advance, so a decode step is one captured launch: embedding lookup, positions
+and mask, the engine, selection of the token, advance. The host only reads the tokens. Invariants (DESIGN 5): the last
+token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgellm.engines.backend import Backend, Engine, Readback
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
+from edgellm.engines.rotary import rotary_table
+from edgellm.engines.sampling_state import SamplingState, SamplingValues
+from edgellm.kernels.arrays import Array
+
+#: Key ranges of engines that take any shape are rounded up to this, so that few different ones occur.
+_KEY_RANGE_STEP = 64
+
+
+class BaseEngineRunner:
+    """Owns engines, weights, KV caches and device state of one base model.
+
+    `limits.max_batch` slots each hold one sequence. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        limits: EngineLimits,
+        checkpoint: Checkpoint,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.backend, self.config, self.limits = backend, config, limits
+        self._engines: dict[EngineShape, Engine] = {}
+        if backend.fixed_shapes:
+            for shape in limits.engine_shapes():
+                self._engines[shape] = backend.load_engine(shape)
+        specs = decoder_weights(config)
+        self.memory_plan = plan_memory(config, limits, specs, backend.compute_dtype, backend.scratch_bytes())
+        backend.check_memory(self.memory_plan)
+        self._weights = backend.load_weights(checkpoint, specs, progress)
+        self._embedding = self._weights[EMBEDDING]
+        self._rotary = self._constant(rotary_table(config, limits.kv_rows))
+        cache = kv_cache_shape(config, limits)
+        self._caches = {
+            f"{kind}_cache_{index}": backend.zeros(cache, "compute")
+            for index in range(config.num_layers)
+            for kind in ("k", "v")
+        }
+        self._allocate_state()
+        self._steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._lengths = [0] * limits.max_batch
+        self._warm: set[tuple[int, int, bool]] = set()
+        self._bound: dict[EngineShape, slice] = {}
+
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+        """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token.
+
+        Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
+        context allows, or not in the vocabulary; the slot is then unchanged.
+        """
+        ids = np.asarray(prompt_ids, np.int32)
+        count, capacity = len(ids), self.limits.kv_capacity
+        if not 0 < count < capacity:
+            raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
+        if not 0 <= reused < count:
+            raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise EngineError(f"token ids must lie in 0..{self.config.vocab_size - 1}")
+        one = slice(slot, slot + 1)
+        position = reused
+        for tokens, chunk in self._plan_chunks(count - reused):
+            self._prefill(slot, ids[position : position + tokens], position, chunk)
+            position += tokens
+        self._sampling.set(slot, sampling, prompt_ids)
+        for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
+            self.backend.upload(array[one], np.asarray([value], np.int32))
+        self._select_and_advance(one, self._sampling.plain(one))
+        self._lengths[slot] = count
+        return self.backend.read(self._emitted[one])
+
+    def decode(self, batch: int) -> Readback:
+        """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
+
+        Raises EngineError where a sequence has no KV row left.
+        """
+        longest = max(self._lengths[:batch]) + 1
+        if longest > self.limits.kv_rows:
+            raise EngineError(f"the KV cache of {self.limits.kv_rows} rows is full")
+        bucket = min(size for size in self.limits.batches if size >= batch)
+        key = (bucket, self._key_range(longest), self._sampling.plain(slice(0, batch)))
+        if key in self._warm and key not in self._steps:
+            self._steps[key] = self.backend.capture(lambda: self._decode_step(*key), f"the decode step {key}")
+        if key in self._steps:
+            self._steps[key]()
+        else:  # the first run loads code, which a capture must not do
+            self._decode_step(*key)
+            self._warm.add(key)
+        for slot in range(batch):
+            self._lengths[slot] += 1
+        return self.backend.read(self._emitted[:batch])
+
+    def force_token(self, slot: int, token_id: int) -> None:
+        """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
+        self.backend.upload(self._token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
+
+    def stop(self, slot: int) -> None:
+        """Leave `slot` idle; its KV rows stay."""
+        self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
+        self._lengths[slot] = 0
+
+    def logits(self, slot: int) -> np.ndarray:
+        """The logits [V] float32 of the slot's latest step (waits for it)."""
+        return self.backend.read(self._logits[slot : slot + 1]).wait()[0]
+
+    def close(self) -> None:
+        """Free everything."""
+        self.backend.synchronize()
+        self._steps.clear()
+        self._engines.clear()
+        self._weights.clear()
+        self._caches.clear()
+        self.backend.close()
+
+    def _allocate_state(self) -> None:
+        backend, config, limits = self.backend, self.config, self.limits
+        slots, vocab = limits.max_batch, config.vocab_size
+        rows = max(slots, limits.prefill_chunk)
+        self._embeds_buffer = backend.zeros((rows * config.hidden_size,), "compute")
+        self._cos_sin_buffer = backend.zeros((rows * config.rotary_dim,), "compute")
+        self._mask_buffer = backend.zeros((rows * max(limits.key_ranges),), "bool")
+        self._prefill_ids_buffer = backend.zeros((limits.prefill_chunk,), "int32")
+        self._prefill_start = backend.zeros((1,), "int32")
+        self._last_token_ids = backend.zeros((1, 1), "int32")
+        self._token_ids = backend.zeros((slots, 1), "int32")
+        self._start = backend.zeros((slots,), "int32")
+        self._offsets = backend.zeros((slots,), "int32")
+        self._positions = backend.zeros((slots,), "int32")
+        self._active = backend.zeros((slots,), "int32")
+        self._tokens = backend.zeros((slots,), "int32")
+        self._emitted = backend.zeros((slots,), "int32")
+        self._logits = backend.zeros((slots, vocab), "float32")
+        self._sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+
+    def _constant(self, values: np.ndarray) -> Array:
+        array = self.backend.empty(values.shape, values.dtype.name)
+        self.backend.upload(array, values)
+        return array
+
+    def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
+        """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
+        largest = self.limits.prefill_chunk
+        chunks = [(largest, largest)] * (count // largest)
+        rest = count % largest
+        if rest:
+            fits = min(size for size in self.limits.prefill_chunks if size >= rest)
+            chunks.append((rest, fits if self.backend.fixed_shapes else rest))
+        return chunks
+
+    def _key_range(self, length: int) -> int:
+        """How many KV rows the engine must read when the last query stands at row length - 1."""
+        if not self.backend.fixed_shapes:
+            return min(-(-length // _KEY_RANGE_STEP) * _KEY_RANGE_STEP, max(self.limits.key_ranges))
+        return next((size for size in self.limits.key_ranges if size >= length), self.limits.key_ranges[-1])
+
+    def _engine(self, shape: EngineShape, slots: slice) -> Engine:
+        """The engine for a shape, bound to the KV rows and logits of the slots."""
+        engine = self._engines.get(shape)
+        if engine is None:
+            engine = self.backend.load_engine(shape)
+            if self.backend.fixed_shapes or shape.phase == "decode":  # prompts come in any length: not worth keeping
+                self._engines[shape] = engine
+        bindings: dict[str, Array] = {}
+        bound = self._bound.get(shape)
+        if bound is None or shape not in self._engines:
+            bindings |= self._weights | self._step_inputs(shape)
+        if bound != slots:
+            for name, cache in self._caches.items():
+                bindings[name] = bindings[f"present_{name}"] = cache[slots]
+            logits = self._logits[slots]
+            bindings["logits"] = logits.reshape(shape.batch, 1, self.config.vocab_size)
+        if bindings:
+            engine.bind(bindings)
+            self._bound[shape] = slots
+        return engine
+
+    def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
+        """The inputs that embedding lookup and `prepare_attention` fill, as views of buffers that all shapes share."""
+        batch, tokens, config = shape.batch, shape.tokens, self.config
+        prefill = shape.phase == "prefill"
+        inputs = {
+            "inputs_embeds": _leading(self._embeds_buffer, (batch, tokens, config.hidden_size)),
+            "rope_rotary_cos_sin": _leading(self._cos_sin_buffer, (batch, tokens, config.rotary_dim)),
+            "attention_mask": _leading(self._mask_buffer, (batch, 1, tokens, shape.key_range)),
+            "kvcache_start_index": self._prefill_start if prefill else self._start[:batch],
+        }
+        if shape.selected < tokens:
+            inputs["last_token_ids"] = self._last_token_ids
+        return inputs
+
+    def _run(self, shape: EngineShape, slots: slice, token_ids: Array, offsets: Array) -> None:
+        """Embedding lookup, positions and mask, engine."""
+        engine, inputs, kernels = self._engine(shape, slots), self._step_inputs(shape), self.backend.kernels
+        kernels.embedding_lookup(self._embedding, token_ids, inputs["inputs_embeds"])
+        kernels.prepare_attention(
+            inputs["kvcache_start_index"],
+            offsets,
+            self._rotary,
+            inputs["rope_rotary_cos_sin"],
+            inputs["attention_mask"],
+        )
+        engine.enqueue()
+
+    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int) -> None:
+        """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
+        padded = np.full((1, chunk), -1, np.int32)
+        padded[0, : len(ids)] = ids
+        token_ids = _leading(self._prefill_ids_buffer, (1, chunk))
+        self.backend.upload(token_ids, padded)
+        self.backend.upload(self._prefill_start, np.asarray([start], np.int32))
+        self.backend.upload(self._last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
+        shape = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
+        one = slice(slot, slot + 1)
+        self._run(shape, one, token_ids, self._offsets[one])
+
+    def _decode_step(self, batch: int, key_range: int, plain: bool) -> None:
+        """One token for each of the leading slots, from device state to device state."""
+        slots = slice(0, batch)
+        shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
+        self._run(shape, slots, self._token_ids[slots], self._offsets[slots])
+        self._select_and_advance(slots, plain)
+
+    def _select_and_advance(self, slots: slice, plain: bool) -> None:
+        tokens = self._tokens[slots]
+        self._sampling.select(slots, self._logits[slots], self._positions[slots], tokens, plain)
+        self.backend.kernels.advance_state(
+            tokens,
+            self._active[slots],
+            self._token_ids[slots],
+            self._start[slots],
+            self._positions[slots],
+            self._sampling.token_counts[slots],
+            self._emitted[slots],
+        )
+
+
+def _leading(buffer: Array, shape: tuple[int, ...]) -> Array:
+    """The first elements of a flat buffer, in another shape."""
+    return buffer[: math.prod(shape)].reshape(*shape)

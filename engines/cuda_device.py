@@ -1,0 +1,183 @@
+"""CUDA memory, copies, events and graph capture through pycuda, on the device's primary context.
+
+TensorRT runs on the primary context, so pycuda must use it too. pycuda has no calls for CUDA graphs: those come from
+`cuda.bindings.driver`, on pycuda's stream.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+
+logger = logging.getLogger("edgellm.cuda")
+
+#: How many results may be on their way to the host at once.
+_PINNED_SLOTS = 8
+
+
+def host_dtype(dtype: str) -> np.dtype:
+    """The NumPy dtype that holds `dtype` on the host; bfloat16 as its uint16 bits."""
+    return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+
+
+class DeviceReadback:
+    """A copy into pinned memory, with the event that ends it."""
+
+    def __init__(self, values: np.ndarray, event: Any) -> None:
+        self._values = values
+        self._event = event
+
+    def wait(self) -> np.ndarray:
+        """The values, once the copy is done."""
+        self._event.synchronize()
+        return self._values.copy()
+
+
+class CudaDevice:
+    """The first GPU: its primary context (current in the calling thread until `close`) and one stream."""
+
+    def __init__(self) -> None:
+        try:
+            import pycuda.driver as cuda
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"pycuda does not load ({error}). Install it with pip install 'edgellm[gpu]', or use --backend numpy."
+            ) from error
+        try:
+            cuda.init()
+            device = cuda.Device(0)
+        except cuda.Error as error:
+            raise MissingDependencyError(f"No usable NVIDIA GPU: {error}. Use --backend numpy.") from error
+        self._cuda = cuda
+        self._context = device.retain_primary_context()
+        self._context.push()
+        major, minor = device.compute_capability()
+        self.compute_capability = f"sm_{major}{minor}"
+        self.name = device.name()
+        self.stream = cuda.Stream()
+        self._readbacks: dict[tuple[tuple[int, ...], str], list[tuple[np.ndarray, Any]]] = {}
+        self._next_readback = 0
+        atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
+
+    def free_memory(self) -> tuple[int, int]:
+        """Bytes free and bytes in all."""
+        return self._cuda.mem_get_info()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Uninitialized device memory. Raises DeviceMemoryError."""
+        nbytes = max(1, math.prod(shape) * ITEM_SIZES[dtype])
+        try:
+            allocation = self._cuda.mem_alloc(nbytes)
+        except self._cuda.MemoryError as error:
+            free, total = self.free_memory()
+            raise DeviceMemoryError(
+                f"Allocating {nbytes >> 20} MiB for {tuple(shape)} {dtype} failed with {free >> 20} of {total >> 20} "
+                "MiB free. Close other programs on the GPU or build with smaller limits."
+            ) from error
+        return DeviceArray(int(allocation), tuple(shape), dtype, allocation)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed device memory."""
+        array = self.empty(shape, dtype)
+        self._cuda.memset_d8_async(array.pointer, 0, array.nbytes, self.stream)
+        return array
+
+    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
+        """Copy host values of the same size in bytes; the values may be changed as soon as this returns."""
+        values = np.ascontiguousarray(values, host_dtype(array.dtype))
+        if values.nbytes != array.nbytes:
+            raise EngineError(f"cannot upload {values.shape} values into a device array of {array.shape}")
+        if array.nbytes:
+            self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
+
+    def download(self, array: DeviceArray) -> np.ndarray:
+        """Wait for all work and copy the values to the host."""
+        values = np.empty(array.shape, host_dtype(array.dtype))
+        self.synchronize()
+        self._cuda.memcpy_dtoh(values, array.pointer)
+        return values
+
+    def read(self, array: DeviceArray) -> DeviceReadback:
+        """Start copying a small array into one of a ring of pinned buffers; at most 8 may be unread at a time."""
+        ring = self._readbacks.setdefault((array.shape, array.dtype), [])
+        if len(ring) < _PINNED_SLOTS:
+            pinned = self._cuda.pagelocked_empty(array.shape, host_dtype(array.dtype))
+            ring.append((pinned, self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)))
+            values, event = ring[-1]
+        else:
+            self._next_readback = (self._next_readback + 1) % _PINNED_SLOTS
+            values, event = ring[self._next_readback]
+        self._cuda.memcpy_dtoh_async(values, array.pointer, self.stream)
+        event.record(self.stream)
+        return DeviceReadback(values, event)
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """Record what `step` enqueues as a CUDA graph and return its launch.
+
+        Where that fails, one warning is logged and `step` itself is returned: slower, not wrong.
+        """
+        try:
+            return self._capture(step)
+        except Exception as error:
+            logger.warning("CUDA graph capture of %s failed (%s); it runs uncaptured, which is slower", name, error)
+            return step
+
+    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        from cuda.bindings import driver
+
+        def checked(result: tuple) -> Any:
+            status, *values = result
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise EngineError(str(status))
+            return values[0] if values else None
+
+        stream = driver.CUstream(self.stream.handle)
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCapture(stream, mode))
+        try:
+            step()
+        except BaseException:
+            driver.cuStreamEndCapture(stream)
+            raise
+        graph = checked(driver.cuStreamEndCapture(stream))
+        try:
+            executable = checked(driver.cuGraphInstantiate(graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
+        return _GraphLaunch(driver, executable, stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Leave the primary context; memory goes with the last array that refers to it."""
+        if self._context is not None:
+            atexit.unregister(self.close)
+            self.stream.synchronize()
+            self._readbacks.clear()
+            self._context.pop()
+            self._context = None
+
+
+class _GraphLaunch:
+    """Launches an instantiated graph; destroys it with itself."""
+
+    def __init__(self, driver: Any, executable: Any, stream: Any) -> None:
+        self._driver, self._executable, self._stream = driver, executable, stream
+
+    def __call__(self) -> None:
+        (status,) = self._driver.cuGraphLaunch(self._executable, self._stream)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise EngineError(f"launching a captured step failed: {status}")
+
+    def __del__(self) -> None:
+        self._driver.cuGraphExecDestroy(self._executable)

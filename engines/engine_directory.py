@@ -1,0 +1,228 @@
+"""The engine directory: a model's published files, what it was built for, and the digests of all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+
+from edgellm.engines.atomic_write import write_atomically
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.strict_json import JSONObject
+
+DESCRIPTION_NAME = "edgellm.json"
+FORMAT_VERSION = 1
+DTYPES = ("float16", "bfloat16", "float32")
+ATTENTION_SETTINGS = ("auto", "native", "composed")
+
+#: Published files that an engine directory takes along, where the checkpoint has them. The first is required.
+PUBLISHED_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "system_prompt.txt",
+)
+WEIGHT_INDEX = "model.safetensors.index.json"
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
+
+
+@dataclass(frozen=True, eq=False)
+class EngineDirectory:
+    """What `edgellm.json` says. `dtype` is the compute dtype of the engines, `files` the digests by file name.
+
+    `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
+    `description_sha256` the digest of `edgellm.json` itself.
+    """
+
+    path: Path
+    config: DecoderConfig
+    dtype: str
+    attention: str
+    limits: EngineLimits
+    files: Mapping[str, FileDigest]
+    created_with: str
+    description_sha256: str
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
+        """Read a directory and check its files against their digests; EngineDirectoryError lists what differs.
+
+        Weight files that are as they were when last hashed are trusted, unless `verify`.
+        """
+        directory = cls.read(path)
+        differences = directory.differences(verify)
+        if differences:
+            listed = "\n".join(f"  {difference}" for difference in differences)
+            raise EngineDirectoryError(
+                f"{directory.path} differs from what its {DESCRIPTION_NAME} describes:\n{listed}\n"
+                "Copy the directory anew or build it again: edgellm build --force CHECKPOINT ENGINE_DIR"
+            )
+        return directory
+
+    @classmethod
+    def read(cls, path: str | Path) -> EngineDirectory:
+        """Read `edgellm.json` alone and check it strictly; raises EngineDirectoryError."""
+        path = Path(path)
+        description = path / DESCRIPTION_NAME
+        if not path.is_dir():
+            found = "is not a directory" if path.exists() else "does not exist"
+            raise EngineDirectoryError(f"{path} {found}. Expected an engine directory, as edgellm build makes it")
+        if not description.exists():
+            hint = "edgellm build CHECKPOINT ENGINE_DIR"
+            if (path / "config.json").exists():
+                raise EngineDirectoryError(
+                    f"{path} has no {DESCRIPTION_NAME}: it is a checkpoint, not an engine directory. "
+                    f"Make one of it: {hint.replace('CHECKPOINT', str(path))}"
+                )
+            raise EngineDirectoryError(f"{path} has no {DESCRIPTION_NAME}. Make an engine directory: {hint}")
+        try:
+            data = description.read_bytes()
+        except OSError as error:
+            raise EngineDirectoryError(f"{description} cannot be read: {error.strerror or error}") from error
+        return _parse(path, data)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self.config.eos_token_ids
+
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """Names of the safetensors files."""
+        return tuple(name for name in self.files if is_weight_file(name))
+
+    @property
+    def plans_path(self) -> Path:
+        """The folder of the plans; it may not exist."""
+        return self.path / "plans"
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self.path)
+
+    def checkpoint(self) -> Checkpoint:
+        """The weights, memory-mapped; opened once. Raises CheckpointError."""
+        return self._checkpoint
+
+    def differences(self, verify: bool = False, hash_weights: bool = True) -> list[str]:
+        """One line for each file that is missing, foreign or not what was described.
+
+        Without `verify`, remembered digests of large unchanged files are trusted; without `hash_weights`, a weight
+        file with no remembered digest is checked by its size alone.
+        """
+        found = []
+        for name, expected in self.files.items():
+            path = self.path / name
+            try:
+                size = path.stat().st_size
+                if size != expected.size:
+                    found.append(f"{name}: {size:,} bytes, expected {expected.size:,}")
+                    continue
+                if is_weight_file(name) and not (verify or hash_weights):
+                    digest = recall_digest(path) or expected
+                else:
+                    digest = current_digest(path, trust_memory=not verify)
+            except FileNotFoundError:
+                found.append(f"{name}: missing")
+            except OSError as error:
+                found.append(f"{name}: cannot be read ({error.strerror or error})")
+            else:
+                if digest.sha256 != expected.sha256:
+                    found.append(f"{name}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
+        foreign = [name for name in described_file_names(self.path) if name not in self.files]
+        return found + [f"{name}: not described, but it would be read" for name in foreign]
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of an engine directory holds weights."""
+    return name.endswith(".safetensors")
+
+
+def described_file_names(path: Path) -> list[str]:
+    """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
+    published = [name for name in (*PUBLISHED_FILES, WEIGHT_INDEX) if (path / name).exists()]
+    return published + sorted(file.name for file in path.glob("model*.safetensors"))
+
+
+def description_bytes(
+    config: DecoderConfig, dtype: str, attention: str, limits: EngineLimits, files: Mapping[str, FileDigest]
+) -> bytes:
+    """The content of `edgellm.json`."""
+    values = {
+        "format_version": FORMAT_VERSION,
+        "created_with": edgellm_version(),
+        "config": asdict(config),
+        "dtype": dtype,
+        "attention": attention,
+        "limits": asdict(limits),
+        "files": {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in files.items()},
+    }
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def write_description(path: Path, data: bytes) -> None:
+    """Write `edgellm.json` into a directory, whole or not at all; raises OSError."""
+    write_atomically(path / DESCRIPTION_NAME, data)
+
+
+def edgellm_version() -> str:
+    """The installed version of EdgeLLM."""
+    try:
+        return metadata.version("edgellm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _parse(path: Path, data: bytes) -> EngineDirectory:
+    advice = "Build the directory again: edgellm build --force CHECKPOINT ENGINE_DIR"
+    values = JSONObject.parse(data, str(path / DESCRIPTION_NAME), EngineDirectoryError, advice)
+    version = values.get("format_version", "int")
+    if version != FORMAT_VERSION:
+        raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
+    values.refuse_other_keys(*_KEYS)
+    return EngineDirectory(
+        path=path,
+        config=values.object("config").dataclass(DecoderConfig),
+        dtype=_choice(values, "dtype", DTYPES),
+        attention=_choice(values, "attention", ATTENTION_SETTINGS),
+        limits=values.object("limits").dataclass(EngineLimits),
+        files=_parse_files(values.object("files")),
+        created_with=values.get("created_with", "str"),
+        description_sha256=hash_bytes(data),
+    )
+
+
+def _choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:
+    value = values.get(key, "str")
+    if value not in choices:
+        raise values.error(f"{key!r} is {value!r}, expected one of {', '.join(choices)}")
+    return value
+
+
+def _parse_files(values: JSONObject) -> dict[str, FileDigest]:
+    files = {}
+    for name in values.values:
+        if not _FILE_NAME.fullmatch(name):
+            raise values.error(f"{name!r} is not a plain file name")
+        entry = values.object(name)
+        entry.refuse_other_keys("sha256", "size")
+        sha256 = entry.get("sha256", "str")
+        if not _SHA256.fullmatch(sha256):
+            raise entry.error(f"'sha256' is {sha256!r}, expected 64 hexadecimal digits")
+        files[name] = FileDigest(sha256, entry.get("size", "count"))
+    if "config.json" not in files or not any(map(is_weight_file, files)):
+        raise values.error("expected at least config.json and one .safetensors file")
+    return files

@@ -1,0 +1,126 @@
+"""The backend without a GPU: NumPy in float32, every call done when it returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder import DecoderDescription
+from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.numpy_operations import NumpyOperations
+from edgellm.engines.weights import load_numpy_weights
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.numpy_kernels import NumpyKernels
+
+
+class NumpyReadback:
+    """Values that are on the host already."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values.copy()
+
+    def wait(self) -> np.ndarray:
+        """The values."""
+        return self._values
+
+
+class NumpyEngine:
+    """Runs a model description with the NumPy interpreter on the bound arrays."""
+
+    def __init__(self, config: DecoderConfig, shape: EngineShape) -> None:
+        self.shape = shape
+        self._bindings: dict[str, np.ndarray] = {}
+        operations = NumpyOperations(self._bindings, self._bindings)
+        self._description = DecoderDescription(operations, config, shape)
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
+        self._bindings.update({name: array for name, array in bindings.items() if not name.startswith("present_")})
+
+    def enqueue(self) -> None:
+        """Compute; outputs are written into their bound arrays."""
+        self._description.describe()
+
+
+class NumpyBackend:
+    """See `edgellm.engines.backend.Backend`."""
+
+    name = "numpy"
+    compute_dtype = "float32"
+    steps_ahead = 0
+    fixed_shapes = False
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._config = config
+        self.kernels = NumpyKernels()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Uninitialized memory."""
+        return self._allocate(np.empty, shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Zeroed memory."""
+        return self._allocate(np.zeros, shape, dtype)
+
+    def upload(self, array: np.ndarray, values: np.ndarray) -> None:
+        """Copy values."""
+        np.copyto(array, values)
+
+    def read(self, array: np.ndarray) -> NumpyReadback:
+        """Take a copy."""
+        return NumpyReadback(array)
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, np.ndarray]:
+        """All weights as float32."""
+        return load_numpy_weights(checkpoint, specs)
+
+    def load_engine(self, shape: EngineShape) -> NumpyEngine:
+        """An interpreter for the shape."""
+        return NumpyEngine(self._config, shape)
+
+    def scratch_bytes(self) -> int:
+        """NumPy's temporaries are small and short-lived."""
+        return 0
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare the plan with the memory that the system calls available."""
+        available = available_memory()
+        if available is not None and plan.total > available:
+            raise DeviceMemoryError(
+                f"The model needs {plan.total / MEBIBYTE:.0f} MiB and {available / MEBIBYTE:.0f} MiB are free:\n"
+                f"{plan.describe()}\nBuild the engine directory with a smaller --kv-capacity or --max-batch, or take "
+                "a smaller model."
+            )
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """The step itself: there is nothing to gain."""
+        return step
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
+        return make(tuple(shape), np.float32 if dtype == "compute" else np.dtype(dtype))
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated without swapping, where the system tells (Linux)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or None

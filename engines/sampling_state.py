@@ -1,0 +1,102 @@
+"""How each slot draws its tokens: the parameters on the device, and the kernels that apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from edgellm.engines.backend import Backend
+    from edgellm.kernels.arrays import Array
+
+
+@dataclass(frozen=True)
+class SamplingValues:
+    """One sequence's sampling, as the kernels take it (`Kernels.process_logits`, `filter_threshold`, `sample`)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    sequence: int = 0
+
+    @property
+    def penalizes(self) -> bool:
+        """True if the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def plain(self) -> bool:
+        """True for the argmax of the unchanged logits."""
+        return self.temperature == 0.0 and not self.penalizes
+
+
+_DTYPES = {
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "repetition_penalty": "float32",
+    "presence_penalty": "float32",
+    "frequency_penalty": "float32",
+    "seed": "uint64",
+    "sequence": "int32",
+}
+
+
+class SamplingState:
+    """Sampling parameters and buffers of all slots."""
+
+    def __init__(self, backend: Backend, slots: int, vocab_size: int, longest_prompt: int) -> None:
+        self._backend = backend
+        self._values = [SamplingValues()] * slots
+        self._parameters: dict[str, Array] = {name: backend.zeros((slots,), dtype) for name, dtype in _DTYPES.items()}
+        self._processed = backend.empty((slots, vocab_size), "float32")
+        self._thresholds = backend.zeros((slots,), "float32")
+        self._prompt = backend.empty((longest_prompt,), "int32")
+        self.token_counts = backend.zeros((slots, vocab_size), "int32")
+
+    def set(self, slot: int, values: SamplingValues, prompt_ids: Sequence[int]) -> None:
+        """Start a request in `slot`."""
+        self._values[slot] = values
+        for name, array in self._parameters.items():
+            row = np.asarray([getattr(values, name)], np.dtype(_DTYPES[name]))
+            self._backend.upload(array[slot : slot + 1], row)
+        if values.penalizes:
+            prompt = self._prompt[: len(prompt_ids)]
+            self._backend.upload(prompt, np.asarray(prompt_ids, np.int32))
+            counts = self.token_counts[slot : slot + 1]
+            self._backend.kernels.count_tokens(prompt, counts.reshape(counts.shape[1]))
+
+    def plain(self, slots: slice) -> bool:
+        """True if argmax serves every one of the slots."""
+        return all(values.plain for values in self._values[slots])
+
+    def select(self, slots: slice, logits: Array, positions: Array, tokens: Array, plain: bool) -> None:
+        """Choose `tokens` [n] from `logits` [n, V] of the slots; `plain` (see there) takes the short way."""
+        kernels = self._backend.kernels
+        if plain:
+            kernels.argmax(logits, tokens)
+            return
+        row = {name: array[slots] for name, array in self._parameters.items()}
+        processed, thresholds = self._processed[slots], self._thresholds[slots]
+        kernels.process_logits(
+            logits,
+            self.token_counts[slots],
+            row["repetition_penalty"],
+            row["presence_penalty"],
+            row["frequency_penalty"],
+            row["temperature"],
+            processed,
+        )
+        kernels.filter_threshold(processed, row["top_k"], row["top_p"], row["min_p"], thresholds)
+        kernels.sample(
+            processed, thresholds, row["temperature"], row["seed"], row["sequence"], positions, tokens
+        )

@@ -1,0 +1,152 @@
+"""The backend on the GPU: TensorRT engines, CUDA kernels and memory on one stream of the primary context."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.cuda_device import CudaDevice, DeviceReadback
+from edgellm.engines.decoder_config import EngineShape, WeightSpec
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.plan_files import Platform, load_or_build_plan
+from edgellm.engines.tensorrt_engine import TensorRTEngine
+from edgellm.engines.tensorrt_library import load_tensorrt
+from edgellm.engines.tensorrt_operations import build_plan
+from edgellm.engines.weights import iterate_weight_parts
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.cuda_kernels import CudaKernels
+
+logger = logging.getLogger("edgellm.tensorrt")
+
+
+class TensorRTBackend:
+    """See `edgellm.engines.backend.Backend`. Used from the thread that made it."""
+
+    name = "tensorrt"
+    steps_ahead = 1
+    fixed_shapes = True
+
+    def __init__(self, directory: EngineDirectory) -> None:
+        self._directory = directory
+        self.compute_dtype = directory.dtype
+        self._library = load_tensorrt()
+        self.device = CudaDevice()
+        self.kernels = CudaKernels(
+            self.device.stream, self.device.compute_capability, max_batch=directory.limits.max_batch
+        )
+        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
+        self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
+        self._engines: list[TensorRTEngine] = []
+        self._scratch = self.device.empty((0,), "uint8")
+
+    def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Uninitialized device memory."""
+        return self.device.empty(shape, self.compute_dtype if dtype == "compute" else dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed device memory."""
+        return self.device.zeros(shape, self.compute_dtype if dtype == "compute" else dtype)
+
+    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
+        """Copy to the device, on the stream."""
+        self.device.upload(array, values)
+
+    def read(self, array: DeviceArray) -> DeviceReadback:
+        """Start a copy to pinned memory."""
+        return self.device.read(array)
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, DeviceArray]:
+        """Each weight in a buffer of its own, filled straight from the memory-mapped checkpoint."""
+        weights = {spec.name: self.empty(spec.shape, "compute") for spec in specs}
+        total, done = sum(array.nbytes for array in weights.values()), 0
+        for spec, offset, values in iterate_weight_parts(checkpoint, specs, self.compute_dtype):
+            whole = weights[spec.name]
+            part = DeviceArray(whole.pointer + offset, values.shape, whole.dtype, whole.owner)
+            self.device.upload(part, values)
+            done += values.nbytes
+            if progress:
+                progress(done, total)
+        self.device.synchronize()
+        return weights
+
+    def load_engine(self, shape: EngineShape) -> TensorRTEngine:
+        """Load the plan from the engine directory or the cache; build it where there is none."""
+        config, attention = self._directory.config, self._directory.attention
+
+        def build() -> bytes:
+            logger.warning(
+                "building %s for %s with TensorRT %s: no plan was there",
+                shape.name,
+                self._platform.compute_capability,
+                self._library.version,
+            )
+            return build_plan(config, shape, self.compute_dtype, attention, self._platform.compute_capability)
+
+        plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
+        engine = TensorRTEngine(self._library, self._runtime, plan, shape)
+        self._engines.append(engine)
+        return engine
+
+    def scratch_bytes(self) -> int:
+        """The largest need of a loaded engine: they run one after another."""
+        return max((engine.scratch_bytes for engine in self._engines), default=0)
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
+        free, total = self.device.free_memory()
+        if plan.total > free:
+            raise DeviceMemoryError(
+                f"The model needs {plan.total / MEBIBYTE:.0f} MiB; {free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB "
+                f"of {self.device.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
+                "--kv-capacity or --max-batch, close other programs, or take a smaller model."
+            )
+        self._scratch = self.device.empty((self.scratch_bytes() * ITEM_SIZES["uint8"],), "uint8")
+        for engine in self._engines:
+            engine.attach(self.device, self._scratch)
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """A CUDA graph of the step, or the step itself where capturing fails."""
+        return self.device.capture(step, name)
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        self.device.synchronize()
+
+    def close(self) -> None:
+        """Free engines and scratch, then leave the context."""
+        self._engines.clear()
+        self._runtime = None
+        self._scratch = None
+        self.device.close()
+
+
+class _Logger:
+    """Passes TensorRT's warnings and errors on to logging."""
+
+    @staticmethod
+    def make(trt: Any) -> Any:
+        severity = trt.ILogger.Severity
+        levels = {
+            severity.INTERNAL_ERROR: logging.ERROR,
+            severity.ERROR: logging.ERROR,
+            severity.WARNING: logging.INFO,
+            severity.INFO: logging.DEBUG,
+            severity.VERBOSE: logging.DEBUG,
+        }
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, level: Any, message: str) -> None:
+                logger.log(levels[level], "%s", message)
+
+        return Logger()

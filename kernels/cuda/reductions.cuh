@@ -1,0 +1,90 @@
+// Reductions and scans over a block of whole warps, and the finish of a reduction over several blocks of one row.
+#pragma once
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr unsigned MAXIMUM_WARPS = 32;
+
+template <class T>
+__device__ inline T warp_maximum(T value) {
+    for (int offset = 16; offset > 0; offset /= 2) {
+        T other = __shfl_xor_sync(ALL_LANES, value, offset);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+template <class T>
+__device__ inline T warp_sum(T value) {
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+    return value;
+}
+
+// Sum over this lane and those before it.
+template <class T>
+__device__ inline T warp_inclusive_sum(T value) {
+    unsigned lane = threadIdx.x % 32;
+    for (unsigned offset = 1; offset < 32; offset *= 2) {
+        T other = __shfl_up_sync(ALL_LANES, value, offset);
+        if (lane >= offset) value += other;
+    }
+    return value;
+}
+
+// The block's maximum, in thread 0. `partial` is shared memory; the block is synchronized before it is used again.
+template <class T>
+__device__ inline T block_maximum(T value, T (&partial)[MAXIMUM_WARPS]) {
+    value = warp_maximum(value);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x < 32) value = warp_maximum(threadIdx.x < blockDim.x / 32 ? partial[threadIdx.x] : T(0));
+    __syncthreads();
+    return value;
+}
+
+// The block's sum, in every thread.
+template <class T>
+__device__ inline T block_sum(T value, T (&partial)[MAXIMUM_WARPS]) {
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    T total = 0;
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) total += partial[warp];
+    __syncthreads();
+    return total;
+}
+
+// Sum over this thread and those before it.
+template <class T>
+__device__ inline T block_inclusive_sum(T value, T (&partial)[MAXIMUM_WARPS]) {
+    value = warp_inclusive_sum(value);
+    unsigned warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 31) partial[warp] = value;
+    __syncthreads();
+    for (unsigned before = 0; before < warp; ++before) value += partial[before];
+    __syncthreads();
+    return value;
+}
+
+// Whether the calling thread's block is the last of its row to come here. Call it from one thread of each block; the
+// counter is back at 0 afterwards. What other blocks wrote before is visible to the last one.
+__device__ inline bool last_block_of_row(unsigned* counter) {
+    __threadfence();
+    bool last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();
+    return last;
+}
+
+// Write the token of the row's best `value_and_id`, 0 where no block has any. `best` and `finished` hold one word for
+// each row, are 0 before and 0 again afterwards.
+__device__ inline void finish_row(
+    unsigned long long candidate, unsigned long long* best, unsigned* finished, int* tokens) {
+    __shared__ unsigned long long partial[MAXIMUM_WARPS];
+    unsigned row = blockIdx.y;
+    candidate = block_maximum(candidate, partial);
+    if (threadIdx.x != 0) return;
+    atomicMax(best + row, candidate);
+    if (last_block_of_row(finished + row)) {
+        unsigned long long winner = atomicExch(best + row, 0ull);
+        tokens[row] = winner == 0 ? 0 : int(0xffffffffu - unsigned(winner));
+    }
+}

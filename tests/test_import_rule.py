@@ -1,0 +1,77 @@
+"""The layers: which part may import which, and what must not be imported before it is asked for."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYERS = ("kernels", "engines", "multimodal", "edgellm")
+#: Loaded only when a GPU backend is asked for.
+GPU_MODULES = ("pycuda", "cuda", "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")
+TOOLS_ONLY = ("torch", "transformers")
+
+
+def _sources(repository: Path) -> list[tuple[str, Path]]:
+    return [(layer, path) for layer in LAYERS for path in sorted((repository / layer).rglob("*.py"))]
+
+
+def _imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
+    """(module, line, whether at the top of the file) of every import."""
+    top = {id(node) for node in ast.iter_child_nodes(tree)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            found += [(f"{node.module}.{alias.name}", node.lineno, id(node) in top) for alias in node.names]
+    return found
+
+
+def _layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] in ("engines", "kernels", "multimodal", "configs"):
+        return "by its bare name"
+    if parts[0] != "edgellm" or parts[1:2] == ["configs"]:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS[:3] else "edgellm"
+
+
+def test_no_layer_imports_a_later_one(repository: Path) -> None:
+    wrong = []
+    for layer, path in _sources(repository):
+        for module, line, _ in _imports(ast.parse(path.read_text())):
+            imported = _layer_of(module)
+            if imported is not None and (imported not in LAYERS or LAYERS.index(imported) > LAYERS.index(layer)):
+                wrong.append(f"{path.relative_to(repository)}:{line} imports {module}")
+    assert not wrong
+
+
+def test_gpu_modules_are_not_imported_at_the_top_and_tools_not_at_all(repository: Path) -> None:
+    wrong = []
+    for _, path in _sources(repository):
+        for module, line, at_top in _imports(ast.parse(path.read_text())):
+            package = module.split(".")[0]
+            if (package in GPU_MODULES and at_top) or package in TOOLS_ONLY:
+                wrong.append(f"{path.relative_to(repository)}:{line} imports {module}")
+    assert not wrong
+
+
+def test_the_rule_finds_violations() -> None:
+    found = _imports(ast.parse("import engines.decoder\nfrom edgellm.llm import LLM\ndef f():\n    import pycuda\n"))
+    assert [(_layer_of(module), at_top) for module, _, at_top in found] == [
+        ("by its bare name", True),
+        ("edgellm", True),
+        (None, False),
+    ]
+
+
+@pytest.mark.parametrize("module", ["edgellm.kernels", "edgellm.engines", "edgellm"])
+def test_importing_a_package_loads_nothing_of_the_api(module: str) -> None:
+    program = f"import sys, {module}; print(' '.join(sorted(sys.modules)))"
+    loaded = set(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split())
+    assert not loaded & {"edgellm.llm", "numpy", "tokenizers", "typer", *GPU_MODULES}
