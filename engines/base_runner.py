@@ -183,7 +183,7 @@ class BaseEngineRunner:
         bindings: dict[str, Array] = {}
         bound = self._bound.get(shape)
         if bound is None or shape not in self._engines:
-            bindings |= self._weights | self._step_inputs(shape)
+            bindings |= self._engine_weights() | self._step_inputs(shape)
         if bound != slots:
             for name, cache in self._caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
@@ -193,6 +193,12 @@ class BaseEngineRunner:
             engine.bind(bindings)
             self._bound[shape] = slots
         return engine
+
+    def _engine_weights(self) -> dict[str, Array]:
+        """All weights but an embedding table that only the lookup kernel reads."""
+        if self.config.tie_word_embeddings:
+            return self._weights
+        return {name: weight for name, weight in self._weights.items() if name != EMBEDDING}
 
     def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
         """The inputs that embedding lookup and `prepare_attention` fill, as views of buffers that all shapes share."""

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -109,13 +108,9 @@ class EngineDirectory:
         """The folder of the plans; it may not exist."""
         return self.path / "plans"
 
-    @cached_property
-    def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self.path)
-
     def checkpoint(self) -> Checkpoint:
-        """The weights, memory-mapped; opened once. Raises CheckpointError."""
-        return self._checkpoint
+        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
+        return Checkpoint.open(self.path)
 
     def differences(self, verify: bool = False, hash_weights: bool = True) -> list[str]:
         """One line for each file that is missing, foreign or not what was described.

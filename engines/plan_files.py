@@ -83,6 +83,13 @@ class PlanManifest:
     attention: str
     created_with: str
 
+    @classmethod
+    def of(
+        cls, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
+    ) -> PlanManifest:
+        """The manifest of a plan that was just built."""
+        return cls(hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version())
+
     def to_json(self) -> bytes:
         """The content of the file."""
         return (json.dumps({"format_version": MANIFEST_VERSION, **asdict(self)}, indent=2) + "\n").encode()
@@ -117,6 +124,11 @@ def manifest_path(plan: Path) -> Path:
 def cached_plans_path(network: str) -> Path:
     """The `plans` folder in the user's cache for a network; plans of directories that cannot be written are here."""
     return user_cache_directory() / "plans" / network[:32]
+
+
+def directory_network(directory: EngineDirectory, shape: EngineShape) -> str:
+    """The `network_digest` of one of a directory's engines."""
+    return network_digest(directory.config, shape, directory.dtype, directory.attention)
 
 
 def plan_candidates(directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str) -> list[Path]:
@@ -162,6 +174,26 @@ def write_plan(plan: Path, data: bytes, manifest: PlanManifest) -> None:
     write_atomically(manifest_path(plan), manifest.to_json())
 
 
+def find_plan(
+    directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str | None = None
+) -> tuple[bytes | None, list[str]]:
+    """The verified bytes of a plan or None, and why each file that was there before it is refused.
+
+    `network` is the `network_digest`, where the caller has it.
+    """
+    network = network or directory_network(directory, shape)
+    advice = f"Build it again: {refresh_command(directory, platform)}"
+    refusals = []
+    for plan in plan_candidates(directory, shape, platform, network):
+        if not plan.exists():
+            continue
+        try:
+            return read_plan(plan, shape, platform, network, advice), refusals
+        except PlanError as error:
+            refusals.append(str(error))
+    return None, refusals
+
+
 def load_or_build_plan(
     directory: EngineDirectory,
     shape: EngineShape,
@@ -173,16 +205,10 @@ def load_or_build_plan(
     A missing or refused plan is built with `build` and written where that is possible: into the engine directory, else
     into the user's cache. Without `build` it raises PlanError that names what differs and the command that builds.
     """
-    network = network_digest(directory.config, shape, directory.dtype, directory.attention)
-    advice = f"Build it again: {refresh_command(directory, platform)}"
-    refusals = []
-    for plan in plan_candidates(directory, shape, platform, network):
-        if not plan.exists():
-            continue
-        try:
-            return read_plan(plan, shape, platform, network, advice), False
-        except PlanError as error:
-            refusals.append(str(error))
+    network = directory_network(directory, shape)
+    found, refusals = find_plan(directory, shape, platform, network)
+    if found is not None:
+        return found, False
     if build is None:
         raise PlanError("\n".join(refusals) or _missing(directory, shape, platform))
     for refusal in refusals:
@@ -196,16 +222,7 @@ def store_plan(
     directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str, data: bytes
 ) -> Path | None:
     """Write a plan to the first place that can be written; None, with a warning, where none can."""
-    manifest = PlanManifest(
-        sha256=hash_bytes(data),
-        size=len(data),
-        network=network,
-        shape=shape,
-        platform=platform,
-        dtype=directory.dtype,
-        attention=directory.attention,
-        created_with=edgellm_version(),
-    )
+    manifest = PlanManifest.of(data, shape, platform, network, directory.dtype, directory.attention)
     reasons = []
     for plan in plan_candidates(directory, shape, platform, network):
         try:
@@ -228,7 +245,11 @@ def platforms_with_plans(plans: Path) -> Iterator[tuple[Platform, list[Path]]]:
 
 def refresh_command(directory: EngineDirectory, platform: Platform) -> str:
     """The command that makes a directory's plans for `platform`."""
-    target = "" if platform.compute_capability == current_compute_capability() else f" --target {platform.compute_capability}"
+    target = (
+        ""
+        if platform.compute_capability == current_compute_capability()
+        else f" --target {platform.compute_capability}"
+    )
     return f"edgellm build --refresh-plans {directory.path}{target}"
 
 

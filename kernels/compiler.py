@@ -22,7 +22,7 @@ logger = logging.getLogger("edgellm.kernels")
 SUPPORTED = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 #: Bytes of one `FilterRow` of cuda/filter_workspace.cuh, which asserts it.
-FILTER_ROW_BYTES = 45_072
+FILTER_ROW_BYTES = 45_088
 
 _SOURCES = Path(__file__).parent / "cuda"
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -12,8 +12,8 @@ from edgellm.kernels.random_numbers import philox_4x32
 
 _COUNT_BITS = IN_PROMPT - 1
 _MINUS_INFINITY = np.float32(-np.inf)
-#: How many of the largest values are tried first as the set that top-p keeps, and by what they grow.
-_FIRST_CANDIDATES, _CANDIDATES_GROWTH = 128, 8
+#: How many of the largest values are tried as the set that top-p keeps before all are sorted.
+_FEW = 128
 
 
 class NumpyKernels:
@@ -213,14 +213,13 @@ def _top_p_threshold(values: np.ndarray, maximum: np.float32, top_p: float) -> n
     """The last of the largest values whose fixed-point probabilities together reach `top_p` of all of them."""
     total = int(_probabilities(values, maximum).sum())
     needed = max(1, math.ceil(top_p * total))
-    candidates = min(_FIRST_CANDIDATES, values.size)
-    while True:
-        largest = np.partition(values, values.size - candidates)[values.size - candidates :]
+    for count in (min(_FEW, values.size), values.size):
+        largest = values if count == values.size else np.partition(values, values.size - count)[-count:]
         largest = np.sort(largest)[::-1]
         sums = _probabilities(largest, maximum).cumsum()
-        if candidates == values.size or sums[-1] >= needed:
-            return largest[np.searchsorted(sums, np.uint64(needed))]
-        candidates = min(candidates * _CANDIDATES_GROWTH, values.size)
+        if sums[-1] >= needed:
+            break
+    return largest[np.searchsorted(sums, np.uint64(needed))]
 
 
 def _probabilities(values: np.ndarray, maximum: np.float32) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The streaming detokenizer against the decoding of the whole, by the tokenizers library and by Python's own UTF-8."""
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import random
@@ -30,6 +31,10 @@ TEXTS = (
 )
 
 
+PIECES = "▁ ▁▁ ▁a ▁the ▁robot l o ll h e He Hel w or ld r t i s ! , ▁ü é 你 好 ， . \u0940 \u200d"
+WORDS = "[UNK] [CLS] hello world ##s ##ing do n ' t , . ! ? it is go"
+
+
 def byte_level_tokenizer() -> LibraryTokenizer:
     tokenizer = LibraryTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,8 +52,7 @@ def byte_level_tokenizer() -> LibraryTokenizer:
 
 def byte_fallback_tokenizer(metaspace: bool = False) -> LibraryTokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = "▁ ▁▁ ▁a ▁the ▁robot l o ll h e He Hel w or ld r t i s ! , ▁ü é 你 好 , . \u0940 \u200d".split()
-    pieces += [piece for piece in dict.fromkeys(words) if piece not in pieces]
+    pieces += [piece for piece in dict.fromkeys(PIECES.split()) if piece not in pieces]
     pieces += [chr(code) for code in range(33, 127) if chr(code) not in pieces]
     tokenizer = LibraryTokenizer(
         models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -63,8 +67,7 @@ def byte_fallback_tokenizer(metaspace: bool = False) -> LibraryTokenizer:
 
 
 def wordpiece_tokenizer() -> LibraryTokenizer:
-    words = "[UNK] [CLS] hello world ##s ##ing do n ' t , . ! ? it is go".split()
-    tokenizer = LibraryTokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = LibraryTokenizer(models.WordPiece({w: i for i, w in enumerate(WORDS.split())}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
     return tokenizer
@@ -235,7 +238,7 @@ def test_cost_of_a_token_does_not_grow(name, monkeypatch):
 
 def test_spaces_around_added_tokens_are_kept():
     library = byte_fallback_tokenizer()
-    library.add_tokens([AddedToken("<tool>", special=False)])
+    library.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     tokenizer = Tokenizer(library)
     ids = [library.token_to_id(token) for token in ("▁a", "<tool>", "▁the", "</s>", "▁robot")]
     assert tokenizer.decode(ids) == library.decode(ids) == "a<tool> the robot"

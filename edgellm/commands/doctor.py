@@ -15,6 +15,7 @@ from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_run
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
+from edgellm.engines.plan_files import platforms_with_plans, present_platform
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.llm import SHIPPED_MODEL
@@ -115,13 +116,12 @@ _CHECKS: list[tuple[str, Callable[[], str]]] = [
 
 
 def _plans(directory: EngineDirectory) -> str:
-    """Which platforms the directory and the cache hold plans for."""
-    from edgellm.engines.plan_files import list_plans
-
-    found: dict[str, int] = {}
-    for plan in list_plans(directory):
-        found[plan.platform.folder_name] = found.get(plan.platform.folder_name, 0) + 1
-    return ", ".join(f"{folder} ({count})" for folder, count in sorted(found.items())) or "none yet"
+    """Which platforms the directory and the user's cache hold plans for, and which this machine needs."""
+    places = [directory.plans_path, *sorted((user_cache_directory() / "plans").glob("*"))]
+    found = {platform.folder for place in places for platform, plans in platforms_with_plans(place) if plans}
+    present = present_platform()
+    here = f"; this machine needs {present.folder}" if present else ""
+    return (", ".join(sorted(found)) or "none yet: they are built on first use") + here
 
 
 def _self_check(directory: EngineDirectory) -> bool:

@@ -65,7 +65,8 @@ class Tokenizer:
             raise EngineDirectoryError(
                 f"{path} cannot be read as a tokenizer: {error}; copy it anew from where the model was published"
             ) from error
-        config = read_json_object(directory / "tokenizer_config.json")
+        config = read_json_object(directory / "special_tokens_map.json")
+        config |= read_json_object(directory / "tokenizer_config.json")
         tokenizer = cls(
             parsed,
             _named_tokens(config),

@@ -1,7 +1,7 @@
 #include "filter_workspace.cuh"
 
 // First launch. Grid of all three: (blocks of a row, rows), FILTER_THREADS threads.
-extern "C" __global__ void filter_maximum(
+extern "C" __global__ void filter_range(
     const float* processed, const int* top_k, const float* top_p, const float* min_p, FilterRow* rows,
     unsigned vocabulary) {
     __shared__ unsigned partial[MAXIMUM_WARPS];
@@ -9,28 +9,40 @@ extern "C" __global__ void filter_maximum(
     if (!settings.filters_k && !settings.filters_p && !settings.filters_min) return;
     const float* row = processed + (size_t)blockIdx.y * vocabulary;
     bool aligned = aligned_16(row);
-    unsigned maximum = 0;
+    const unsigned nothing = ordered_key(minus_infinity());
+    unsigned maximum = 0, inverted_minimum = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
          group += gridDim.x * blockDim.x) {
         Group values = load_group(row, vocabulary, group, aligned);
-        for (unsigned i = 0; i < 4; ++i) maximum = max(maximum, ordered_key(values.value[i]));
+        for (unsigned i = 0; i < 4; ++i) {
+            unsigned key = ordered_key(values.value[i]);
+            maximum = max(maximum, key);
+            if (key != nothing) inverted_minimum = max(inverted_minimum, ~key);
+        }
     }
     maximum = block_maximum(maximum, partial);
-    if (threadIdx.x == 0) atomicMax(&rows[blockIdx.y].maximum, maximum);
+    inverted_minimum = block_maximum(inverted_minimum, partial);
+    if (threadIdx.x == 0) {
+        atomicMax(&rows[blockIdx.y].maximum, maximum);
+        atomicMax(&rows[blockIdx.y].inverted_minimum, inverted_minimum);
+    }
 }
 
 // Second launch.
 extern "C" __global__ void filter_histogram(
     const float* processed, const int* top_k, const float* top_p, const float* min_p, FilterRow* rows,
     unsigned vocabulary) {
-    __shared__ unsigned long long weights[BINS];
-    __shared__ unsigned counts[BINS];
+    // Weights are summed in two halves, as shared memory adds 32 bits at once but 64 only in a loop. A block has fewer
+    // than 2^16 values, so neither half overflows.
+    __shared__ unsigned low_weights[BINS], high_weights[BINS], counts[BINS];
     FilterSettings settings = row_settings(top_k, top_p, min_p, vocabulary);
     if (!settings.filters_k && !settings.filters_p) return;
-    for (unsigned bin = threadIdx.x; bin < BINS; bin += blockDim.x) weights[bin] = 0, counts[bin] = 0;
+    for (unsigned bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
+        low_weights[bin] = 0, high_weights[bin] = 0, counts[bin] = 0;
+    }
     __syncthreads();
     FilterRow& shared_row = rows[blockIdx.y];
-    float maximum = key_value(shared_row.maximum);
+    Bins bins = row_bins(shared_row);
     const float* row = processed + (size_t)blockIdx.y * vocabulary;
     bool aligned = aligned_16(row);
     unsigned groups = group_count(vocabulary);
@@ -39,15 +51,23 @@ extern "C" __global__ void filter_histogram(
         Group values = load_group(row, vocabulary, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
             bool valid = 4 * group + i < vocabulary;
-            unsigned bin = bin_of(values.value[i], maximum);
-            warp_add(counts, bin, valid ? 1u : 0u);
-            if (settings.filters_p) warp_add(weights, bin, valid ? weight_of(values.value[i], maximum) : 0ull);
+            unsigned bin = bin_of(values.value[i], bins);
+            warp_add(bin, valid ? 1u : 0u, [&](unsigned index, unsigned amount) {
+                atomicAdd(counts + index, amount);
+            });
+            if (!settings.filters_p) continue;
+            unsigned long long weight = valid ? weight_of(values.value[i], bins.maximum) : 0;
+            warp_add(bin, weight, [&](unsigned index, unsigned long long amount) {
+                atomicAdd(low_weights + index, unsigned(amount & 0xffff));
+                atomicAdd(high_weights + index, unsigned(amount >> 16));
+            });
         }
     }
     __syncthreads();
     for (unsigned bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
+        unsigned long long weight = ((unsigned long long)high_weights[bin] << 16) + low_weights[bin];
         if (counts[bin] != 0) atomicAdd(shared_row.counts + bin, counts[bin]);
-        if (weights[bin] != 0) atomicAdd(shared_row.weights + bin, weights[bin]);
+        if (weight != 0) atomicAdd(shared_row.weights + bin, weight);
     }
 }
 
@@ -89,30 +109,59 @@ struct Source {
 };
 
 // The largest key for which the values in `range` whose key is no less, and everything before the range, together reach
-// `needed`: in number, or in probability if Weighted. Radix selection, eight bits a pass.
+// `needed`: in number, or in probability if Weighted. Radix selection, eight bits a pass, from the highest bit in which
+// the keys of the range differ.
 template <bool Weighted>
-__device__ inline unsigned select_key(
-    Source source, BinRange range, float maximum, unsigned long long needed, unsigned long long* digits) {
-    __shared__ unsigned chosen_digit;
+__device__ inline unsigned select_key(Source source, BinRange range, Bins bins, unsigned long long needed) {
+    constexpr unsigned BATCH = 4;  // values a thread loads before it looks at them
+    __shared__ unsigned long long digits[256];
     __shared__ unsigned long long sum_before;
+    __shared__ unsigned chosen_digit, any_bits, all_bits;
+
+    auto for_each = [&](auto take) {  // take(value, whether it is in the range), by whole warps
+#pragma unroll 1
+        for (unsigned start = 0; start < source.count; start += BATCH * blockDim.x) {
+            float values[BATCH];
+            for (unsigned i = 0; i < BATCH; ++i) {
+                unsigned index = start + i * blockDim.x + threadIdx.x;
+                values[i] = index < source.count ? __ldcg(source.values + index) : 0.0f;
+            }
+#pragma unroll
+            for (unsigned i = 0; i < BATCH; ++i) {
+                if (start + i * blockDim.x >= source.count) break;
+                unsigned bin = bin_of(values[i], bins);
+                bool inside = start + i * blockDim.x + threadIdx.x < source.count;
+                take(values[i], inside && bin >= range.first && bin <= range.last);
+            }
+        }
+    };
+
+    if (threadIdx.x == 0) any_bits = 0, all_bits = ALL_LANES;
+    __syncthreads();
+    unsigned any = 0, all = ALL_LANES;
+    for_each([&](float value, bool inside) {
+        unsigned key = ordered_key(value);
+        if (inside) any |= key, all &= key;
+    });
+    any = __reduce_or_sync(ALL_LANES, any), all = __reduce_and_sync(ALL_LANES, all);
+    if (threadIdx.x % 32 == 0) atomicOr(&any_bits, any), atomicAnd(&all_bits, all);
+    __syncthreads();
+    unsigned undecided = ALL_LANES >> __clz(any_bits ^ all_bits);  // ones up to the highest bit that differs
+    if (any_bits == all_bits) undecided = 0;
+    unsigned prefix = all_bits & ~undecided;
     unsigned long long before = range.before;
-    unsigned prefix = 0, decided = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
+    while (undecided != 0) {
+        int shift = max(0, 24 - __clz(undecided));
         if (threadIdx.x < 256) digits[threadIdx.x] = 0;
         __syncthreads();
-        for (unsigned start = 0; start < source.count; start += blockDim.x) {
-            unsigned i = start + threadIdx.x, key = 0;
-            unsigned long long amount = 0;
-            if (i < source.count) {
-                float value = __ldcg(source.values + i);
-                unsigned bin = bin_of(value, maximum);
-                key = ordered_key(value);
-                if (bin >= range.first && bin <= range.last && (key & decided) == prefix) {
-                    amount = Weighted ? weight_of(value, maximum) : 1;
-                }
-            }
-            warp_add(digits, key >> shift & 255, amount);
-        }
+        for_each([&](float value, bool inside) {
+            unsigned key = ordered_key(value);
+            bool taken = inside && (key & ~undecided) == prefix;
+            unsigned long long amount = !taken ? 0 : Weighted ? weight_of(value, bins.maximum) : 1;
+            warp_add((key & undecided) >> shift, amount, [&](unsigned digit, unsigned long long sum) {
+                atomicAdd(digits + digit, sum);
+            });
+        });
         __syncthreads();
         if (threadIdx.x < 32) {  // lane 0 takes the eight highest digits
             int top = 255 - 8 * int(threadIdx.x);
@@ -130,7 +179,7 @@ __device__ inline unsigned select_key(
         }
         __syncthreads();
         prefix |= chosen_digit << shift;
-        decided |= 255u << shift;
+        undecided = (1u << shift) - 1;
         before = sum_before;
         __syncthreads();
     }
@@ -147,15 +196,13 @@ extern "C" __global__ void filter_select(
     __shared__ unsigned bin_k, first_p, last_p, is_last;
     FilterSettings settings = row_settings(top_k, top_p, min_p, vocabulary);
     FilterRow& shared_row = rows[blockIdx.y];
-    const unsigned minus_infinity = ordered_key(__int_as_float(0xff800000));
-    float maximum = key_value(shared_row.maximum);
-    unsigned bound = minus_infinity;
-    if (settings.filters_min) bound = ordered_key(maximum + portable_log(settings.min_p));
+    Bins bins = row_bins(shared_row);
+    unsigned bound = ordered_key(minus_infinity());
+    if (settings.filters_min) bound = ordered_key(bins.maximum + portable_log(settings.min_p));
     if (!settings.filters_k && !settings.filters_p) {
-        __syncthreads();  // all threads of block 0 have read the maximum
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             thresholds[blockIdx.y] = key_value(bound);
-            shared_row.maximum = 0;
+            shared_row.maximum = 0, shared_row.inverted_minimum = 0;
         }
         return;
     }
@@ -191,7 +238,7 @@ extern "C" __global__ void filter_select(
         Group values = load_group(row, vocabulary, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
             bool valid = 4 * group + i < vocabulary;
-            unsigned bin = bin_of(values.value[i], maximum);
+            unsigned bin = bin_of(values.value[i], bins);
             bool wanted_k = valid && settings.filters_k && bin == range_k.first;
             bool wanted_p = valid && settings.filters_p && bin >= range_p.first && bin <= range_p.last;
             append(wanted_k, values.value[i], shared_row.gathered, shared_row.lists[0]);
@@ -209,16 +256,15 @@ extern "C" __global__ void filter_select(
     Source source_k = gathered_k <= LIST_CAPACITY ? Source{shared_row.lists[0], gathered_k} : whole_row;
     Source source_p = gathered_p <= LIST_CAPACITY ? Source{shared_row.lists[1], gathered_p} : whole_row;
     unsigned long long total = most;
-    __shared__ unsigned long long digits[256];
     if (settings.filters_k) {
-        unsigned key = select_key<false>(source_k, range_k, maximum, settings.top_k, digits);
+        unsigned key = select_key<false>(source_k, range_k, bins, settings.top_k);
         bound = max(bound, key);
         if (settings.filters_p) {
             unsigned long long own = 0;
             for (unsigned i = threadIdx.x; i < source_k.count; i += blockDim.x) {
                 float value = __ldcg(source_k.values + i);
-                if (bin_of(value, maximum) == range_k.first && ordered_key(value) >= key) {
-                    own += weight_of(value, maximum);
+                if (bin_of(value, bins) == range_k.first && ordered_key(value) >= key) {
+                    own += weight_of(value, bins.maximum);
                 }
             }
             total = least + block_sum(own, partial);
@@ -226,13 +272,13 @@ extern "C" __global__ void filter_select(
     }
     if (settings.filters_p) {
         unsigned long long needed = needed_weight(settings.top_p, total);
-        bound = max(bound, select_key<true>(source_p, range_p, maximum, needed, digits));
+        bound = max(bound, select_key<true>(source_p, range_p, bins, needed));
     }
     shared_row.weights[pair] = 0, shared_row.weights[pair + 1] = 0;
     shared_row.counts[pair] = 0, shared_row.counts[pair + 1] = 0;
     if (threadIdx.x < 2) shared_row.gathered[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        shared_row.maximum = 0;
+        shared_row.maximum = 0, shared_row.inverted_minimum = 0;
         thresholds[blockIdx.y] = key_value(bound);
     }
 }

@@ -1,6 +1,8 @@
 // Rows of the vocabulary in groups of four neighbouring tokens: one vector load where the address allows it.
 #pragma once
 
+#include "ordered_keys.cuh"
+
 struct Group {
     float value[4];
 };
@@ -18,7 +20,7 @@ __device__ inline Group load_group(const float* row, unsigned vocabulary, unsign
         result.value[0] = values.x, result.value[1] = values.y, result.value[2] = values.z, result.value[3] = values.w;
     } else {
         for (unsigned i = 0; i < 4; ++i) {
-            result.value[i] = id + i < vocabulary ? row[id + i] : __int_as_float(0xff800000);
+            result.value[i] = id + i < vocabulary ? row[id + i] : minus_infinity();
         }
     }
     return result;

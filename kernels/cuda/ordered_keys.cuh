@@ -1,10 +1,14 @@
 // Float values as integers of the same order, so that integer atomics and radix selection can compare them.
 #pragma once
 
-// Order-preserving key of a value. NaN counts as -inf, and -0 equals +0.
+__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
+
+// NaN counts as -inf everywhere.
+__device__ inline float without_nan(float value) { return value != value ? minus_infinity() : value; }
+
+// Order-preserving key of a value; -0 equals +0.
 __device__ inline unsigned ordered_key(float value) {
-    value = value != value ? __int_as_float(0xff800000) : value + 0.0f;
-    unsigned bits = __float_as_uint(value);
+    unsigned bits = __float_as_uint(without_nan(value) + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

@@ -23,7 +23,7 @@ extern "C" __global__ void sample(
         bool passes[4];
         bool any = false;
         for (unsigned i = 0; i < 4; ++i) {
-            if (values.value[i] != values.value[i]) values.value[i] = __int_as_float(0xff800000);
+            values.value[i] = without_nan(values.value[i]);
             passes[i] = values.value[i] >= threshold;
             any |= passes[i];
         }

@@ -29,7 +29,7 @@ class Thing:
         """The place as a phrase: "at the front left", "beside the lamp", "in the white bowl"."""
         if self.moved:
             return self.moved
-        return f"at the {self.place}" if self.cell else self.place
+        return f"at the {self.place}" if self.cell else self.place or ""
 
 
 @dataclass

@@ -1,0 +1,85 @@
+"""The command line: `edgellm COMMAND`. Only the module of the command that is asked for is imported."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.commands.console import write_error
+from edgellm.commands.options import Debug
+from edgellm.errors import EdgeLLMError
+
+COMMANDS = ("chat", "generate", "build", "info", "doctor")
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run one command line; always leaves by SystemExit.
+
+    Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
+    """
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    app = create_app((wanted,) if wanted in COMMANDS else COMMANDS)
+    app(args=list(arguments), prog_name="edgellm")
+
+
+def create_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The typer application with these commands."""
+    app = typer.Typer(
+        name="edgellm",
+        help="Run language models on this device.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_top_level)
+    for name in commands:
+        function = getattr(import_module(f"edgellm.commands.{name}"), name)
+        app.command(name)(_explaining(function))
+    return app
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"edgellm {metadata.version('edgellm')}")
+        raise typer.Exit
+
+
+def _top_level(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Run language models on this device."""
+
+
+def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a command end with a message and an exit code where it would end with a traceback."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            sys.stdout.flush()
+            return result
+        except EdgeLLMError as error:
+            if os.environ.get("EDGELLM_DEBUG"):
+                raise
+            write_error(error)
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # What is still in the buffer would fail again when Python flushes it at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+
+    return command

@@ -1,0 +1,181 @@
+"""`edgellm build`: an engine directory from a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from edgellm.engines.build_checks import choose_limits
+from edgellm.engines.builder import BuildReport, build_engine_directory, read_decoder_config, refresh_plans
+
+MEBIBYTE = 1 << 20
+
+
+def build(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="Hugging Face directory with config.json, tokenizer.json and safetensors.")
+    ] = None,
+    engine_dir: Annotated[Path | None, typer.Argument(help="The engine directory to make.")] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU]."),
+    ] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Sequences at once, 1 to 8 [default: 1].")] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 512]."),
+    ] = None,
+    kv_capacity: Annotated[
+        int | None, typer.Option(help="Tokens of context, prompt and answer together [default: up to 4096].")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16 or bfloat16: what engines compute in [default: the checkpoint's].")
+    ] = None,
+    attention: Annotated[str, typer.Option(help="auto, native (IAttention) or composed.")] = "auto",
+    weights: Annotated[str, typer.Option(help="copy the weights, or link to those of the checkpoint.")] = "copy",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine directory.")] = False,
+    beyond_trained_context: Annotated[
+        bool, typer.Option("--beyond-trained-context", help="Allow more context than the model was made for.")
+    ] = False,
+    refresh: Annotated[
+        Path | None,
+        typer.Option(
+            "--refresh-plans", metavar="ENGINE_DIR", help="Only build the plans that an engine directory lacks."
+        ),
+    ] = None,
+) -> None:
+    """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there."""
+    display = ProgressDisplay(sys.stderr)
+    if refresh is not None:
+        if checkpoint is not None:
+            raise typer.BadParameter("--refresh-plans ENGINE_DIR takes no CHECKPOINT and no other ENGINE_DIR")
+        with _ended_by_signals(), display:
+            report = refresh_plans(refresh, target, display)
+    else:
+        if checkpoint is None or engine_dir is None:
+            raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
+        config = read_decoder_config(checkpoint)
+        limits = choose_limits(config, max_batch, prefill_chunk, kv_capacity, beyond_trained_context)
+        with _ended_by_signals(), display:
+            report = build_engine_directory(
+                checkpoint,
+                engine_dir,
+                limits,
+                target,
+                dtype,
+                attention,
+                weights,
+                force,
+                beyond_trained_context,
+                display,
+            )
+    for line in report_lines(report):
+        typer.echo(line)
+
+
+def report_lines(report: BuildReport) -> Iterator[str]:
+    """The table that ends a build."""
+    config, limits = report.config, report.limits
+    yield f"{report.path}: {config.family}, {report.dtype}, {config.num_layers} layers of {config.hidden_size}"
+    yield (
+        f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
+        f"context {limits.kv_capacity}"
+    )
+    for plan in report.plans:
+        took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
+        yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"
+    if report.weight_bytes:
+        yield f"  {'weights (linked)' if report.weights == 'link' else 'weights':<42}{_mebibytes(report.weight_bytes)}"
+    plan_bytes = sum(plan.size for plan in report.plans)
+    kept = 0 if report.weights == "link" else report.weight_bytes
+    yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes)}"
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
+    yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")
+    yield f"  {'peak host memory':<42}{_mebibytes(report.peak_host_bytes)}"
+    yield from report.notes
+
+
+class ProgressDisplay:
+    """A bar on a terminal, a line a stage elsewhere. Called from several threads."""
+
+    _WIDTH = 20
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._lock = threading.Lock()
+        self._stages: dict[str, tuple[int, int]] = {}
+        self._shown = ""
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._is_terminal and self._shown:
+                self._stream.write(f"\r{' ' * len(self._shown)}\r")
+                self._stream.flush()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of `total` of a stage is done."""
+        with self._lock:
+            is_new = stage not in self._stages
+            self._stages[stage] = (done, total)
+            if self._is_terminal:
+                self._redraw()
+            elif done >= total:
+                self._print(f"{stage}: done{self._amount(stage)}")
+            elif is_new:
+                self._print(f"{stage} ...")
+
+    def _redraw(self) -> None:
+        running = [stage for stage, (done, total) in self._stages.items() if done < total]
+        line = "   ".join(f"{stage} {self._bar(stage)}{self._amount(stage)}" for stage in running)
+        if line != self._shown:
+            self._stream.write("\r" + line.ljust(len(self._shown)))
+            self._stream.flush()
+            self._shown = line
+
+    def _print(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _bar(self, stage: str) -> str:
+        done, total = self._stages[stage]
+        filled = self._WIDTH * done // max(1, total)
+        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}]"
+
+    def _amount(self, stage: str) -> str:
+        done, total = self._stages[stage]
+        if stage == "weights":
+            return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
+        return f" {done} of {total}" if stage == "plans" else ""
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a terminating signal unwind the build as Ctrl-C does, so that it removes what it wrote."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / MEBIBYTE:9,.1f} MiB"

@@ -1,0 +1,184 @@
+"""`edgellm chat`: a conversation at the terminal, or with a pipe."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command
+from edgellm.commands.chat_file import Conversation
+from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
+from edgellm.commands.console import (
+    cancelled_by_interrupt,
+    prepare_output,
+    statistics_line,
+    write_answer,
+    write_error,
+    write_note,
+)
+from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
+from edgellm.errors import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+
+
+def chat(
+    engine_directory: Annotated[
+        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
+    ] = None,
+    system: options.System = None,
+    system_file: options.SystemFile = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
+    history: Annotated[
+        bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
+    ] = None,
+    stats: Annotated[
+        bool | None,
+        typer.Option("--stats/--no-stats", help="A line of counts and speeds after answers.", show_default=False),
+    ] = None,
+    backend: options.Backend = None,
+    chat_template: options.ChatTemplateFile = None,
+    config: options.Config = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
+    prepare_output()
+    settings = options.chosen_settings(
+        config,
+        model=engine_directory,
+        backend=backend,
+        chat_template=chat_template,
+        system=None if system is None else options.checked_argument(system, "--system"),
+        system_file=system_file,
+        sampling={
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop": stop,
+        },
+    )
+    lines = open_lines(settings.history if history is None else history)
+    with_stats = settings.stats if stats is None else stats
+    with open_model(settings) as llm:
+        params = sampling_params(settings, model_sampling_defaults(llm))
+        state = ChatState(llm, Conversation(system_prompt(llm, settings), [], params), say=write_note)
+        try:
+            if isinstance(lines, TerminalLines):
+                state.say = print
+                write_note(_greeting(llm))
+                converse_at_terminal(state, lines, True if with_stats is None else with_stats)
+            else:
+                converse_by_pipe(state, lines, bool(with_stats))
+        except (Leave, EOFError):
+            pass
+        finally:
+            if isinstance(lines, TerminalLines):
+                lines.close()
+
+
+def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) -> None:
+    """Answer until the user leaves; errors are shown and the conversation goes on. Raises Leave or EOFError."""
+    interrupted = False
+    while True:
+        try:
+            message = read_message(lines)
+            interrupted = False
+            _handle(state, message, with_stats)
+        except EOFError:
+            print()
+            raise
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return
+            interrupted = True
+            write_note("Press Ctrl-C again or Ctrl-D to leave.")
+        except EdgeLLMError as error:
+            write_error(error)
+
+
+def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> None:
+    """Answer every line, going on after errors, of which the exit code tells; a line that is no text ends it."""
+    failed = False
+    while True:
+        try:
+            message = read_message(lines)
+        except EOFError:
+            if failed:
+                raise typer.Exit(1) from None
+            raise
+        try:
+            _handle(state, message, with_stats)
+        except EdgeLLMError as error:
+            failed = True
+            write_error(error)
+        if state.last_response is not None and state.last_response.finish_reason == "cancelled":
+            raise KeyboardInterrupt
+
+
+def _handle(state: ChatState, message: str, with_stats: bool) -> None:
+    if is_command(message):
+        run_command(state, message)
+    elif message.strip():
+        answer(state, message[1:] if message.startswith("//") else message, with_stats)
+
+
+def answer(state: ChatState, question: str, with_stats: bool) -> None:
+    """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
+    llm, conversation = state.llm, state.conversation
+    params = conversation.params.seeded()
+    messages = [*conversation.prompt_messages(), {"role": "user", "content": question}]
+    try:
+        stream = llm.stream_chat(messages, params)
+    except EdgeLLMError:
+        used = len(llm.tokenizer.encode_chat(messages))
+        if conversation.messages and used >= llm.context_length:
+            write_note(
+                f"The context is full ({used} of {llm.context_length} tokens): /reset starts a new conversation."
+            )
+        raise
+    with stream, cancelled_by_interrupt(stream):
+        for chunk in stream:
+            write_answer(chunk.text)
+    write_answer("\n")
+    response = stream.response
+    state.last_response, state.last_seed = response, params.seed
+    state.answers += 1
+    state.answer_tokens += response.usage.completion_tokens
+    if response.text or response.finish_reason != "cancelled":
+        conversation.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": response.text},
+        ]
+    if with_stats:
+        write_note(statistics_line(response, llm.context_length))
+    if response.finish_reason == "context":
+        write_note(f"The context is full ({llm.context_length} tokens), the answer was cut: /reset starts anew.")
+
+
+def _greeting(llm: LLM) -> str:
+    version = metadata.version("edgellm")
+    return (
+        f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens. "
+        "/help lists the commands, Ctrl-D leaves."
+    )

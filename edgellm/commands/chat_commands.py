@@ -1,0 +1,178 @@
+"""The commands of `edgellm chat`, each a line that begins with a slash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
+from edgellm.commands.console import statistics_line
+from edgellm.commands.opening import model_name
+from edgellm.errors import RequestError
+from edgellm.sampling_params import SamplingParams, checked_value
+from edgellm.settings import SAMPLING_KEYS, did_you_mean
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+    from edgellm.responses import Response
+
+HELP = '''\
+/help, /?            this list
+/reset               forget the conversation, keep the system prompt
+/system [TEXT]       show or set the system prompt; "" is none
+/set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
+/save FILE           write the conversation to a file
+/load FILE           go on with a conversation from a file
+/stats               counts and speeds of the last answer and of this session
+/exit, /bye          leave (also Ctrl-D)
+A trailing backslash, or """ before and after, makes a message of several lines; // begins a message with a slash.
+Ctrl-C stops an answer.'''
+
+
+class Leave(Exception):
+    """The user wants to leave."""
+
+
+@dataclass
+class ChatState:
+    """A chat as it goes on: the model, the conversation, and what has been counted."""
+
+    llm: LLM
+    conversation: Conversation
+    say: Callable[[str], None]
+    last_response: Response | None = None
+    last_seed: int | None = None
+    answers: int = 0
+    answer_tokens: int = 0
+
+
+def is_command(message: str) -> bool:
+    """Whether a message is for the program: it begins with one slash, not two."""
+    return message.startswith("/") and not message.startswith("//")
+
+
+def run_command(state: ChatState, line: str) -> None:
+    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong."""
+    name, _, argument = line[1:].strip().partition(" ")
+    name = ALIASES.get(name, name)
+    if name not in COMMANDS:
+        raise RequestError(f"/{name} is no command{_hint(name)}; /help lists them")
+    COMMANDS[name](state, argument.strip())
+
+
+def _hint(name: str) -> str:
+    close = did_you_mean(name, tuple(COMMANDS))
+    return close.replace("mean ", "mean /") if "did you mean" in close else ""
+
+
+def _help(state: ChatState, argument: str) -> None:
+    state.say(HELP)
+
+
+def _reset(state: ChatState, argument: str) -> None:
+    state.conversation.messages.clear()
+    state.say("The conversation is forgotten.")
+
+
+def _system(state: ChatState, argument: str) -> None:
+    if argument:
+        state.conversation.system = None if argument in ('""', "''") else argument
+        state.say("The system prompt is set; the conversation goes on. /reset starts a new one.")
+    else:
+        state.say(state.conversation.system or "There is no system prompt.")
+
+
+def _set(state: ChatState, argument: str) -> None:
+    name, _, text = argument.partition(" ")
+    conversation = state.conversation
+    if not name:
+        state.say("\n".join(f"{key} {shown(getattr(conversation.params, key))}" for key in SAMPLING_KEYS))
+        return
+    if name not in SAMPLING_KEYS:
+        raise RequestError(f"there is no setting {name!r}{did_you_mean(name, SAMPLING_KEYS)}")
+    if not text.strip():
+        state.say(f"{name} {shown(getattr(conversation.params, name))}")
+        return
+    conversation.params = replace(conversation.params, **{name: checked_value(name, _value(name, text.strip()))})
+    state.say(f"{name} {shown(getattr(conversation.params, name))}")
+
+
+def _value(name: str, text: str) -> Any:
+    """What the user wrote: "none" for the default, a number, true or false, a JSON string or list, or plain text."""
+    if text == "none":
+        return next(item.default for item in fields(SamplingParams) if item.name == name)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if name == "stop" and not isinstance(value, (str, list)) else value
+
+
+def shown(value: Any) -> str:
+    """A setting as `/set` takes it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(repr, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise RequestError(f"/{command} needs the name of a file: /{command} FILE")
+    return Path(argument).expanduser()
+
+
+def _save(state: ChatState, argument: str) -> None:
+    path = _path(argument, "save")
+    save_conversation(path, state.conversation, model_name(state.llm))
+    state.say(f"Saved {len(state.conversation.messages)} messages to {path}.")
+
+
+def _load(state: ChatState, argument: str) -> None:
+    path = _path(argument, "load")
+    state.conversation, model = load_conversation(path)
+    state.say(f"Loaded {len(state.conversation.messages)} messages from {path}.")
+    if model != model_name(state.llm):
+        state.say(f"They were had with {model or 'another model'}; this is {model_name(state.llm)}.")
+
+
+def _stats(state: ChatState, argument: str) -> None:
+    llm, response = state.llm, state.last_response
+    lines = [
+        f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend, "
+        f"context {llm.context_length} tokens"
+    ]
+    if response is None:
+        lines.append("no answer yet")
+    else:
+        seed = "greedy" if state.last_seed is None else f"seed {state.last_seed}"
+        lines.append(f"last answer: {statistics_line(response, llm.context_length)[1:-1]} | {seed}")
+        prefill = response.timings.prefill_seconds
+        computed = response.usage.prompt_tokens - response.usage.reused_tokens
+        speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
+        lines.append(f"prompt: {computed} tokens computed in {prefill:.2f} s{speed}")
+    lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")
+    state.say("\n".join(lines))
+
+
+def _exit(state: ChatState, argument: str) -> None:
+    raise Leave
+
+
+ALIASES = {"?": "help", "bye": "exit", "quit": "exit"}
+COMMANDS: dict[str, Callable[[ChatState, str], None]] = {
+    "help": _help,
+    "reset": _reset,
+    "system": _system,
+    "set": _set,
+    "save": _save,
+    "load": _load,
+    "stats": _stats,
+    "exit": _exit,
+}

@@ -1,0 +1,95 @@
+"""Conversations on disk: what `/save` writes and `/load` reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.atomic_write import write_atomically
+from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.sampling_params import SamplingParams
+from edgellm.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.text.messages import checked_messages
+
+FORMAT = "edgellm conversation 1"
+KEYS = ("format", "model", "system", "messages", "settings")
+LARGEST_FILE = 64 * 1024 * 1024
+
+
+@dataclass
+class Conversation:
+    """A system prompt, the turns so far (user and assistant in turn), and how answers are drawn."""
+
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    def prompt_messages(self) -> list[dict[str, Any]]:
+        """All messages, the system prompt first."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages]
+
+
+def save_conversation(path: Path, conversation: Conversation, model: str) -> None:
+    """Write a conversation as JSON; the file is whole or not there. Raises RequestError."""
+    content = {
+        "format": FORMAT,
+        "model": model,
+        "system": conversation.system,
+        "messages": conversation.messages,
+        "settings": asdict(conversation.params),
+    }
+    try:
+        write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def load_conversation(path: Path) -> tuple[Conversation, str]:
+    """Read a conversation and the name of the model it was had with; RequestError says what is wrong with the file."""
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise RequestError(f"{path} is larger than {LARGEST_FILE} bytes: it is no conversation")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RequestError(f'{path} is no conversation that /save wrote: expected an object with "format": "{FORMAT}"')
+    try:
+        return _checked(content), content.get("model", "")
+    except EdgeLLMError as error:
+        raise RequestError(f"{path}: {error}") from error
+
+
+def _checked(content: dict[str, Any]) -> Conversation:
+    for key in content:
+        if key not in KEYS:
+            raise RequestError(f"unknown key {key!r}{did_you_mean(key, KEYS)}")
+    if not isinstance(content.get("model", ""), str):
+        raise RequestError("model is not text")
+    system, messages, settings = (content.get(key) for key in ("system", "messages", "settings"))
+    if system is not None and not isinstance(system, str):
+        raise RequestError(f"system is a {type(system).__name__}: expected text or null")
+    if not isinstance(settings, dict):
+        raise RequestError(f"settings is a {type(settings).__name__}: expected an object")
+    for key in settings:
+        if key not in SAMPLING_KEYS:
+            raise RequestError(f"settings has the unknown key {key!r}{did_you_mean(key, SAMPLING_KEYS)}")
+    return Conversation(system, _checked_turns(messages), SamplingParams(**settings))
+
+
+def _checked_turns(messages: Any) -> list[dict[str, Any]]:
+    if messages == []:
+        return []
+    checked = checked_messages(messages)
+    for index, message in enumerate(checked):
+        expected = "assistant" if index % 2 else "user"
+        if message["role"] != expected:
+            raise RequestError(f"message {index + 1} is of {message['role']}: expected user and assistant in turn")
+    if len(checked) % 2:
+        raise RequestError("the last message has no answer: expected user and assistant in turn")
+    return checked

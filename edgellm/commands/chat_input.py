@@ -1,0 +1,127 @@
+"""Where the questions of `edgellm chat` come from: a terminal with history, or a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from edgellm.commands.options import invalid_utf8
+from edgellm.errors import RequestError
+
+PROMPT, CONTINUATION = ">>> ", "... "
+FENCE = '"""'
+HISTORY_LENGTH = 1000
+
+
+class LineSource(Protocol):
+    """Something that lines can be read from; EOFError says that there are no more."""
+
+    def read_line(self, prompt: str) -> str: ...
+
+
+class PipedLines:
+    """Lines of a pipe or file, UTF-8."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._offset = 0
+
+    def read_line(self, prompt: str) -> str:
+        """The next line without its end; `prompt` is not shown."""
+        data = self._stream.readline()
+        if not data:
+            raise EOFError
+        start, self._offset = self._offset, self._offset + len(data)
+        try:
+            return data.decode("utf-8").rstrip("\r\n").removeprefix("" if start else "\ufeff")
+        except UnicodeDecodeError as error:
+            raise invalid_utf8("standard input", data[error.start], start + error.start) from error
+
+
+class TerminalLines:
+    """Lines typed at a terminal, with editing and, in `history_file`, a memory of earlier ones."""
+
+    def __init__(self, history_file: Path | None) -> None:
+        self._history_file = history_file
+        try:
+            import readline
+        except ImportError:  # not part of every Python; the terminal's own editing remains
+            self._readline = None
+            return
+        self._readline = readline
+        readline.set_history_length(HISTORY_LENGTH)
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
+        if history_file is not None:
+            with suppress(OSError):
+                readline.read_history_file(history_file)
+
+    def read_line(self, prompt: str) -> str:
+        """The next line; KeyboardInterrupt where Ctrl-C was pressed."""
+        try:
+            line = input(prompt)
+            data = line.encode("utf-8", "surrogateescape")
+            data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise invalid_utf8("the line", error.object[error.start], error.start) from error
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the line has half of a surrogate pair at position {error.start}") from error
+        return line
+
+    def close(self) -> None:
+        """Keep the history, where it can be kept; only its owner can read it."""
+        if self._readline is None or self._history_file is None:
+            return
+        with suppress(OSError):
+            self._history_file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._history_file, os.O_WRONLY | os.O_CREAT, 0o600))
+            self._readline.write_history_file(self._history_file)
+
+
+def user_history_file() -> Path:
+    """`$XDG_STATE_HOME/edgellm/chat_history`, by default under `~/.local/state`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "edgellm" / "chat_history"
+
+
+def open_lines(history: bool) -> PipedLines | TerminalLines:
+    """Standard input, as a terminal where both ends are one."""
+    if sys.stdin is None:
+        raise RequestError("there is no standard input to read questions from")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return TerminalLines(user_history_file() if history else None)
+    return PipedLines(sys.stdin.buffer)
+
+
+def read_message(lines: LineSource) -> str:
+    """One message: a line, several that end in a backslash, or all between two triple quotes. Raises EOFError."""
+    line = lines.read_line(PROMPT)
+    if line.lstrip().startswith(FENCE):
+        return "\n".join(_fenced(line.lstrip().removeprefix(FENCE), lines))
+    parts = []
+    while line.endswith("\\"):
+        parts.append(line[:-1])
+        try:
+            line = lines.read_line(CONTINUATION)
+        except EOFError:
+            return "\n".join(parts)
+    return "\n".join([*parts, line])
+
+
+def _fenced(line: str, lines: LineSource) -> Iterator[str]:
+    first = True
+    while not line.rstrip().endswith(FENCE):
+        if line or not first:
+            yield line
+        first = False
+        try:
+            line = lines.read_line(CONTINUATION)
+        except EOFError:
+            return
+    last = line.rstrip().removesuffix(FENCE)
+    if last:
+        yield last

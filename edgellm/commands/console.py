@@ -1,0 +1,82 @@
+"""What the command line shares with its terminal: plain output, dim lines, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+from edgellm.responses import Response
+
+# Control characters that a model's text could steer a terminal with; tab and line end are none of them.
+CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
+
+
+class Cancellable(Protocol):
+    """An answer that grows."""
+
+    def cancel(self) -> None: ...
+
+
+def prepare_output() -> None:
+    """Let standard output and error take any character: one they cannot show becomes a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def write_answer(text: str) -> None:
+    """Write a piece of an answer at once; a terminal gets no control characters from it."""
+    if text:
+        sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+def write_note(text: str, stream: TextIO | None = None) -> None:
+    """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
+    stream = stream or sys.stderr
+    dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
+
+
+def write_error(error: BaseException | str) -> None:
+    """Write an error to standard error."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def cancelled_by_interrupt(stream: Cancellable) -> Iterator[None]:
+    """While inside, the first Ctrl-C cancels `stream`; the next one raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+        yield
+        return
+
+    def cancel(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stream.cancel()
+
+    previous = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def statistics_line(response: Response, context_length: int) -> str:
+    """Counts, speeds and the reason of the end of an answer, in one line."""
+    usage, timings = response.usage, response.timings
+    reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
+    speed = timings.tokens_per_second(usage.completion_tokens)
+    tokens = f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"
+    parts = [
+        f"{usage.prompt_tokens} prompt tokens{reused}",
+        f"{tokens}, {speed:.1f} tokens/s" if speed else tokens,
+        f"first token {timings.time_to_first_token:.2f} s",
+        f"ended by {response.finish_reason}",
+        f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
+    ]
+    return "[" + " | ".join(parts) + "]"

@@ -1,0 +1,134 @@
+"""`edgellm generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.console import cancelled_by_interrupt, prepare_output, write_answer
+from edgellm.commands.opening import open_model, sampling_params, system_prompt
+from edgellm.errors import RequestError
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM, Stream
+    from edgellm.responses import Response
+
+INTERRUPTED = 130
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    system: options.System = None,
+    system_file: options.SystemFile = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without chat template.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
+    ] = None,
+    backend: options.Backend = None,
+    chat_template: options.ChatTemplateFile = None,
+    config: options.Config = None,
+    debug: options.Debug = False,
+) -> None:
+    """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""
+    prepare_output()
+    if raw and (system is not None or system_file is not None or chat_template is not None):
+        raise typer.BadParameter(
+            "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
+        )
+    settings = options.chosen_settings(
+        config,
+        model=model,
+        backend=backend,
+        chat_template=chat_template,
+        system=None if system is None else options.checked_argument(system, "--system"),
+        system_file=system_file,
+        sampling={
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop": stop,
+        },
+    )
+    text = read_prompt(prompt, file)
+    params = sampling_params(settings).seeded()
+    with open_model(settings) as llm:
+        if raw:
+            stream = llm.stream(text, params)
+        else:
+            own = system_prompt(llm, settings)
+            messages = [{"role": "system", "content": own}] if own else []
+            stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
+        response = _read_answer(stream, show=not json_output)
+        if json_output:
+            print(json.dumps(answer_object(llm, response, params.seed)))
+    if response.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from wherever it is given; raises RequestError where it is empty or no text."""
+    if file is not None:
+        if prompt is not None:
+            raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
+        text, where = options.read_text_file(file, "--file"), f"the file {file}"
+    elif prompt is not None and prompt != "-":
+        text, where = options.checked_argument(prompt, "the prompt"), "the prompt"
+    elif prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter(
+            "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
+        )
+    else:
+        text, where = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
+    if not text.strip():
+        raise RequestError(f"{where} is empty: expected something for the model to answer")
+    return text
+
+
+def answer_object(llm: LLM, response: Response, seed: int | None) -> dict[str, Any]:
+    """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn."""
+    speed = response.timings.tokens_per_second(response.usage.completion_tokens)
+    return {
+        "model": str(llm.directory.path),
+        "backend": llm.backend_name,
+        "seed": seed,
+        "text": response.text,
+        "token_ids": list(response.token_ids),
+        "finish_reason": response.finish_reason,
+        "stop_match": response.stop_match,
+        "usage": asdict(response.usage),
+        "timings": {**asdict(response.timings), "tokens_per_second": speed},
+    }
+
+
+def _read_answer(stream: Stream, show: bool) -> Response:
+    with stream, cancelled_by_interrupt(stream):
+        for chunk in stream:
+            if show:
+                write_answer(chunk.text)
+    if show:
+        write_answer("\n")
+    return stream.response

@@ -1,0 +1,152 @@
+"""`edgellm info`: what an engine directory is, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.engines.decoder import decoder_weights
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.memory_plan import MEBIBYTE, plan_memory
+from edgellm.engines.plan_files import (
+    Platform,
+    cached_plans_path,
+    directory_network,
+    find_plan,
+    platforms_with_plans,
+    present_platform,
+    refresh_command,
+)
+from edgellm.llm import SHIPPED_MODEL
+
+
+def info(
+    engine_dir: Annotated[Path | None, typer.Argument(help="Engine directory [default: the shipped model].")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file; exit with 1 on any difference.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file."""
+    facts = directory_facts(engine_dir or SHIPPED_MODEL, verify)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        for line in _lines(facts):
+            typer.echo(line)
+    if facts["differences"]:
+        raise typer.Exit(1)
+
+
+def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
+    """All that there is to say, as JSON values; sizes in bytes.
+
+    `differences` lists what is not as described: with `verify` every file and plan is hashed, without it weights only
+    where their digest is remembered. Raises EngineDirectoryError for a directory that cannot be described at all.
+    """
+    directory = EngineDirectory.read(path)
+    config, limits = directory.config, directory.limits
+    specs = decoder_weights(config)
+    platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
+    differences = directory.differences(verify, hash_weights=False)
+    if verify:
+        differences += [problem for platform in platforms for problem in platform["problems"]]
+    return {
+        "path": str(directory.path),
+        "created_with": directory.created_with,
+        "config": asdict(config),
+        "parameters": sum(math.prod(spec.shape) for spec in specs),
+        "dtype": directory.dtype,
+        "attention": directory.attention,
+        "limits": asdict(limits),
+        "weights": {name: directory.files[name].size for name in directory.weight_files},
+        "plans": platforms,
+        "memory": plan_memory(config, limits, specs, directory.dtype).items,
+        "verified": verify,
+        "differences": differences,
+    }
+
+
+def _known_platforms(directory: EngineDirectory) -> list[Platform]:
+    """Those with plans in the directory or in the user's cache, and this machine's."""
+    places = [directory.plans_path]
+    for shape in directory.limits.engine_shapes():
+        places.append(cached_plans_path(directory_network(directory, shape)))
+    found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
+    present = present_platform()
+    return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
+
+
+def _platform_facts(directory: EngineDirectory, platform: Platform) -> dict[str, Any]:
+    sizes, problems = [], []
+    shapes = directory.limits.engine_shapes()
+    for shape in shapes:
+        plan, refusals = find_plan(directory, shape, platform)
+        problems += refusals
+        if plan is not None:
+            sizes.append(len(plan))
+    present = present_platform()
+    if platform != present:
+        state = f"not for this machine ({present.describe() if present else 'no GPU with TensorRT'})"
+    elif len(sizes) == len(shapes):
+        state = "usable here"
+    else:
+        state = f"made on first use, or by: {refresh_command(directory, platform)}"
+    return {
+        "platform": platform.folder,
+        "usable_here": platform == present and len(sizes) == len(shapes),
+        "state": state,
+        "plans": len(sizes),
+        "expected": len(shapes),
+        "bytes": sum(sizes),
+        "problems": problems,
+    }
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    config, limits, weights = facts["config"], facts["limits"], facts["weights"]
+    yield facts["path"]
+    yield _row(
+        "model",
+        f"{config['family']}, {facts['parameters'] / 1e6:,.1f} M parameters, {facts['dtype']}, "
+        f"made with EdgeLLM {facts['created_with']}",
+    )
+    yield _row(
+        "layers",
+        f"{config['num_layers']} of hidden size {config['hidden_size']}, {config['num_heads']} query and "
+        f"{config['num_kv_heads']} key-value heads of {config['head_dim']}, FFN {config['intermediate_size']}",
+    )
+    yield _row("vocabulary", f"{config['vocab_size']:,} tokens, end of sequence {_ids(config['eos_token_ids'])}")
+    yield _row(
+        "limits",
+        f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
+        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}",
+    )
+    yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
+    for platform in facts["plans"]:
+        yield _row(
+            "plans",
+            f"{platform['platform']}: {platform['plans']} of {platform['expected']}, "
+            f"{platform['bytes'] / MEBIBYTE:,.1f} MiB, {platform['state']}",
+        )
+        yield from (_row("", problem) for problem in platform["problems"])
+    if not facts["plans"]:
+        yield _row("plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use")
+    total = sum(facts["memory"].values())
+    parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
+    yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB on a GPU, without the engines' scratch: {parts}")
+    if facts["verified"] and not facts["differences"]:
+        yield _row("verified", "every file is as described")
+    yield from (_row("differs", difference) for difference in facts["differences"])
+
+
+def _ids(token_ids: list[int]) -> str:
+    return ", ".join(map(str, token_ids)) or "none"
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<12}{text}"

@@ -1,0 +1,142 @@
+"""Options that `edgellm chat` and `edgellm generate` share, and what they add up to with the settings files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.errors import RequestError
+from edgellm.sampling_params import checked_value
+from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
+
+SAMPLING = "Sampling"
+
+
+def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
+    """An option for a field of `SamplingParams`; a wrong value is a usage error that names option and range."""
+
+    def check(value: Any) -> Any:
+        if value is None or value == []:
+            return None
+        try:
+            return checked_value(field, value)
+        except RequestError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return typer.Option(*flags, callback=check, show_default=False, **details)
+
+
+def _check_backend(value: str | None) -> str | None:
+    if value is not None and value not in BACKENDS:
+        raise typer.BadParameter(f"{value!r}{did_you_mean(value, BACKENDS)}")
+    return value
+
+
+def _set_debug(value: bool) -> None:
+    if value:
+        os.environ["EDGELLM_DEBUG"] = "1"
+
+
+Temperature = Annotated[
+    float | None, _sampling_option("temperature", "--temperature", help="Randomness; 0 takes the likeliest token.")
+]
+TopK = Annotated[int | None, _sampling_option("top_k", "--top-k", help="Draw from the K likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float | None, _sampling_option("top_p", "--top-p", help="Draw from the likeliest tokens that reach P together.")
+]
+MinP = Annotated[
+    float | None, _sampling_option("min_p", "--min-p", help="Leave out tokens P times less likely than the likeliest.")
+]
+RepetitionPenalty = Annotated[
+    float | None, _sampling_option("repetition_penalty", "--repetition-penalty", help="Above 1: fewer repetitions.")
+]
+PresencePenalty = Annotated[
+    float | None, _sampling_option("presence_penalty", "--presence-penalty", help="Above 0: more new tokens.")
+]
+FrequencyPenalty = Annotated[
+    float | None, _sampling_option("frequency_penalty", "--frequency-penalty", help="Above 0: fewer frequent tokens.")
+]
+Seed = Annotated[
+    int | None, _sampling_option("seed", "--seed", help="The same seed draws the same tokens [default: a random one].")
+]
+MaxTokens = Annotated[
+    int | None, _sampling_option("max_tokens", "--max-tokens", help="Most tokens of an answer [default: what fits].")
+]
+Stop = Annotated[
+    list[str] | None,
+    _sampling_option("stop", "--stop", help="End the answer before this text; may be given several times."),
+]
+System = Annotated[str | None, typer.Option("--system", help="System prompt [default: the model's own]; '' is none.")]
+SystemFile = Annotated[Path | None, typer.Option("--system-file", help="File with the system prompt.")]
+Backend = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="|".join(BACKENDS), callback=_check_backend, help="What computes."),
+]
+ChatTemplateFile = Annotated[
+    Path | None, typer.Option("--chat-template", help="File with a chat template, instead of the model's.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml]."),
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from.")
+]
+
+
+def chosen_settings(
+    config: Path | None,
+    *,
+    model: Path | None,
+    backend: str | None,
+    chat_template: Path | None,
+    system: str | None,
+    system_file: Path | None,
+    sampling: dict[str, Any],
+) -> Settings:
+    """The settings files with the command line's options on top; None is an option that was not given."""
+    settings = load_settings(config)
+    if system is not None and system_file is not None:
+        raise typer.BadParameter("give --system or --system-file, not both", param_hint="--system")
+    if system_file is not None:
+        system = read_text_file(system_file, "--system-file")
+    given = {"model": model, "backend": backend, "chat_template": chat_template, "system": system}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    own_sampling = {key: value for key, value in sampling.items() if value is not None}
+    return replace(settings, **chosen, sampling=settings.sampling | own_sampling)
+
+
+def read_text_file(path: Path, what: str) -> str:
+    """The text of a UTF-8 file without its last line end; raises RequestError that names `what` and the place."""
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise RequestError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    return decoded_text(data, f"{what} {path}")
+
+
+def decoded_text(data: bytes, what: str) -> str:
+    """UTF-8 `data` without its last line end; raises RequestError that names `what` and the byte offset."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid_utf8(what, error.object[error.start], error.start) from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def invalid_utf8(what: str, byte: int, offset: int) -> RequestError:
+    """The error for bytes that are not UTF-8."""
+    return RequestError(f"{what} is not UTF-8 text: invalid byte 0x{byte:02x} at byte offset {offset}")
+
+
+def checked_argument(text: str, what: str) -> str:
+    """Text from the command line, whose bytes Python hands on even where they are no text; raises RequestError."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        decoded_text(text.encode("utf-8", "surrogateescape"), what)
+    return text

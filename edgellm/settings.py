@@ -1,0 +1,130 @@
+"""Settings from YAML files: packaged defaults, under the user's file, under the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgellm.errors import RequestError, SettingsError
+from edgellm.sampling_params import SamplingParams, checked_value
+
+BACKENDS = ("auto", "numpy", "tensorrt")
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+DEFAULTS = "defaults.yaml"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings; `configs/defaults.yaml` says what each means. `sampling` holds only what a file sets.
+
+    `model` and `chat_template` are paths, relative ones already resolved against the folder of their file.
+    """
+
+    model: Path | None = None
+    backend: str = "auto"
+    system: str | None = None
+    chat_template: Path | None = None
+    history: bool = True
+    stats: bool | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def load_settings(path: str | Path | None = None) -> Settings:
+    """The packaged defaults, overridden by `path` or, without one, by the user's own file where there is one.
+
+    Raises SettingsError that names file and key.
+    """
+    values = _checked(_packaged_defaults(), DEFAULTS, Path())
+    user_file = Path(path).expanduser() if path is not None else _user_file()
+    if user_file is not None:
+        own = _checked(_read(user_file), str(user_file), user_file.parent)
+        own["sampling"] = values.get("sampling", {}) | own.get("sampling", {})
+        values |= own
+    return Settings(**values)
+
+
+def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
+    """ ": did you mean ...?" where a known name is close, else the list of known names."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"
+
+
+def _user_file() -> Path | None:
+    named = os.environ.get("EDGELLM_CONFIG")
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CONFIG_HOME")
+    path = (Path(base) if base else Path.home() / ".config") / "edgellm" / "config.yaml"
+    return path if path.exists() else None
+
+
+def _packaged_defaults() -> Any:
+    return _parse((resources.files("edgellm.configs") / DEFAULTS).read_text(encoding="utf-8"), DEFAULTS)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the settings file {path} is not UTF-8: invalid byte at offset {error.start}") from error
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SettingsError(f"the settings file {origin} is not valid YAML: {error}") from error
+
+
+def _checked(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"the settings file {origin} holds a {type(values).__name__}: expected keys and values")
+    known = tuple(item.name for item in fields(Settings))
+    return {key: _checked_setting(_known(key, known, origin), value, origin, folder) for key, value in values.items()}
+
+
+def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
+    if key not in known:
+        raise SettingsError(f"{origin} has the unknown key {str(key)!r}{did_you_mean(str(key), known)}")
+    return key
+
+
+def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
+    if key == "sampling":
+        return _checked_sampling({} if value is None else value, origin)
+    if key in ("model", "chat_template"):
+        if value is not None and not (isinstance(value, str) and value):
+            raise _wrong(origin, key, value, "a path, or null")
+        return None if value is None else folder / Path(value).expanduser()
+    if key == "backend" and value not in BACKENDS:
+        raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
+    if key == "system" and not isinstance(value, (str, type(None))):
+        raise _wrong(origin, key, value, "text, or null")
+    if key == "history" and not isinstance(value, bool):
+        raise _wrong(origin, key, value, "true or false")
+    if key == "stats" and not isinstance(value, (bool, type(None))):
+        raise _wrong(origin, key, value, "true, false or null")
+    return value
+
+
+def _checked_sampling(values: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "sampling", values, "keys and values")
+    try:
+        return {key: checked_value(_known(key, SAMPLING_KEYS, f"sampling in {origin}"), values[key]) for key in values}
+    except RequestError as error:
+        raise SettingsError(f"sampling in {origin}: {error}") from error
+
+
+def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:
+    return SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")

@@ -1,0 +1,168 @@
+"""What is checked before anything heavy is done: limits, targets, tokenizer, disk space."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
+from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.plan_files import Platform, present_platform
+from edgellm.engines.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+
+WEIGHT_MODES = ("copy", "link")
+LARGEST_BATCH = 8
+LARGEST_PREFILL_CHUNK = 2048
+PREFILL_CHUNK_STEP = 16
+DEFAULT_PREFILL_CHUNK = 512
+DEFAULT_KV_CAPACITY = 4096
+
+#: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1).
+_PLAN_BYTES_PER_LAYER = 1 << 20
+_SPARE_DISK_BYTES = 16 << 20
+_JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
+
+
+def choose_limits(
+    config: DecoderConfig,
+    max_batch: int | None = None,
+    prefill_chunk: int | None = None,
+    kv_capacity: int | None = None,
+    beyond_trained_context: bool = False,
+) -> EngineLimits:
+    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range."""
+    trained = config.max_position_embeddings
+    if kv_capacity is None:
+        kv_capacity = min(DEFAULT_KV_CAPACITY, trained)
+    if prefill_chunk is None:
+        fitting = min(DEFAULT_PREFILL_CHUNK, kv_capacity)
+        prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
+    limits = EngineLimits(1 if max_batch is None else max_batch, prefill_chunk, kv_capacity)
+    check_limits(config, limits, beyond_trained_context)
+    return limits
+
+
+def check_limits(config: DecoderConfig, limits: EngineLimits, beyond_trained_context: bool = False) -> None:
+    """Raise BuildError that names option, value and range."""
+    if not 1 <= limits.max_batch <= LARGEST_BATCH:
+        raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
+    chunk = limits.prefill_chunk
+    if not PREFILL_CHUNK_STEP <= chunk <= LARGEST_PREFILL_CHUNK or chunk % PREFILL_CHUNK_STEP:
+        raise BuildError(
+            f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
+            f"{LARGEST_PREFILL_CHUNK}"
+        )
+    trained, capacity = config.max_position_embeddings, limits.kv_capacity
+    if capacity < chunk or (capacity > trained and not beyond_trained_context):
+        raise BuildError(
+            f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
+            "positions that the model was made for; --beyond-trained-context lifts this bound)"
+        )
+
+
+def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:
+    """Raise BuildError for an unknown dtype, attention setting or way of taking the weights."""
+    for option, value, choices in (
+        ("--dtype", dtype, DTYPES),
+        ("--attention", attention, ATTENTION_SETTINGS),
+        ("--weights", weights, WEIGHT_MODES),
+    ):
+        if value not in choices:
+            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+
+
+def check_places(source: Path, target: Path, force: bool) -> None:
+    """Raise BuildError where the engine directory would overwrite something that it should not."""
+    if target.resolve() == source.resolve() or target.resolve() in source.resolve().parents:
+        raise BuildError(
+            f"{target} is the checkpoint {source} or holds it: name another place for the engine directory"
+        )
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target / DESCRIPTION_NAME).is_file():
+        raise BuildError(f"{target} exists and is not an engine directory: name another place, or remove it yourself")
+    if not force:
+        raise BuildError(f"{target} exists: --force replaces it, --refresh-plans gives it the plans that it lacks")
+
+
+def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...], str]:
+    """What to build plans for: `targets`, or this machine's GPU; where there is nothing, a note that says why.
+
+    Raises MissingDependencyError where targets are asked for without TensorRT, and BuildError for a target that
+    TensorRT cannot build for here.
+    """
+    if targets:
+        library = load_tensorrt()
+        for target in targets:
+            check_target(target, library)
+        return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
+    present = present_platform()
+    if present is not None:
+        return (present,), ""
+    missing = "TensorRT" if find_tensorrt() is None else "GPU"
+    return (), (
+        f"No {missing} was found, so the directory has no plans: it runs on the NumPy backend. On a machine with a GPU "
+        "and TensorRT plans are made on first use; for a GPU that is elsewhere: edgellm build --refresh-plans "
+        "ENGINE_DIR --target sm_86."
+    )
+
+
+def check_target(target: str, library: TensorRTLibrary) -> None:
+    """Raise BuildError where `library` cannot build for `target` on this machine."""
+    if not re.fullmatch(r"sm_\d{2,3}", target):
+        raise BuildError(f"--target is {target!r}: expected a compute capability such as sm_86")
+    if target in library.buildable_targets:
+        return
+    name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
+    possible = ", ".join(library.buildable_targets) or "none without a GPU"
+    advice = (
+        "Build on the board itself, with the TensorRT of its JetPack"
+        if target in _JETSON_TARGETS
+        else "Build on a machine with that GPU"
+    )
+    raise BuildError(
+        f"--target is {target}: {name} {library.version} cannot build for it on this machine (it can for: {possible}). "
+        f"{advice}: edgellm build CHECKPOINT ENGINE_DIR without --target."
+    )
+
+
+def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
+    """Raise CheckpointError where `tokenizer.json` is missing, cannot be read or has ids beyond the vocabulary."""
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: expected the tokenizer in the format of the tokenizers library. Convert an older one "
+            "with transformers: AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}. Copy it anew from its source") from error
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has token ids up to {largest}, but the model's vocabulary has {vocab_size} entries: the tokenizer "
+            "belongs to another model"
+        )
+
+
+def plan_bytes_bound(config: DecoderConfig, plans: int) -> int:
+    """A generous estimate of the size of so many plans, in bytes."""
+    return plans * config.num_layers * _PLAN_BYTES_PER_LAYER
+
+
+def check_disk_space(folder: Path, needed: int) -> None:
+    """Raise BuildError where `needed` bytes and a little more are not free in the nearest existing parent."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE_DISK_BYTES:
+        raise BuildError(
+            f"{folder} has {free >> 20:,} MiB free, the engine directory needs {(needed + _SPARE_DISK_BYTES) >> 20:,} "
+            "MiB. Free some space, choose another disk, or take --weights link"
+        )

@@ -1,0 +1,159 @@
+"""Safetensors files, memory-mapped and read without trust.
+
+The format (https://github.com/huggingface/safetensors): the header's length in bytes as 8 bytes, little-endian; the
+header, a JSON object that gives each tensor's dtype, shape and place; then the tensors' bytes, without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.errors import CheckpointError
+
+#: The project's name of a dtype and the bytes of one element, by safetensors' name.
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+
+#: The format's own bound on the header, in bytes.
+LARGEST_HEADER = 100_000_000
+
+_LENGTH_BYTES = 8
+_COPY_AGAIN = "Copy the file anew from its source"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: `offset` in bytes from the start of `file`, `nbytes` long, C-ordered.
+
+    `dtype` is the project's name: "float16", "bfloat16", "float32", or one that models are not computed in.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """One file, memory-mapped: `tensors` by name and their bytes."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file and check its whole header; raises CheckpointError that names file and cause."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < _LENGTH_BYTES:
+                    raise _damaged(path, f"it has {size} bytes, a header's length alone takes {_LENGTH_BYTES}")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist. Copy it from the checkpoint's source") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            self.tensors = _parse_header(path, self._map, size)
+        except BaseException:
+            self._map.close()
+            raise
+
+    def bytes_of(self, info: TensorInfo) -> np.ndarray:
+        """The tensor's bytes [nbytes] uint8: a read-only view of the map."""
+        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the last view of it that is still in use."""
+        try:
+            self._map.close()
+        except BufferError:  # a view exists; it keeps the map alive and frees it with itself
+            pass
+
+
+def _damaged(path: Path, cause: str, advice: str = _COPY_AGAIN) -> CheckpointError:
+    return CheckpointError(f"{path} is not a valid safetensors file: {cause}. {advice}")
+
+
+def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInfo]:
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > LARGEST_HEADER:
+        raise _damaged(path, f"its header is said to be {length:,} bytes long, at most {LARGEST_HEADER:,} are allowed")
+    if length > size - _LENGTH_BYTES:
+        raise _damaged(path, f"it is truncated: {size:,} bytes, of which the header alone takes {length:,}")
+    try:
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, f"its header is a JSON {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    start = _LENGTH_BYTES + length
+    tensors = {name: _parse_tensor(path, name, entry, start) for name, entry in header.items()}
+    _check_places(path, list(tensors.values()), start, size)
+    return tensors
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"{', '.join(map(repr, repeated[:5]))} occurs more than once")
+    return values
+
+
+def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise _damaged(path, f"tensor {name!r} is described by {entry!r:.60}, expected an object")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _damaged(path, f"tensor {name!r} has the dtype {dtype!r:.60}, expected one of {', '.join(DTYPES)}")
+    if not _are_counts(shape):
+        raise _damaged(path, f"tensor {name!r} has the shape {shape!r:.60}, expected a list of whole numbers")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"tensor {name!r} has the data_offsets {offsets!r:.60}, expected [begin, end]")
+    dtype, item_size = DTYPES[dtype]
+    nbytes, expected = offsets[1] - offsets[0], math.prod(shape) * item_size
+    if nbytes != expected:
+        raise _damaged(path, f"tensor {name!r} has {nbytes:,} bytes, its shape {shape} of {dtype} takes {expected:,}")
+    return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_places(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
+    """The tensors must fill the rest of the file, one behind the other."""
+    position, previous = start, "the header"
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != position:
+            relation = "overlaps" if info.offset < position else "leaves a hole behind"
+            raise _damaged(path, f"tensor {info.name!r} {relation} {previous}")
+        position, previous = info.offset + info.nbytes, f"tensor {info.name!r}"
+        if position > size:
+            raise _damaged(path, f"it is truncated: {size:,} bytes, but {previous} ends at byte {position:,}")
+    if position != size:
+        raise _damaged(path, f"{size - position:,} bytes follow {previous}, where the file should end")

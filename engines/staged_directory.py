@@ -1,0 +1,97 @@
+"""A directory that appears under its name only when it is complete."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from edgellm.engines.atomic_write import sync_directory
+
+_AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+
+
+class StagedDirectory:
+    """A hidden sibling of `target` to write into: `path`. `commit` gives it the target's name.
+
+    Leaving the context without a commit, for whatever reason, removes it. What an earlier process left behind when it
+    was killed is removed on entry. Raises OSError.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target.resolve()
+        self.path = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
+        self._lock = -1
+
+    def __enter__(self) -> StagedDirectory:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
+        self.path.mkdir()
+        self._lock = _locked(self.path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a commit that replaced a directory, this name holds the replaced one.
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def commit(self) -> None:
+        """Give the directory its name; a directory that has it is replaced, in one step where the system can."""
+        sync_directory(self.path)
+        if not self._target.exists():
+            self.path.rename(self._target)
+        elif not _exchange(self.path, self._target):
+            replaced = self.path.with_name(f"{self.path.name}.replaced")
+            self._target.rename(replaced)
+            try:
+                self.path.rename(self._target)
+            except BaseException:
+                replaced.rename(self._target)
+                raise
+            replaced.rename(self.path)
+        sync_directory(self._target.parent)
+
+    def _remove_abandoned(self) -> None:
+        for path in self._target.parent.glob(f".{glob.escape(self._target.name)}.partial-*"):
+            lock = _locked(path)
+            if lock >= 0:  # nobody writes into it any more
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the directory with an exclusive lock, which ends with the process; -1 where another has it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where kernel, file system or C library cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if rename(_AT_CURRENT_DIRECTORY, bytes(first), _AT_CURRENT_DIRECTORY, bytes(second), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))

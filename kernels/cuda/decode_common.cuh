@@ -1,0 +1,118 @@
+// What the kernels of the decode step share: conversions, loads with cache hints, and programmatic dependent launch.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace decode {
+
+constexpr unsigned FULL_WARP = 0xffffffffu;
+constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
+
+// Lets the next kernel of the stream start its independent prologue; it waits in wait_for_previous_kernel.
+__device__ __forceinline__ void launch_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns once the previous kernel has finished and its writes are visible. Every block calls it, also idle ones: so
+// a finished kernel implies that all kernels before it have finished too.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 16 bytes of a weight: read once a step, so not worth a place in the first-level cache.
+__device__ __forceinline__ uint4 load_weight(const void* pointer) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer));
+    return value;
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const char* pointer, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+#else
+    for (unsigned offset = 0; offset < bytes; offset += 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer + offset) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T> __device__ __forceinline__ T from_float(float value);
+template <> __device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+
+template <typename T> __device__ __forceinline__ float2 unpack(unsigned pair);
+template <> __device__ __forceinline__ float2 unpack<__half>(unsigned pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+template <typename T> __device__ __forceinline__ unsigned pack(float low, float high) {
+    const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+    return static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(&pair[0])) |
+           static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
+}
+
+template <typename T> __device__ __forceinline__ void unpack8(uint4 packed, float (&values)[8]) {
+    const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<T>(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+template <typename T> __device__ __forceinline__ uint4 pack8(const float (&values)[8]) {
+    return make_uint4(pack<T>(values[0], values[1]), pack<T>(values[2], values[3]), pack<T>(values[4], values[5]),
+                      pack<T>(values[6], values[7]));
+}
+
+// Activations come from the previous kernel, which may still run when this one starts: always from the second-level
+// cache, never through a first-level line that an earlier kernel left behind.
+__device__ __forceinline__ void load8_float(const float* pointer, float (&values)[8]) {
+    const float4 low = __ldcg(reinterpret_cast<const float4*>(pointer));
+    const float4 high = __ldcg(reinterpret_cast<const float4*>(pointer) + 1);
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(FULL_WARP, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, offset));
+    return value;
+}
+
+// sum [8 sequences, 8 weight rows] += a [8, 16] times the transpose of b [8, 16]; the lower half of the 16 rows that
+// the instruction multiplies is zero. A lane holds two sums: of sequence lane / 4, of weight rows 2 (lane % 4) and + 1.
+#define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
+    __device__ __forceinline__ void multiply_add(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1,  \
+                                                 T) {                                                                  \
+        float unused0, unused1;                                                                                        \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%9,%10,%11,%11};"                                        \
+                     : "=f"(sum[0]), "=f"(sum[1]), "=f"(unused0), "=f"(unused1)                                        \
+                     : "r"(a0), "r"(0u), "r"(a2), "r"(b0), "r"(b1), "f"(sum[0]), "f"(sum[1]), "f"(0.f));               \
+    }
+DECODE_MULTIPLY_ADD(__half, "f16")
+DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
+#undef DECODE_MULTIPLY_ADD
+
+}  // namespace decode

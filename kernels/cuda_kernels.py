@@ -1,0 +1,228 @@
+"""The kernels on the GPU: compiled by NVRTC, launched through pycuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.compiler import FILTER_ROW_BYTES, cached_kernels
+from edgellm.kernels.errors import KernelError, MissingDependencyError
+
+#: Kernel name -> types of its parameters, as `struct` spells them (P pointer, I unsigned int, N size_t).
+_PARAMETERS = {
+    "embedding_lookup": "PPPIN",
+    "prepare_attention_float32": "PPPPPIII",
+    "prepare_attention_float16": "PPPPPIII",
+    "prepare_attention_bfloat16": "PPPPPIII",
+    "argmax": "PPIPP",
+    "process_logits": "PPPPPPPI",
+    "filter_range": "PPPPPI",
+    "filter_histogram": "PPPPPI",
+    "filter_select": "PPPPPPI",
+    "sample": "PPPPPPPIPP",
+    "count_tokens": "PPII",
+    "advance_state": "PPPPPPPII",
+}
+_WARP = 32
+_COPY_THREADS = 256
+_ROW_THREADS = 512  # as FILTER_THREADS of cuda/filter_workspace.cuh
+_TOKENS_PER_BLOCK = 4 * _ROW_THREADS
+#: Above this, more blocks only wait in line for the row's atomics.
+_MAXIMUM_BLOCKS_PER_ROW = 64
+
+
+class CudaKernels:
+    """See `edgellm.kernels.interface.Kernels`; arrays are `DeviceArray`, launches go to one stream, in order.
+
+    A NaN among logits counts as -inf; a row without any larger value selects id 0.
+    """
+
+    def __init__(self, stream: Any, compute_capability: str | None = None, max_batch: int = 8) -> None:
+        """Load the kernels into the current CUDA context and allocate workspace for `max_batch` rows.
+
+        `stream` is a pycuda stream; `compute_capability` ("sm_90") is the current device's if None. Raises
+        MissingDependencyError or KernelError.
+        """
+        try:
+            import pycuda.driver as cuda
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"pycuda does not load ({error}). Install it with: pip install 'edgellm[gpu]'"
+            ) from error
+        if max_batch < 1:
+            raise KernelError(f"max_batch is {max_batch}; expected at least 1")
+        if compute_capability is None:
+            major, minor = cuda.Context.get_device().compute_capability()
+            compute_capability = f"sm_{major}{minor}"
+        try:
+            self._module = cuda.module_from_buffer(cached_kernels(compute_capability))
+        except cuda.Error as error:
+            raise KernelError(
+                f"The driver refused the kernels compiled for {compute_capability}: {error}. Use a driver at least as "
+                "new as nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
+            ) from error
+        self._stream = stream
+        self._max_batch = max_batch
+        self._memset = cuda.memset_d32_async
+        self._functions = {}
+        for name, parameters in _PARAMETERS.items():
+            function = self._module.get_function(name)
+            function.prepare(parameters)
+            self._functions[name] = function.prepared_async_call
+        # The kernels leave the workspace zeroed, as they find it.
+        workspace_bytes = max_batch * (8 + 4 + 4 + FILTER_ROW_BYTES)
+        self._workspace = cuda.mem_alloc(workspace_bytes)
+        cuda.memset_d8_async(self._workspace, 0, workspace_bytes, stream)
+        self._best = int(self._workspace)
+        self._filter_rows = self._best + 8 * max_batch
+        self._finished = self._filter_rows + FILTER_ROW_BYTES * max_batch
+
+    def embedding_lookup(self, table: DeviceArray, token_ids: DeviceArray, inputs_embeds: DeviceArray) -> None:
+        """Copy rows of `table` [V, H] named by `token_ids` [B, T] to `inputs_embeds` [B, T, H]; zeros for others."""
+        sizes = check_device_arguments("embedding_lookup", table, token_ids, inputs_embeds)
+        self._functions["embedding_lookup"](
+            (sizes["B"] * sizes["T"], 1),
+            (_COPY_THREADS, 1, 1),
+            self._stream,
+            table.pointer,
+            token_ids.pointer,
+            inputs_embeds.pointer,
+            sizes["V"],
+            sizes["H"] * ITEM_SIZES[table.dtype],
+        )
+
+    def prepare_attention(
+        self,
+        kvcache_start_index: DeviceArray,
+        position_offsets: DeviceArray,
+        rotary_table: DeviceArray,
+        rope_rotary_cos_sin: DeviceArray,
+        attention_mask: DeviceArray,
+    ) -> None:
+        """Rotary rows [B, T, R] and causal mask [B, 1, T, L] of T tokens after `kvcache_start_index` [B] rows."""
+        sizes = check_device_arguments(
+            "prepare_attention",
+            kvcache_start_index,
+            position_offsets,
+            rotary_table,
+            rope_rotary_cos_sin,
+            attention_mask,
+        )
+        self._functions[f"prepare_attention_{rope_rotary_cos_sin.dtype}"](
+            (sizes["T"], sizes["B"]),
+            (_COPY_THREADS, 1, 1),
+            self._stream,
+            kvcache_start_index.pointer,
+            position_offsets.pointer,
+            rotary_table.pointer,
+            rope_rotary_cos_sin.pointer,
+            attention_mask.pointer,
+            sizes["P"],
+            sizes["R"],
+            sizes["L"],
+        )
+
+    def argmax(self, logits: DeviceArray, tokens: DeviceArray) -> None:
+        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]."""
+        sizes = check_device_arguments("argmax", logits, tokens)
+        self._launch_rows("argmax", sizes, logits.pointer, tokens.pointer, sizes["V"], self._best, self._finished)
+
+    def process_logits(
+        self,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        repetition_penalty: DeviceArray,
+        presence_penalty: DeviceArray,
+        frequency_penalty: DeviceArray,
+        temperature: DeviceArray,
+        processed: DeviceArray,
+    ) -> None:
+        """Penalties, then temperature, `logits` [B, V] to `processed` [B, V]."""
+        arrays = (
+            logits,
+            token_counts,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            temperature,
+            processed,
+        )
+        sizes = check_device_arguments("process_logits", *arrays)
+        self._launch_rows("process_logits", sizes, *[array.pointer for array in arrays], sizes["V"])
+
+    def filter_threshold(
+        self,
+        processed: DeviceArray,
+        top_k: DeviceArray,
+        top_p: DeviceArray,
+        min_p: DeviceArray,
+        thresholds: DeviceArray,
+    ) -> None:
+        """`thresholds` [B]: exactly the values of `processed` [B, V] that are at least this pass; -inf where all do."""
+        sizes = check_device_arguments("filter_threshold", processed, top_k, top_p, min_p, thresholds)
+        settings = (processed.pointer, top_k.pointer, top_p.pointer, min_p.pointer, self._filter_rows)
+        self._launch_rows("filter_range", sizes, *settings, sizes["V"])
+        self._launch_rows("filter_histogram", sizes, *settings, sizes["V"])
+        self._launch_rows("filter_select", sizes, *settings, thresholds.pointer, sizes["V"])
+
+    def sample(
+        self,
+        processed: DeviceArray,
+        thresholds: DeviceArray,
+        temperature: DeviceArray,
+        seeds: DeviceArray,
+        sequences: DeviceArray,
+        positions: DeviceArray,
+        tokens: DeviceArray,
+    ) -> None:
+        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] restricted to values >= `thresholds` [B]."""
+        arrays = (processed, thresholds, temperature, seeds, sequences, positions, tokens)
+        sizes = check_device_arguments("sample", *arrays)
+        pointers = [array.pointer for array in arrays]
+        self._launch_rows("sample", sizes, *pointers, sizes["V"], self._best, self._finished)
+
+    def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
+        """Clear `token_counts` [V] and mark those of `token_ids` [N] that are ids of it as `IN_PROMPT`."""
+        sizes = check_device_arguments("count_tokens", token_ids, token_counts)
+        self._memset(token_counts.pointer, 0, sizes["V"], self._stream)
+        if sizes["N"]:
+            self._functions["count_tokens"](
+                (-(-sizes["N"] // _COPY_THREADS), 1),
+                (_COPY_THREADS, 1, 1),
+                self._stream,
+                token_ids.pointer,
+                token_counts.pointer,
+                sizes["N"],
+                sizes["V"],
+            )
+
+    def advance_state(
+        self,
+        tokens: DeviceArray,
+        active: DeviceArray,
+        token_ids: DeviceArray,
+        kvcache_start_index: DeviceArray,
+        positions: DeviceArray,
+        token_counts: DeviceArray,
+        emitted: DeviceArray,
+    ) -> None:
+        """Take `tokens` [B] as the next input of each active sequence and count them; see the interface."""
+        arrays = (tokens, active, token_ids, kvcache_start_index, positions, token_counts, emitted)
+        sizes = check_device_arguments("advance_state", *arrays)
+        self._functions["advance_state"](
+            (-(-sizes["B"] // _WARP), 1),
+            (_WARP, 1, 1),
+            self._stream,
+            *[array.pointer for array in arrays],
+            sizes["B"],
+            sizes["V"],
+        )
+
+    def _launch_rows(self, name: str, sizes: dict[str, int], *arguments: int) -> None:
+        """Launch a kernel that spreads each row of the vocabulary over several blocks."""
+        rows = sizes["B"]
+        if rows > self._max_batch:
+            raise KernelError(f"{name}: {rows} rows; these kernels were made for at most {self._max_batch} (max_batch)")
+        blocks = min(-(-sizes["V"] // _TOKENS_PER_BLOCK), _MAXIMUM_BLOCKS_PER_ROW)
+        self._functions[name]((blocks, rows), (_ROW_THREADS, 1, 1), self._stream, *arguments)

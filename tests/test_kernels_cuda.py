@@ -1,0 +1,272 @@
+"""Every CUDA kernel equals its NumPy twin, bit for bit, on random and on awkward inputs. Needs a GPU and pycuda."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from edgellm.engines.gpu import find_gpu
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.checks import IN_PROMPT
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.numpy_kernels import NumpyKernels
+
+pytestmark = pytest.mark.gpu
+
+MAX_BATCH = 8
+#: around the size of a vector load, a warp, a block, several blocks; last, Llama 3's vocabulary
+VOCABULARIES = (1, 3, 7, 130, 513, 2051, 4096, 32_001, 128_256)
+TWIN = NumpyKernels()
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """A CUDA context with a stream, and the kernels loaded into it."""
+    if find_gpu() is None:
+        pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
+    from edgellm.engines.cuda_device import CudaDevice
+    from edgellm.kernels.cuda_kernels import CudaKernels
+
+    device = CudaDevice()
+    device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH)
+    yield device
+    del device.kernels
+    device.close()
+
+
+@pytest.fixture
+def random_numbers():
+    return np.random.default_rng(20)
+
+
+def device_copy(gpu, values: np.ndarray) -> DeviceArray:
+    """The values in device memory; uint16 stands for bfloat16."""
+    dtype = "bfloat16" if values.dtype == np.uint16 else values.dtype.name
+    array = gpu.empty(values.shape, dtype)
+    gpu.upload(array, values)
+    return array
+
+
+def assert_equals_twin(gpu, kernel: str, *arguments: np.ndarray, repeats: int = 2) -> None:
+    """Run both on copies of the arguments and compare every array afterwards, those only read included.
+
+    The second run shows that a kernel leaves its workspace as it found it.
+    """
+    for _ in range(repeats):
+        on_device = [device_copy(gpu, values) for values in arguments]
+        on_host = [values.copy() for values in arguments]
+        getattr(gpu.kernels, kernel)(*on_device)
+        getattr(TWIN, kernel)(*on_host)
+        for number, (device, host) in enumerate(zip(on_device, on_host, strict=True)):
+            np.testing.assert_array_equal(gpu.download(device), host, err_msg=f"{kernel}, argument {number}")
+
+
+def awkward_rows(rng: np.random.Generator, vocabulary: int) -> np.ndarray:
+    """Eight rows: ordinary, peaked, flat with ties, all equal, -inf among them, NaN among them, nothing, infinities."""
+    rows = rng.normal(0, 3, (8, vocabulary)).astype(np.float32)
+    rows[1, rng.integers(vocabulary)] = 60
+    rows[2] = np.round(rows[2])
+    rows[3] = -0.0
+    rows[3, ::2] = 0.0
+    rows[4, rng.random(vocabulary) < 0.9] = -np.inf
+    rows[5, rng.random(vocabulary) < 0.5] = np.nan
+    rows[6] = np.nan
+    rows[6, vocabulary // 2 :] = -np.inf
+    rows[7, rng.integers(vocabulary, size=2)] = np.inf
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("hidden", [1, 7, 64, 2050, 2048])
+def test_embedding_lookup(gpu, random_numbers, dtype, hidden):
+    table = random_numbers.integers(0, 30_000, (101, hidden)).astype(dtype)
+    token_ids = random_numbers.integers(-2, 104, (3, 5)).astype(np.int32)
+    assert_equals_twin(gpu, "embedding_lookup", table, token_ids, np.ones((3, 5, hidden), dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "keys", "rotary"), [(1, 1024, 64), (1, 1, 2), (5, 131, 6), (16, 999, 128)])
+def test_prepare_attention(gpu, random_numbers, dtype, tokens, keys, rotary):
+    start = np.array([0, 3, keys - 1, keys + 7], np.int32)
+    offsets = np.array([0, 11, -50, 2_000_000_000], np.int32)
+    table = random_numbers.normal(size=(77, rotary)).astype(np.float32)
+    rope = np.zeros((4, tokens, rotary), dtype)
+    mask = np.ones((4, 1, tokens, keys), bool)
+    assert_equals_twin(gpu, "prepare_attention", start, offsets, table, rope, mask)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_argmax(gpu, random_numbers, vocabulary):
+    assert_equals_twin(gpu, "argmax", awkward_rows(random_numbers, vocabulary), np.full(8, -5, np.int32))
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_process_logits(gpu, random_numbers, vocabulary):
+    logits = awkward_rows(random_numbers, vocabulary)
+    counts = random_numbers.integers(0, 3, logits.shape).astype(np.int32)
+    counts[random_numbers.random(logits.shape) < 0.2] |= IN_PROMPT
+    repetition = np.array([1, 1, 1.3, 0.7, 1, 1.1, 1, 1.2], np.float32)
+    presence = np.array([0, 0, 0.3, 0.1, -0.5, 0, 0, 0], np.float32)
+    frequency = np.array([0, 0, 0.7, 0, 0.3, 1.1, 0, 0], np.float32)
+    temperature = np.array([1, 0, 0.7, 1.3, 0, 2, 0.1, 0.3], np.float32)
+    settings = (repetition, presence, frequency, temperature)
+    assert_equals_twin(gpu, "process_logits", logits, counts, *settings, np.zeros_like(logits))
+
+
+def test_process_logits_in_place(gpu, random_numbers):
+    logits = random_numbers.normal(size=(2, 515)).astype(np.float32)
+    counts = random_numbers.integers(0, 2, logits.shape).astype(np.int32)
+    settings = [np.array(pair, np.float32) for pair in ((1.5, 1), (0.1, 0), (0.2, 0), (0.9, 1))]
+    on_device = device_copy(gpu, logits)
+    gpu.kernels.process_logits(on_device, *[device_copy(gpu, a) for a in (counts, *settings)], on_device)
+    expected = logits.copy()
+    TWIN.process_logits(expected, counts, *settings, expected)
+    np.testing.assert_array_equal(gpu.download(on_device), expected)
+
+
+FILTERS = {
+    "off": (0, 1.0, 0.0),
+    "top_k": (40, 1.0, 0.0),
+    "one": (1, 1.0, 0.0),
+    "top_p": (0, 0.9, 0.0),
+    "almost all": (0, 0.99999, 0.0),
+    "tiny top_p": (0, 1e-9, 0.0),
+    "zero top_p": (0, 0.0, 0.0),
+    "min_p": (0, 1.0, 0.05),
+    "top_k and top_p": (50, 0.8, 0.0),
+    "wide top_k and top_p": (2000, 0.999, 0.0),
+    "all three": (300, 0.95, 0.01),
+    "beyond the vocabulary": (1_000_000, 1.0, 1e-40),
+}
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("name", FILTERS)
+def test_filter_threshold(gpu, random_numbers, name, vocabulary):
+    top_k, top_p, min_p = FILTERS[name]
+    settings = (np.full(8, top_k, np.int32), np.full(8, top_p, np.float32), np.full(8, min_p, np.float32))
+    rows = awkward_rows(random_numbers, vocabulary)
+    assert_equals_twin(gpu, "filter_threshold", rows, *settings, np.zeros(8, np.float32))
+
+
+def test_filter_threshold_mixed_settings(gpu, random_numbers):
+    """Rows of one batch with different settings, and values so close that tens of thousands share a bin."""
+    settings = [np.array(column) for column in zip(*list(FILTERS.values())[:8], strict=True)]
+    settings = (settings[0].astype(np.int32), settings[1].astype(np.float32), settings[2].astype(np.float32))
+    for scale in (1e-3, 1e-6, 30):
+        rows = random_numbers.normal(5, scale, (8, 70_003)).astype(np.float32)
+        assert_equals_twin(gpu, "filter_threshold", rows, *settings, np.zeros(8, np.float32))
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("bound", [-np.inf, 0.0, 4.0])
+def test_sample(gpu, random_numbers, vocabulary, bound):
+    """Equal tokens, greedy rows beside sampled ones, rows where nothing passes included."""
+    rows = awkward_rows(random_numbers, vocabulary)
+    thresholds = np.full(8, bound, np.float32)
+    temperature = np.array([1, 1, 0, 1, 0.5, 1, 1, 0], np.float32)
+    seeds = random_numbers.integers(0, 2**64, 8, dtype=np.uint64)
+    sequences = np.array([0, 1, 2, 3, -1, 5, 6, 7], np.int32)
+    for position in (0, 1, 2**31 - 1):
+        positions = np.full(8, position, np.int32)
+        draw = (thresholds, temperature, seeds, sequences, positions)
+        assert_equals_twin(gpu, "sample", rows, *draw, np.full(8, -5, np.int32), repeats=1)
+
+
+def test_sample_many_draws(gpu, random_numbers):
+    """Thousands of draws from a flat row, where near ties happen: all equal, as both compute the same bits."""
+    rows = random_numbers.normal(0, 0.1, (8, 4099)).astype(np.float32)
+    rows_on_device = device_copy(gpu, rows)
+    constant = (np.full(8, -np.inf, np.float32), np.ones(8, np.float32), np.arange(8, dtype=np.uint64) << np.uint64(60))
+    sequences = np.arange(8, dtype=np.int32)
+    constant_on_device = [device_copy(gpu, values) for values in (*constant, sequences)]
+    tokens = np.empty(8, np.int32)
+    tokens_on_device = gpu.empty((8,), "int32")
+    for position in range(300):
+        positions = np.full(8, position, np.int32)
+        gpu.kernels.sample(rows_on_device, *constant_on_device, device_copy(gpu, positions), tokens_on_device)
+        TWIN.sample(rows, *constant, sequences, positions, tokens)
+        np.testing.assert_array_equal(gpu.download(tokens_on_device), tokens)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_count_tokens(gpu, random_numbers, count):
+    token_ids = random_numbers.integers(-5, 520, count).astype(np.int32)
+    assert_equals_twin(gpu, "count_tokens", token_ids, np.full(513, 9, np.int32))
+
+
+@pytest.mark.parametrize("batch", [1, 8, 70])
+def test_advance_state(gpu, random_numbers, batch):
+    def integers(high, *shape):
+        return random_numbers.integers(0, high, (batch, *shape)).astype(np.int32)
+
+    arguments = (integers(33), integers(2), integers(33, 1), integers(99), integers(99), integers(5, 33), integers(9))
+    assert_equals_twin(gpu, "advance_state", *arguments)
+
+
+def test_views_need_no_alignment(gpu, random_numbers):
+    """A row of an odd vocabulary starts at any multiple of four bytes."""
+    rows = awkward_rows(random_numbers, 4097)
+    on_device, tokens = device_copy(gpu, rows), gpu.empty((3,), "int32")
+    gpu.kernels.argmax(on_device[3:6], tokens)
+    expected = np.empty(3, np.int32)
+    TWIN.argmax(rows[3:6], expected)
+    np.testing.assert_array_equal(gpu.download(tokens), expected)
+
+
+def test_wrong_arguments_are_named(gpu):
+    logits, tokens = gpu.zeros((MAX_BATCH + 1, 8), "float32"), gpu.zeros((MAX_BATCH + 1,), "int32")
+    with pytest.raises(KernelError, match="9 rows.*at most 8"):
+        gpu.kernels.argmax(logits, tokens)
+    with pytest.raises(KernelError, match="tokens has shape"):
+        gpu.kernels.argmax(logits[0:2], tokens)
+    with pytest.raises(KernelError, match="logits is a ndarray; expected a DeviceArray"):
+        gpu.kernels.argmax(np.zeros((1, 8), np.float32), tokens[0:1])
+
+
+def test_captured_sampling_step(gpu, random_numbers, caplog):
+    """All kernels of a sampled step in one CUDA graph, replayed: the same tokens as the twin, step after step."""
+    vocabulary, batch = 1031, 2
+    values = {
+        "logits": random_numbers.normal(0, 2, (batch, vocabulary)).astype(np.float32),
+        "counts": np.zeros((batch, vocabulary), np.int32),
+        "penalties": np.array([1.2, 1.1], np.float32),
+        "zeros": np.zeros(batch, np.float32),
+        "temperature": np.array([0.9, 0.0], np.float32),
+        "processed": np.zeros((batch, vocabulary), np.float32),
+        "top_k": np.array([100, 0], np.int32),
+        "top_p": np.array([0.9, 1], np.float32),
+        "thresholds": np.zeros(batch, np.float32),
+        "seeds": np.array([1, 2], np.uint64),
+        "sequences": np.array([0, 1], np.int32),
+        "positions": np.zeros(batch, np.int32),
+        "tokens": np.zeros(batch, np.int32),
+        "active": np.ones(batch, np.int32),
+        "token_ids": np.zeros((batch, 1), np.int32),
+        "start": np.zeros(batch, np.int32),
+        "emitted": np.zeros(batch, np.int32),
+    }
+
+    def step(kernels, a):
+        settings = (a["penalties"], a["zeros"], a["zeros"], a["temperature"])
+        kernels.process_logits(a["logits"], a["counts"], *settings, a["processed"])
+        kernels.filter_threshold(a["processed"], a["top_k"], a["top_p"], a["zeros"], a["thresholds"])
+        draw = (a["seeds"], a["sequences"], a["positions"])
+        kernels.sample(a["processed"], a["thresholds"], a["temperature"], *draw, a["tokens"])
+        state = (a["active"], a["token_ids"], a["start"], a["positions"], a["counts"], a["emitted"])
+        kernels.advance_state(a["tokens"], *state)
+
+    on_device = {name: device_copy(gpu, array) for name, array in values.items()}
+    with caplog.at_level(logging.WARNING):
+        launch = gpu.capture(lambda: step(gpu.kernels, on_device), "a sampling step")
+    assert not caplog.records
+    seen = set()
+    for _ in range(50):
+        launch()
+        step(TWIN, values)
+        for name in ("emitted", "positions", "counts", "processed", "thresholds"):
+            np.testing.assert_array_equal(gpu.download(on_device[name]), values[name], err_msg=name)
+        seen.add(tuple(values["emitted"]))
+    assert len(seen) > 10

@@ -1,0 +1,95 @@
+"""Ranges of the sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from edgellm.errors import RequestError
+from edgellm.sampling_params import SamplingParams
+
+GOOD = {
+    "temperature": [0, 0.001, 0.7, 100, np.float32(0.5)],
+    "top_k": [0, 1, 2**31 - 1, np.int64(40)],
+    "top_p": [1e-6, 0.5, 1, 1.0],
+    "min_p": [0, 0.1, 1],
+    "repetition_penalty": [0.01, 1, 1.3, 100],
+    "presence_penalty": [-2, 0, 2.0],
+    "frequency_penalty": [-2, 0, 2.0],
+    "seed": [None, 0, 2**64 - 1],
+    "max_tokens": [None, 1, 5000],
+    "stop": [(), ["a"], ("a", "bc")],
+    "stop_token_ids": [(), [0, 5], (7,)],
+    "ignore_eos": [True, False],
+}
+NAN, INFINITY = float("nan"), float("inf")
+BAD = {
+    "temperature": [-0.1, 100.5, 1e-9, NAN, INFINITY, "0.5", None, True],
+    "top_k": [-1, 2**31, 1.5, "3", None, False],
+    "top_p": [0, -0.5, 1.0001, NAN, None],
+    "min_p": [-0.1, 1.1, NAN],
+    "repetition_penalty": [0, -1, 101, INFINITY],
+    "presence_penalty": [-2.1, 2.1, NAN],
+    "frequency_penalty": [-2.1, 2.1, "0"],
+    "seed": [-1, 2**64, 1.0, "7"],
+    "max_tokens": [0, -5, 1.0, True],
+    "stop": ["", [""], ["a", ""], [1], 5, None],
+    "stop_token_ids": [[-1], ["a"], [1.5], "12", None],
+    "ignore_eos": [1, "yes", None],
+}
+
+
+def test_every_field_is_tested():
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == set(GOOD) == set(BAD)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+def test_values_in_range_are_kept(name, value):
+    kept = getattr(SamplingParams(**{name: value}), name)
+    assert kept == (tuple(value) if isinstance(value, list) else value)
+    assert type(kept) in (int, float, bool, tuple, type(None))
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_values_out_of_range_are_named(name, value):
+    with pytest.raises(RequestError, match=rf"^{name} .*(expected|empty)"):
+        SamplingParams(**{name: value})
+
+
+def test_message_names_value_and_range():
+    with pytest.raises(RequestError, match=r"^top_p is 1\.5: expected a number above 0 and up to 1$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(RequestError, match=r"^max_tokens is 0: expected a whole number from 1 to 2147483647$"):
+        SamplingParams(max_tokens=0)
+
+
+def test_one_stop_string_may_stand_alone():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop_token_ids=3).stop_token_ids == (3,)
+
+
+def test_default_is_greedy_and_plain():
+    params = SamplingParams()
+    assert not params.needs_sampling
+    assert not params.needs_penalties
+
+
+@pytest.mark.parametrize("change", [{"repetition_penalty": 1.1}, {"presence_penalty": 1}, {"frequency_penalty": -1}])
+def test_penalties_are_noticed(change):
+    assert SamplingParams(**change).needs_penalties
+
+
+def test_seeds_are_drawn_only_where_needed():
+    assert SamplingParams().seeded().seed is None
+    assert SamplingParams(temperature=1, seed=5).seeded().seed == 5
+    drawn = {SamplingParams(temperature=1).seeded().seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(0 <= seed < 2**32 for seed in drawn)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 1.0

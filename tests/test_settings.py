@@ -1,0 +1,88 @@
+"""Settings files: defaults, precedence, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgellm.errors import SettingsError
+from edgellm.settings import Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def no_user_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("EDGELLM_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_packaged_defaults():
+    assert load_settings() == Settings()
+
+
+def test_a_file_overrides_the_defaults(tmp_path):
+    path = written(
+        tmp_path / "mine.yaml",
+        "model: models/robot\nbackend: numpy\nsystem: |\n  You are Pip.\nhistory: false\nstats: true\n"
+        "sampling:\n  temperature: 0.7\n  stop: [END]\n",
+    )
+    settings = load_settings(path)
+    assert settings.model == tmp_path / "models/robot"
+    assert (settings.backend, settings.system) == ("numpy", "You are Pip.\n")
+    assert (settings.history, settings.stats) == (False, True)
+    assert settings.sampling == {"temperature": 0.7, "stop": ("END",)}
+
+
+def test_where_the_users_file_is_found(tmp_path, monkeypatch):
+    written(tmp_path / "config" / "edgellm" / "config.yaml", "system: from the home\n")
+    assert load_settings().system == "from the home"
+    monkeypatch.setenv("EDGELLM_CONFIG", str(written(tmp_path / "other.yaml", "system: from the environment\n")))
+    assert load_settings().system == "from the environment"
+    assert load_settings(written(tmp_path / "third.yaml", "system: given\n")).system == "given"
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    assert load_settings(written(tmp_path / "empty.yaml", "# nothing\n")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: x", "unknown key 'modle': did you mean model?"),
+        ("colour: red", "unknown key 'colour': expected one of model, backend"),
+        ("sampling: {temprature: 1}", "unknown key 'temprature': did you mean temperature?"),
+        ("sampling: {top_p: 2}", "top_p is 2: expected a number above 0 and up to 1"),
+        ("sampling: [1]", "sampling is \\[1\\]: expected keys and values"),
+        ("backend: cuda", "backend is 'cuda': expected one of auto, numpy, tensorrt"),
+        ("model: 5", "model is 5: expected a path"),
+        ("system: [a]", "system is \\['a'\\]: expected text"),
+        ("history: maybe", "history is 'maybe': expected true or false"),
+        ("stats: 3", "stats is 3: expected true, false or null"),
+        ("- a\n- b", "holds a list"),
+        ("a: b: c", "not valid YAML"),
+        ("model: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("1: x", "unknown key '1'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    path = written(tmp_path / "bad.yaml", text)
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_settings(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_and_unreadable_files(tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings(tmp_path / "missing.yaml")
+    monkeypatch.setenv("EDGELLM_CONFIG", str(tmp_path / "missing.yaml"))
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings()
+    (tmp_path / "latin.yaml").write_bytes(b"system: caf\xe9\n")
+    with pytest.raises(SettingsError, match="not UTF-8: invalid byte at offset 11"):
+        load_settings(tmp_path / "latin.yaml")

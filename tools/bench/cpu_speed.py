@@ -1,0 +1,71 @@
+"""Speed without a GPU: the shipped model on the NumPy backend.
+
+    python tools/bench/cpu_speed.py [--output RESULTS.json]
+
+Tokens per second of the decoding loop (median of five answers of 200 tokens), and seconds from the start of an
+`edgellm generate` process to the first byte of its answer (median of five, warm file cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+from edgellm import LLM, SamplingParams
+
+QUESTION = "Tell me about the things on your table."
+
+
+def tokens_per_second(tokens: int = 200) -> float:
+    """Median over five greedy answers that ignore the end of the turn."""
+    speeds = []
+    with LLM(backend="numpy") as model:
+        for index in range(5):
+            response = model.chat(
+                [{"role": "user", "content": f"{QUESTION} {index}"}], SamplingParams(max_tokens=tokens, ignore_eos=True)
+            )
+            speeds.append(response.timings.tokens_per_second(response.usage.completion_tokens))
+    return statistics.median(speeds)
+
+
+def first_token_seconds() -> float:
+    """Median over five processes."""
+    spans = []
+    for _ in range(5):
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "edgellm", "generate", QUESTION, "--backend", "numpy", "--max-tokens", "32"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process.stdout.read(1)
+        spans.append(time.perf_counter() - started)
+        process.stdout.read()
+        if process.wait():
+            raise SystemExit("edgellm generate failed")
+    return statistics.median(spans)
+
+
+def main() -> None:
+    """Measure and print as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    results = {
+        "date": date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "tokens_per_second": tokens_per_second(),
+        "first_token_seconds": first_token_seconds(),
+    }
+    text = json.dumps(results, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Speed on a GPU with the shapes of Llama-3.2-1B and random weights: build, decode step, loop, start of a process.
+
+    python tools/bench/gpu_speed.py [--work DIRECTORY] [--output RESULTS.json] [--without-torch]
+
+Needs TensorRT, pycuda and, for the yardstick, PyTorch with CUDA. Times of steps are the GPU's (CUDA events), medians of
+five; times of processes are wall time with a warm file cache. Peak memory is the resident set of the build process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
+
+from edgellm.engines.comparison import open_runner
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.sampling_state import SamplingValues
+
+CAPACITY = 1024
+PROMPT = "x" * 500
+REPEATS = 200
+
+
+def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
+    """Run `edgellm build` in a process of its own; seconds and peak resident MiB."""
+    command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(engine_directory)]
+    command += ["--kv-capacity", str(CAPACITY), "--force"]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"the build failed:\n{output}")
+    weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) / 2**20
+    print(output)
+    return {
+        "seconds": time.perf_counter() - started,
+        "peak_resident_mib": usage.ru_maxrss / 1024,
+        "weights_mib": weights,
+    }
+
+
+def gpu_milliseconds(stream: Any, step: Any, repeats: int = REPEATS) -> float:
+    """Median over five series of the GPU time of one `step`."""
+    import pycuda.driver as cuda
+
+    spans = []
+    for _ in range(5):
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record(stream)
+        for _ in range(repeats):
+            step()
+        end.record(stream)
+        end.synchronize()
+        spans.append(begin.time_till(end) / repeats)
+    return statistics.median(spans)
+
+
+def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
+    """Decode: the bare engine as a graph, the whole step free-running, and the loop with the host reading each token."""
+    results: dict[str, Any] = {}
+    started = time.perf_counter()
+    with open_runner("tensorrt", directory) as runner:
+        results["open_seconds"] = time.perf_counter() - started
+        stream, backend = runner.backend.device.stream, runner.backend
+        prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, len(PROMPT))]
+
+        def fill() -> None:
+            runner.start(0, prompt, 0, SamplingValues()).wait()
+            for _ in range(3):
+                runner.decode(1).wait()
+
+        fill()
+        shape = next(shape for shape in directory.limits.engine_shapes() if shape.phase == "decode")
+        engine = runner._engine(EngineShape("decode", 1, 1, shape.key_range, shape.kv_rows), slice(0, 1))
+        bare = backend.capture(engine.enqueue, "the bare engine")
+        bare()
+        results["bare_engine_ms"] = gpu_milliseconds(stream, bare)
+        fill()
+        step = runner._steps[(1, shape.key_range, True)]
+        results["decode_step_ms"] = gpu_milliseconds(stream, step, 50)
+        fill()
+        loops = []
+        for _ in range(5):
+            fill()
+            unread = [runner.decode(1)]
+            begin = time.perf_counter()
+            for _ in range(REPEATS):
+                unread.append(runner.decode(1))
+                unread.pop(0).wait()
+            loops.append((time.perf_counter() - begin) / REPEATS * 1000)
+            unread.pop(0).wait()
+        results["decode_loop_ms"] = statistics.median(loops)
+        for count in (128, 512):
+            ids = prompt[:count] if count <= len(prompt) else (prompt * 2)[:count]
+            runner.start(0, ids, 0, SamplingValues()).wait()
+            results[f"prefill_{count}_ms"] = gpu_milliseconds(
+                stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 10
+            )
+        results["memory_plan_mib"] = {name: size / 2**20 for name, size in runner.memory_plan.items.items()}
+    return results
+
+
+def first_token_seconds(engine_directory: Path) -> float:
+    """From the start of an `edgellm generate` process to the first byte of its answer."""
+    command = [sys.executable, "-m", "edgellm", "generate", "--raw", "hello", "--max-tokens", "64"]
+    started = time.perf_counter()
+    process = subprocess.Popen([*command, "--model", str(engine_directory)], stdout=subprocess.PIPE)
+    process.stdout.read(1)
+    seconds = time.perf_counter() - started
+    process.stdout.read()
+    if process.wait():
+        raise SystemExit("edgellm generate failed")
+    return seconds
+
+
+def main() -> None:
+    """Measure everything and print it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--without-torch", action="store_true")
+    arguments = parser.parse_args()
+    checkpoint, engines = arguments.work / "checkpoint", arguments.work / "engines"
+    results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
+    if not (checkpoint / "model.safetensors").exists():
+        write_checkpoint(checkpoint, LLAMA_3_2_1B)
+    results["build"] = run_build(checkpoint, engines)
+    directory = EngineDirectory.open(engines)
+    results |= measure_steps(directory)
+    results["first_token_seconds"] = [first_token_seconds(engines) for _ in range(3)]
+    if not arguments.without_torch:
+        reference = [sys.executable, str(Path(__file__).parent / "torch_reference.py")]
+        answer = subprocess.run(
+            [*reference, json.dumps(LLAMA_3_2_1B), str(CAPACITY)], capture_output=True, text=True, check=False
+        )
+        if answer.returncode:
+            raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
+        results["torch_compile"] = json.loads(answer.stdout.splitlines()[-1])
+        results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
+    results["loop_over_bare_engine"] = results["decode_loop_ms"] / results["bare_engine_ms"]
+    text = json.dumps(results, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

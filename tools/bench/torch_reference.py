@@ -1,0 +1,105 @@
+"""The yardstick: one decode step of a Llama decoder in plain PyTorch, compiled with CUDA graphs.
+
+Written as one would write it for speed: fused q/k/v and gate/up projections, a static KV cache in buffers (whose
+addresses are declared static, without which PyTorch skips its CUDA graphs), scaled_dot_product_attention with grouped
+heads, argmax on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Layer(nn.Module):
+    """One decoder layer with its KV cache."""
+
+    def __init__(self, config: dict, capacity: int) -> None:
+        super().__init__()
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        self.heads, self.kv_heads, self.size = (
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["head_dim"],
+        )
+        self.input_norm = nn.RMSNorm(hidden, config["rms_norm_eps"])
+        self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * self.size, bias=False)
+        self.output = nn.Linear(self.heads * self.size, hidden, bias=False)
+        self.norm = nn.RMSNorm(hidden, config["rms_norm_eps"])
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(1, self.kv_heads, capacity, self.size))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """One token: x [1, 1, hidden]."""
+        qkv = self.qkv(self.input_norm(x)).view(1, 1, -1, self.size).transpose(1, 2)
+        rotated, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        first, second = rotated.chunk(2, dim=-1)
+        cos, sin = rope[0], rope[1]
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        query, key = rotated.split([self.heads, self.kv_heads], dim=1)
+        self.keys.index_copy_(2, position, key)
+        self.values.index_copy_(2, position, value)
+        context = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+        x = x + self.output(context.transpose(1, 2).reshape(1, 1, -1))
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, tied head."""
+
+    def __init__(self, config: dict, capacity: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = nn.ModuleList(Layer(config, capacity) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.register_buffer("rope", torch.rand(2, capacity, config["head_dim"] // 2))
+        self.register_buffer("rows", torch.arange(capacity))
+
+    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Token [1, 1] and position [1] to the next token [1, 1]."""
+        x = self.embedding(token)
+        mask, rope = (self.rows <= position)[None, None, None], self.rope[:, position]
+        for layer in self.layers:
+            x = layer(x, position, mask, rope)
+        return F.linear(self.norm(x), self.embedding.weight).float().argmax(-1)
+
+
+@torch.inference_mode()
+def decode_step_milliseconds(config: dict, capacity: int, position: int = 500, repeats: int = 100) -> dict[str, float]:
+    """Median milliseconds of a compiled decode step, on the GPU's clock, and of its kernels alone."""
+    torch.set_default_dtype(torch.float16)
+    with torch.device("cuda"):
+        model = Decoder(config, capacity)
+        token, row = torch.zeros(1, 1, dtype=torch.long), torch.tensor([position])
+    for tensor in (*model.buffers(), *model.parameters()):
+        torch._dynamo.mark_static_address(tensor)
+    step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    started = time.perf_counter()
+    for _ in range(5):
+        step(token, row)
+    torch.cuda.synchronize()
+    compiled = time.perf_counter() - started
+    spans = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            step(token, row)
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end) / repeats)
+    return {"milliseconds": statistics.median(spans), "compile_seconds": compiled}
+
+
+if __name__ == "__main__":
+    import json
+    import sys
+
+    print(json.dumps(decode_step_milliseconds(json.loads(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,92 @@
+"""Once, before training: reads the open texts, writes what training needs from them, and trains the vocabulary.
+
+Usage: python -m tools.demo_model.prepare --sources DIR --work DIR
+DIR of the sources holds chat.jsonl.xz and text.jsonl.xz with one record a line: `source`, and `messages` or `text`.
+"""
+
+import argparse
+import json
+import lzma
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.demo_model.dialogue import dialogue
+from tools.demo_model.vocabulary import train_vocabulary
+from tools.demo_model.words import open_pool
+
+STORIES = ("fairytaleqa/story", "pratham_books", "african_storybook", "classic_books")
+RUDE = re.compile(
+    r"fuck|shit|bitch|nigg|whore|slut|\bsex|porn|rape|\bkill|murder|suicid|nazi|hitler|terroris|\bdrug|\bgay\b|\bdamn|bastard"
+    r"|\bhell\b|\bcrap\b|\bsucks?\b|stupid|idiot|boobs|nude|naked|penis|vagina|\bdrunk|trump|muslim|\bjews?\b|negro|slave", re.I,
+)
+
+
+def records(path: Path) -> Iterator[dict]:
+    """The records of one xz-compressed JSON-lines file."""
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def plain_dialogue(messages: list[dict[str, str]]) -> str:
+    """Two people talking, as text: not in the chat format, so that the robot does not take their lives for its own."""
+    return "\n".join(f"{'A' if m['role'] == 'user' else 'B'}: {m['content'].strip()}" for m in messages)
+
+
+def short_answer(messages: list[dict[str, str]]) -> bool:
+    """Whether a question and its answer are short, polite and not about the speaker."""
+    if len(messages) != 2:
+        return False
+    question, answer = messages[0]["content"], messages[1]["content"]
+    personal = re.search(r"\b(I|I'm|my|me|you|your)\b", question + " " + answer)
+    return len(question) < 110 and len(answer) < 130 and "\n" not in question + answer and not personal
+
+
+def wondering(line: str) -> bool:
+    """Whether a line of a dialogue is about the world at large, so that the robot can only say that it does not know."""
+    return 5 <= len(line.split()) <= 18 and not re.search(r"\b(you|your|u|ya|hi|hello|hey|thanks|thank|bye|yes|no|ok)\b", line, re.I)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    texts, facts, utterances, raw = [], [], [], []
+    for record in records(arguments.sources / "text.jsonl.xz"):
+        if record["source"] in STORIES:
+            text = record["text"]
+            raw.append(text[:400_000])
+            pieces = [text[i : i + 4000] for i in range(0, min(len(text), 200_000), 4000)]
+            texts += [piece for piece in pieces if not RUDE.search(piece)]
+    for record in records(arguments.sources / "chat.jsonl.xz"):
+        messages, source = record["messages"], record["source"]
+        if any(RUDE.search(m["content"]) for m in messages):
+            continue
+        if source in ("self_dialogue", "taskmaster4"):
+            texts.append(plain_dialogue(messages)[:4000])
+        if source == "self_dialogue":
+            utterances += [line for m in messages[2:8:3] if wondering(line := m["content"].strip())]
+        if source in ("rasbt_instruction", "chatterbot") and short_answer(messages):
+            facts.append([messages[0]["content"], messages[1]["content"]])
+    rng.shuffle(texts)
+    pool = open_pool(raw)
+    (arguments.work / "pool.txt").write_text("\n".join(pool))
+    (arguments.work / "lines.json").write_text(json.dumps({"utterances": utterances[:20000], "facts": facts}))
+    with lzma.open(arguments.work / "texts.json.xz", "wt", preset=6) as file:
+        json.dump(texts, file)
+    sample = [m["content"] for index in range(12_000)
+              for m in dialogue(random.Random(f"vocabulary {index}"), "train", 8, tuple(pool))]
+    tokenizer = train_vocabulary(sample + [text for text in texts[:6000]])
+    tokenizer.save(str(arguments.work / "tokenizer.json"))
+    characters, tokens = sum(map(len, sample[:3000])), sum(len(tokenizer.encode(text).ids) for text in sample[:3000])
+    print(f"{len(texts)} texts, {len(pool)} open words, {len(utterances)} lines, {len(facts)} facts; "
+          f"{characters / tokens:.2f} characters per token in dialogues")
+
+
+if __name__ == "__main__":
+    main()
