@@ -175,20 +175,18 @@ class BaseEngineRunner:
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""
-        engine = self._engines.get(shape)
+        engine, bound = self._engines.get(shape), self._bound.get(shape)
+        bindings: dict[str, Array] = {}
         if engine is None:
-            engine = self.backend.load_engine(shape)
+            engine, bound = self.backend.load_engine(shape), None
             if self.backend.fixed_shapes or shape.phase == "decode":  # prompts come in any length: not worth keeping
                 self._engines[shape] = engine
-        bindings: dict[str, Array] = {}
-        bound = self._bound.get(shape)
-        if bound is None or shape not in self._engines:
+        if bound is None:
             bindings |= self._engine_weights() | self._step_inputs(shape)
         if bound != slots:
             for name, cache in self._caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
-            logits = self._logits[slots]
-            bindings["logits"] = logits.reshape(shape.batch, 1, self.config.vocab_size)
+            bindings["logits"] = self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)
         if bindings:
             engine.bind(bindings)
             self._bound[shape] = slots

@@ -32,7 +32,7 @@ from edgellm.engines.engine_directory import (
     description_bytes,
     write_description,
 )
-from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.errors import BuildError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.network_digest import network_digest
 from edgellm.engines.plan_building import build_plans
@@ -46,7 +46,6 @@ from edgellm.engines.plan_files import (
     write_plan,
 )
 from edgellm.engines.staged_directory import StagedDirectory
-from edgellm.engines.strict_json import JSONObject
 from edgellm.engines.weight_copy import WeightTransfer, copy_hashed
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
@@ -98,6 +97,7 @@ class _Job:
     platforms: tuple[Platform, ...]
     weight_files: tuple[Path, ...]
     weights: str
+    replace: bool
 
     @property
     def weight_bytes(self) -> int:
@@ -109,16 +109,9 @@ class _Job:
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
-    """A model's dimensions from its `config.json` and `generation_config.json`.
-
-    Raises CheckpointError, and UnsupportedModelError for an unknown family.
-    """
-    checkpoint = Path(checkpoint)
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is not a directory: expected one with config.json and safetensors files")
-    config = JSONObject.read(checkpoint / "config.json", CheckpointError).values
-    generation = checkpoint / "generation_config.json"
-    return decoder_config(config, JSONObject.read(generation, CheckpointError).values if generation.exists() else None)
+    """A checkpoint's dimensions; raises CheckpointError, and UnsupportedModelError for an unknown family."""
+    with Checkpoint.open(checkpoint) as opened:
+        return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
 
 
 def build_engine_directory(
@@ -152,7 +145,7 @@ def build_engine_directory(
     platforms, note = choose_platforms(targets)
     files = _checked_weight_files(source, config)
     check_tokenizer(source, config.vocab_size)
-    job = _Job(source, target, config, dtype, attention, limits, platforms, files, weights)
+    job = _Job(source, target, config, dtype, attention, limits, platforms, files, weights, force)
     copied = job.weight_bytes if weights == "copy" else 0
     check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, job.plan_count))
     report = BuildReport(target, config, dtype, limits, job.weight_bytes, weights=weights)
@@ -259,7 +252,7 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         progress("finish", 0, 1)
         files = {**published, **digests}
         write_description(staged.path, description_bytes(job.config, job.dtype, job.attention, job.limits, files))
-        staged.commit()
+        staged.commit(job.replace)
     report.published_bytes = sum(digest.size for digest in published.values())
     progress("finish", 1, 1)
     return digests
@@ -288,12 +281,9 @@ def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
 
 
 def _checked_weight_files(source: Path, config: DecoderConfig) -> tuple[Path, ...]:
-    checkpoint = Checkpoint.open(source)
-    try:
+    with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config))
         return tuple(checkpoint.files)
-    finally:
-        checkpoint.close()
 
 
 def _engine_dtype(config: DecoderConfig) -> str:

@@ -16,7 +16,7 @@ from edgellm.engines.number_formats import STORAGE, convert
 from edgellm.engines.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.strict_json import JSONObject
 
-__all__ = ["Checkpoint", "TensorInfo"]
+__all__ = ["Checkpoint", "TensorInfo", "overflow_error", "storage_of"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,6 +24,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+#: In bytes; what Linux allows.
+_LONGEST_FILE_NAME = 255
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERSION = """Convert it once, in an environment with torch and safetensors, with these lines (pickled files can run
 code: only where you trust their source):
@@ -59,11 +62,12 @@ class Checkpoint:
             found = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}")
         config = JSONObject.read(path / "config.json", CheckpointError, "Copy it from the checkpoint's source").values
+        _refuse_quantized(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        if (path / SINGLE_FILE).exists():
+        if _is_there(path / SINGLE_FILE):
             files = [SafetensorsFile(path / SINGLE_FILE)]
-        elif (path / INDEX_FILE).exists():
+        elif _is_there(path / INDEX_FILE):
             files = _open_shards(path)
         else:
             raise _no_weights(path)
@@ -112,6 +116,7 @@ class Checkpoint:
 
         A view of the file where it has that dtype. Raises CheckpointError where a finite value has no place in it.
         """
+        storage_of(dtype)
         values, overflowed = convert(self.raw(name), self.info(name).dtype, dtype)
         if overflowed:
             raise overflow_error(self.info(name), dtype, overflowed)
@@ -126,7 +131,7 @@ class Checkpoint:
                 if name == _HEAD and _EMBEDDING in wanted:
                     problems += self._problems_of_tied_head()
                 elif not name.endswith(_HARMLESS_ENDINGS):
-                    problems.append(f"unknown: {name} {_written(info.shape)}")
+                    problems.append(f"unknown: {_printable(name)} {_written(info.shape)}")
                 continue
             if info.shape != wanted[name]:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {_written(wanted[name])}")
@@ -156,6 +161,13 @@ class Checkpoint:
         return [f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true"]
 
 
+def storage_of(dtype: str) -> np.dtype:
+    """The NumPy type that holds `dtype`; ValueError for one that models are not computed in."""
+    if dtype not in STORAGE:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(STORAGE)}")
+    return STORAGE[dtype]
+
+
 def overflow_error(info: TensorInfo, dtype: str, count: int) -> CheckpointError:
     """For `count` finite values of a tensor that are beyond the range of `dtype`."""
     return CheckpointError(
@@ -169,6 +181,22 @@ def _not_computable(info: TensorInfo) -> CheckpointError:
         f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
         "Take the model's unquantized checkpoint"
     )
+
+
+def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+    for key in _QUANTIZATION_KEYS:
+        if settings := config.get(key):
+            method = settings.get("quant_method") if isinstance(settings, dict) else None
+            named = f" with the method {method!r:.60}" if isinstance(method, str) else ""
+            raise CheckpointError(
+                f"{path / 'config.json'}: by {key!r} the weights are quantized{named}; expected float16, bfloat16 or "
+                "float32. Take the model's unquantized checkpoint"
+            )
+
+
+def _printable(name: str) -> str:
+    """A name that a file gave: it must not break the list into lines or steer a terminal."""
+    return name if name.isprintable() else repr(name)
 
 
 def _written(shape: Sequence[int]) -> str:
@@ -188,7 +216,7 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
     shards = sorted(set(weight_map.values()))
     if not shards:
         raise index.error("'weight_map' is empty, expected a file name for each tensor")
-    missing = [shard for shard in shards if not (path / shard).is_file()]
+    missing = [shard for shard in shards if not _is_there(path / shard)]
     if missing:
         raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
     files = [SafetensorsFile(path / shard) for shard in shards]
@@ -207,13 +235,20 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
     return files
 
 
+def _is_there(path: Path) -> bool:
+    """Whether the directory has the entry, be it a link that leads nowhere: opening it says so."""
+    return path.exists() or path.is_symlink()
+
+
 def _is_shard_name(name: Any) -> bool:
     """A plain name: it must not lead out of the directory."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
         and not name.startswith(".")
-        and not any(character in name for character in "/\\:\0")
+        and name.isprintable()
+        and not any(character in name for character in "/\\:")
+        and len(name.encode()) <= _LONGEST_FILE_NAME
     )
 
 

@@ -43,9 +43,7 @@ def greedy_tokens(runner: BaseEngineRunner, prompt_ids: Sequence[int], count: in
     return tokens
 
 
-def teacher_forced_logits(
-    runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int]
-) -> np.ndarray:
+def teacher_forced_logits(runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> np.ndarray:
     """Logits [len(answer_ids), V] float32 from which each of `answer_ids` was, or would have been, drawn.
 
     The prompt goes through the prefill engines, the answer through the decode engine.

@@ -121,9 +121,7 @@ class DecoderDescription:
 
     def _mlp(self, prefix: str, x: Tensor) -> Tensor:
         ops = self.operations
-        gate_up = ops.linear(
-            x, self._weight(f"{prefix}gate_up_proj.weight"), self._bias(f"{prefix}gate_up_proj.bias")
-        )
+        gate_up = ops.linear(x, self._weight(f"{prefix}gate_up_proj.weight"), self._bias(f"{prefix}gate_up_proj.bias"))
         return ops.linear(
             ops.silu_mul(gate_up), self._weight(f"{prefix}down_proj.weight"), self._bias(f"{prefix}down_proj.bias")
         )

@@ -27,10 +27,10 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     rounded += bits  # cannot wrap but for NaN, which is replaced below
     rounded >>= 16
     result = rounded.astype(np.uint16)
-    nan = np.isnan(values)
+    nan = np.isnan(bits.view(np.float32))
     if nan.any():  # a payload in the lower half alone would round to infinity; the quiet bit keeps it a NaN
         result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
-    return result
+    return result.reshape(np.shape(values))
 
 
 def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:

@@ -1,11 +1,12 @@
-"""The interpreter of operations that computes with NumPy in float32, at once.
+"""The interpreter that computes a description at once, in float32 with NumPy.
 
-It is the oracle of the GPU and the engine of machines without one, so it is written for speed at one token a step: one
-BLAS call a projection on contiguous [N, K] weights, KV rows written in place, attention over the key range only.
+It is the backend where there is no GPU, and the reference of the other interpreter. One token of one sequence is the
+common case, and there Python's own time counts: few calls, no copies, nothing computed twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
@@ -13,148 +14,235 @@ import numpy as np
 from edgellm.engines.errors import EngineError
 from edgellm.engines.operations import Operations
 
-_DTYPES = {"compute": np.float32, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
-#: Added to scores of keys that are not visible; exp of it is 0 in float32.
-_HIDDEN = np.float32(-1e30)
+_DTYPES = {
+    "compute": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "bool": np.dtype(np.bool_),
+}
+_ONE = np.float32(1)
 
 
 class NumpyOperations(Operations[np.ndarray]):
-    """Computes on `bindings` (inputs by name; outputs are written there) and `weights`.
+    """Takes inputs from `bindings` and weights from `weights` by name, and puts outputs into `bindings`.
 
-    An output array that is bound already is filled in place, otherwise the result is bound.
+    Inputs and weights are looked up at every call, so one object serves many runs, whatever is bound in between. An
+    output goes into the array that the caller has bound under its name (float32, same shape), else `bindings` gets an
+    array; a KV cache that was updated in place is its own output. EngineError names a tensor that is missing or has
+    another shape or dtype than the description declares.
     """
 
     def __init__(self, bindings: MutableMapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> None:
         self._bindings = bindings
         self._weights = weights
+        self._own_outputs: set[str] = set()
+        self._mask: np.ndarray | None = None
+        self._visible: VisibleKeys | None = None
+        self._cos_sin: np.ndarray | None = None
+        self._rotation: tuple[np.ndarray, np.ndarray] | None = None
 
     def input(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """The bound array; raises EngineError if it is missing or another shape or dtype."""
-        return _checked(self._bindings, name, shape, _DTYPES[dtype])
+        array = self._bindings.get(name)
+        if array is None:
+            raise EngineError(f"the input {name!r} is not bound: expected {dtype} {list(shape)}")
+        if array.shape != shape and array.shape != tuple(shape):
+            raise EngineError(f"the input {name!r} has the shape {list(array.shape)}, expected {list(shape)}")
+        if array.dtype != _DTYPES[dtype]:
+            raise EngineError(f"the input {name!r} is {array.dtype}, expected {_DTYPES[dtype]}")
+        # What layers derive from an input must not outlive its values: the caller may have filled the array anew.
+        if array is self._mask:
+            self._mask = None
+        elif array is self._cos_sin:
+            self._cos_sin = None
+        return array
 
     def weight(self, name: str, shape: Sequence[int]) -> np.ndarray:
-        """The weight; raises EngineError if it is missing or another shape or dtype."""
-        return _checked(self._weights, name, shape, np.float32)
+        array = self._weights.get(name)
+        if array is None:
+            raise EngineError(f"the weight {name!r} is missing: expected float32 {list(shape)}")
+        if array.shape != shape and array.shape != tuple(shape):
+            raise EngineError(f"the weight {name!r} has the shape {list(array.shape)}, expected {list(shape)}")
+        return array
 
     def output(self, name: str, tensor: np.ndarray) -> None:
-        """Write the result; caches are outputs on their own memory."""
         bound = self._bindings.get(name)
-        if bound is None:
+        if bound is tensor:
+            return
+        if bound is None or name in self._own_outputs:
+            self._own_outputs.add(name)
             self._bindings[name] = tensor
-        elif bound is not tensor:
-            np.copyto(bound, tensor)
+        elif bound.shape != tensor.shape or bound.dtype != tensor.dtype:
+            raise EngineError(
+                f"the output {name!r} is bound to {bound.dtype} {list(bound.shape)}, expected {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        elif not _same_memory(bound, tensor):
+            bound[...] = tensor
 
     def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-        """A matrix-vector product for one token, a matrix product for more."""
-        if x.size == x.shape[-1]:
-            product = np.dot(weight, x.reshape(-1)).reshape(*x.shape[:-1], -1)
+        rows, columns = weight.shape
+        if x.size == columns:  # one token: matrix times vector, each row of the weight read once, in order
+            result = np.dot(weight, x.reshape(columns))
         else:
-            product = np.dot(x.reshape(-1, x.shape[-1]), weight.T).reshape(*x.shape[:-1], -1)
+            result = np.dot(x.reshape(-1, columns), weight.T)
         if bias is not None:
-            product += bias
-        return product
+            result += bias
+        return result.reshape(*x.shape[:-1], rows)
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-        """The mean of squares as one dot product."""
-        if x.size == x.shape[-1]:
-            row = x.reshape(-1)
-            scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(row.size) + np.float32(epsilon))
-            return x * np.float32(scale) * weight
-        mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
-        mean += np.float32(epsilon)
-        return x / np.sqrt(mean, out=mean) * weight
+        size = x.shape[-1]
+        if x.size == size:
+            flat = x.reshape(size)
+            result = x * np.float32(1 / math.sqrt(float(np.dot(flat, flat)) / size + epsilon))
+        else:
+            scale = np.einsum("...k,...k->...", x, x)[..., None]
+            scale /= size
+            scale += epsilon
+            np.sqrt(scale, out=scale)
+            result = x / scale
+        result *= weight
+        return result
 
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The sum."""
         return a + b
 
     def split(self, x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
-        """Views."""
+        leading = (slice(None),) * (axis % x.ndim)
         parts, start = [], 0
-        before = (slice(None),) * axis
         for size in sizes:
-            parts.append(x[(*before, slice(start, start + size))])
+            parts.append(x[(*leading, slice(start, start + size))])
             start += size
         return parts
 
     def split_heads(self, x: np.ndarray, heads: int) -> np.ndarray:
-        """A view."""
         batch, tokens, width = x.shape
         return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
 
     def merge_heads(self, x: np.ndarray) -> np.ndarray:
-        """A copy where T > 1."""
         batch, heads, tokens, size = x.shape
         return x.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * size)
 
     def rotary_embedding(self, x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-        """(a, b) to (a cos - b sin, b cos + a sin) for the two halves of the rotated part."""
-        half = cos_sin.shape[-1] // 2
-        cos, sin = cos_sin[:, None, :, :half], cos_sin[:, None, :, half:]
-        first, second = x[..., :half], x[..., half : 2 * half]
-        rotated = np.empty_like(x, order="C")
-        np.subtract(first * cos, second * sin, out=rotated[..., :half])
-        np.add(second * cos, first * sin, out=rotated[..., half : 2 * half])
-        if x.shape[-1] > 2 * half:
-            rotated[..., 2 * half :] = x[..., 2 * half :]
-        return rotated
+        rotated = cos_sin.shape[-1]
+        cos, sin = self._rotation_of(cos_sin)
+        rest = x.shape[-1] - rotated
+        turning = x[..., :rotated] if rest else x
+        pairs = (*turning.shape[:-1], 2, rotated // 2)
+        swapped = turning.reshape(pairs)[..., ::-1, :]
+        result = turning * cos
+        result.reshape(pairs)[...] += swapped * sin
+        return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
 
     def kv_cache_update(self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray) -> np.ndarray:
-        """Write the rows; raises EngineError where they lie outside the cache."""
         tokens, rows = update.shape[2], cache.shape[2]
-        for index, start in enumerate(start_index.tolist()):
-            if start < 0 or start + tokens > rows:
-                raise EngineError(f"KV rows {start}..{start + tokens - 1} lie outside a cache of {rows} rows")
-            cache[index, :, start : start + tokens] = update[index]
+        for sequence, start in enumerate(start_index.tolist()):
+            if not 0 <= start <= rows - tokens:
+                raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
+            cache[sequence, :, start : start + tokens] = update[sequence]
         return cache
 
     def attention(
         self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, scale: float
     ) -> np.ndarray:
-        """Query heads of one key-value head are rows of one matrix, so that no key or value is repeated."""
+        visible = self._visible_keys(mask)
         batch, heads, tokens, size = query.shape
-        kv_heads, seen = keys.shape[1], mask.shape[3]
-        group = heads // kv_heads
-        rows = query.reshape(batch, kv_heads, group * tokens, size) * np.float32(scale)
-        scores = np.matmul(rows, keys[:, :, :seen].transpose(0, 1, 3, 2))
-        if not mask.all():
-            visible = np.broadcast_to(mask[:, :, None], (batch, kv_heads, group, tokens, seen))
-            np.copyto(scores.reshape(visible.shape), _HIDDEN, where=~visible)
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        total = scores.sum(axis=-1, keepdims=True)
-        context = np.matmul(scores, values[:, :, :seen])
-        context /= total
+        kv_heads = keys.shape[1]
+        # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        keys, values = keys[:, :, : visible.count], values[:, :, : visible.count]
+        if tokens == 1:
+            context = _attend(grouped, keys, values, visible.bias, visible.first_hidden, tokens)
+        else:  # one head at a time: its scores stay in the processor's cache
+            context = np.empty_like(grouped)
+            for b in range(batch):
+                bias = None if visible.bias is None else visible.bias[b, 0]
+                for h in range(kv_heads):
+                    context[b, h] = _attend(grouped[b, h], keys[b, h], values[b, h], bias, visible.first_hidden, tokens)
         return context.reshape(batch, heads, tokens, size)
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
-        """x * sigmoid(x) * up, without overflow: sigmoid(x) = (1 + tanh(x / 2)) / 2."""
         half = gate_up.shape[-1] // 2
         gate = gate_up[..., :half]
-        sigmoid = np.tanh(gate * np.float32(0.5))
-        sigmoid += np.float32(1.0)
-        sigmoid *= np.float32(0.5)
-        sigmoid *= gate
-        sigmoid *= gate_up[..., half:]
-        return sigmoid
+        result = np.negative(gate)
+        with np.errstate(over="ignore"):  # exp of a very negative gate: infinity, and silu is 0
+            np.exp(result, out=result)
+        result += _ONE
+        np.divide(gate, result, out=result)
+        result *= gate_up[..., half:]
+        return result
 
     def gather_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The named rows."""
+        if rows.size and not (0 <= rows.min() and rows.max() < x.shape[1]):
+            raise EngineError(f"the rows {rows.ravel().tolist()} are to be gathered of {x.shape[1]}")
         return x[np.arange(x.shape[0])[:, None], rows]
 
     def concatenate(self, tensors: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        """One array."""
         return np.concatenate(tensors, axis=axis)
 
     def to_float32(self, x: np.ndarray) -> np.ndarray:
-        """x itself: everything is float32 here."""
         return x
 
+    def _rotation_of(self, cos_sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[B, 1, T, R] cosines twice, and [B, 1, T, 2, R/2] sines, negative for the first half; same for all layers."""
+        if self._rotation is None or cos_sin is not self._cos_sin:
+            half = cos_sin.shape[-1] // 2
+            cos, sin = cos_sin[:, None, :, :half], cos_sin[:, None, :, half:]
+            self._rotation = np.concatenate((cos, cos), axis=-1), np.stack((-sin, sin), axis=-2)
+            self._cos_sin = cos_sin
+        return self._rotation
 
-def _checked(arrays: Mapping[str, np.ndarray], name: str, shape: Sequence[int], dtype: type) -> np.ndarray:
-    array = arrays.get(name)
-    if array is None:
-        raise EngineError(f"no array is bound to {name}; the engine needs {dtype.__name__} {tuple(shape)}")
-    if array.shape != tuple(shape) or array.dtype != dtype:
-        raise EngineError(f"{name} is {array.dtype} {array.shape}, the engine expects {dtype.__name__} {tuple(shape)}")
-    return array
+    def _visible_keys(self, mask: np.ndarray) -> VisibleKeys:
+        """What the mask leaves to do; same for all layers."""
+        if self._visible is None or mask is not self._mask:
+            self._visible, self._mask = VisibleKeys(mask), mask
+        return self._visible
+
+
+class VisibleKeys:
+    """The part of a mask [B, 1, T, L] bool that matters.
+
+    `count`: keys beyond it are hidden from every query, so they are not read. `first_hidden`: keys before it are seen
+    by every query. `bias` [B, 1, 1, T, count - first_hidden] float32 is 0 or minus infinity between the two (None
+    where there is nothing between); its axes are sequence, key-value head, head of the group, query, key.
+    """
+
+    def __init__(self, mask: np.ndarray) -> None:
+        if mask.shape[0] == 1 and mask.shape[2] == 1:
+            row = mask.reshape(mask.shape[3])
+            self.count = row.size - int(row[::-1].argmax()) if row.any() else 0
+            shown = row[: self.count]
+            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        else:
+            columns = mask.any(axis=(0, 1, 2))
+            self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
+            shown = mask[..., : self.count].all(axis=(0, 1, 2))
+            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        if self.count == 0:
+            raise EngineError("the attention mask hides every key; each query must see at least one")
+        self.bias: np.ndarray | None = None
+        if self.first_hidden < self.count:
+            between = mask[..., self.first_hidden : self.count]
+            self.bias = np.where(between[:, None], np.float32(0), np.float32(-np.inf))
+
+
+def _attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray | None, first_hidden: int, tokens: int
+) -> np.ndarray:
+    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), keys and values [..., n, D].
+
+    `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
+    """
+    scores = np.matmul(query, keys.swapaxes(-1, -2))
+    if bias is not None:
+        masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
+        masked[..., first_hidden:] += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    context = np.matmul(scores, values)
+    context /= scores.sum(axis=-1, keepdims=True)
+    return context
+
+
+def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one shape are the same elements."""
+    return a.ctypes.data == b.ctypes.data and a.strides == b.strides

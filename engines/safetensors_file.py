@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ DTYPES = {
 #: The format's own bound on the header, in bytes.
 LARGEST_HEADER = 100_000_000
 
+#: What NumPy takes as dimensions, in every release.
+_LARGEST_RANK = 32
+_LARGEST_COUNT = (1 << 63) - 1
+
 _LENGTH_BYTES = 8
 _COPY_AGAIN = "Copy the file anew from its source"
 
@@ -65,31 +71,43 @@ class SafetensorsFile:
         """Map the file and check its whole header; raises CheckpointError that names file and cause."""
         self.path = path
         try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+                raise CheckpointError(f"{path} is not a regular file. {_COPY_AGAIN}")
             with path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < _LENGTH_BYTES:
                     raise _damaged(path, f"it has {size} bytes, a header's length alone takes {_LENGTH_BYTES}")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist. Copy it from the checkpoint's source") from None
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link to {path.readlink()}, which does not exist. Put the file back there, or in "
+                    "place of the link"
+                ) from None
+            raise CheckpointError(f"{path} does not exist. {_COPY_AGAIN}") from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror or error}. Make it readable for this user"
+            ) from error
         try:
-            self.tensors = _parse_header(path, self._map, size)
+            self.tensors = _parse_header(path, mapped, size)
         except BaseException:
-            self._map.close()
+            mapped.close()
             raise
+        self._map: mmap.mmap | None = mapped
 
     def bytes_of(self, info: TensorInfo) -> np.ndarray:
-        """The tensor's bytes [nbytes] uint8: a read-only view of the map."""
+        """The tensor's bytes [nbytes] uint8: a read-only view of the map. Raises CheckpointError once closed."""
+        if self._map is None:
+            raise CheckpointError(f"{self.path} was closed: read its tensors before, or open the checkpoint again")
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
     def close(self) -> None:
         """Unmap the file, or leave that to the last view of it that is still in use."""
-        try:
-            self._map.close()
-        except BufferError:  # a view exists; it keeps the map alive and frees it with itself
-            pass
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            with suppress(BufferError):  # a view exists; it keeps the map alive and frees it with itself
+                mapped.close()
 
 
 def _damaged(path: Path, cause: str, advice: str = _COPY_AGAIN) -> CheckpointError:
@@ -118,22 +136,24 @@ def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInf
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{', '.join(map(repr, repeated[:5]))} occurs more than once")
     return values
 
 
 def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(entry, dict):
-        raise _damaged(path, f"tensor {name!r} is described by {entry!r:.60}, expected an object")
+        raise _damaged(path, f"tensor {name!r} is described by a {type(entry).__name__}, expected an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(path, f"tensor {name!r} has the dtype {dtype!r:.60}, expected one of {', '.join(DTYPES)}")
+        raise _damaged(path, f"tensor {name!r} has the dtype {_short(dtype)}, expected one of {', '.join(DTYPES)}")
     if not _are_counts(shape):
-        raise _damaged(path, f"tensor {name!r} has the shape {shape!r:.60}, expected a list of whole numbers")
+        raise _damaged(
+            path,
+            f"tensor {name!r} has the shape {_short(shape)}, expected a list of at most {_LARGEST_RANK} whole numbers",
+        )
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"tensor {name!r} has the data_offsets {offsets!r:.60}, expected [begin, end]")
+        raise _damaged(path, f"tensor {name!r} has the data_offsets {_short(offsets)}, expected [begin, end]")
     dtype, item_size = DTYPES[dtype]
     nbytes, expected = offsets[1] - offsets[0], math.prod(shape) * item_size
     if nbytes != expected:
@@ -142,7 +162,17 @@ def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= _LARGEST_RANK
+        and all(type(value) is int and 0 <= value <= _LARGEST_COUNT for value in values)
+    )
+
+
+def _short(value: Any) -> str:
+    """A JSON value for a message; nested ones by their type alone, which may be of any depth."""
+    flat = not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in value)
+    return f"{value!r:.60}" if flat else f"a nested {type(value).__name__}"
 
 
 def _check_places(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:

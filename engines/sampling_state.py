@@ -97,6 +97,4 @@ class SamplingState:
             processed,
         )
         kernels.filter_threshold(processed, row["top_k"], row["top_p"], row["min_p"], thresholds)
-        kernels.sample(
-            processed, thresholds, row["temperature"], row["seed"], row["sequence"], positions, tokens
-        )
+        kernels.sample(processed, thresholds, row["temperature"], row["seed"], row["sequence"], positions, tokens)

@@ -45,10 +45,13 @@ class StagedDirectory:
         if self._lock >= 0:
             os.close(self._lock)
 
-    def commit(self) -> None:
-        """Give the directory its name; a directory that has it is replaced, in one step where the system can."""
+    def commit(self, replace: bool) -> None:
+        """Give the directory its name; one that has it is replaced, in one step where the system can.
+
+        Without `replace` only an empty one is; another raises OSError.
+        """
         sync_directory(self.path)
-        if not self._target.exists():
+        if not replace or not self._target.exists():
             self.path.rename(self._target)
         elif not _exchange(self.path, self._target):
             replaced = self.path.with_name(f"{self.path.name}.replaced")

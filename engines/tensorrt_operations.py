@@ -22,7 +22,7 @@ _FUSED_ATTENTION = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 
 
 def attention_kind(setting: str, target: str) -> str:
-    """"native" (IAttention) or "composed" for a target; `setting` "auto" follows what the target has kernels for."""
+    """ "native" (IAttention) or "composed" for a target; `setting` "auto" follows what the target has kernels for."""
     if setting != "auto":
         return setting
     return "native" if target in _FUSED_ATTENTION else "composed"

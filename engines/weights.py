@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from edgellm.engines.checkpoint import Checkpoint, overflow_error
+from edgellm.engines.checkpoint import Checkpoint, overflow_error, storage_of
 from edgellm.engines.decoder_config import WeightSpec
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.number_formats import STORAGE, convert, float32_into
+from edgellm.engines.number_formats import convert, float32_into
 
 #: Elements converted at a time: large tensors must not be in memory twice.
 _PIECE = 1 << 22
@@ -44,26 +44,23 @@ def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> d
 def iterate_weight_parts(
     checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str
 ) -> Iterator[tuple[WeightSpec, int, np.ndarray]]:
-    """Yield (spec, offset in bytes, bytes [n] uint8) until every buffer is filled in `dtype`.
+    """Yield (spec, offset in bytes, values [n] in `dtype`, bfloat16 as uint16) until every buffer is filled.
 
-    `offset` is where the bytes belong in the spec's buffer. A tensor that has the dtype already comes whole, as a view
-    of the memory map; others are converted piece by piece. Raises CheckpointError as `load_numpy_weights` does, and for
-    finite values that `dtype` cannot hold.
+    `offset` is where the values belong in the spec's buffer. A tensor that has the dtype already comes whole, as a
+    read-only view of the memory map; others are converted piece by piece. Raises CheckpointError as
+    `load_numpy_weights` does, and for finite values that `dtype` cannot hold.
     """
-    item_size = STORAGE[dtype].itemsize
+    item_size = storage_of(dtype).itemsize
     for spec in specs:
         offset = 0
         for name, shape in spec.parts:
-            values, info = _part(checkpoint, name, shape), checkpoint.info(name)
-            if info.dtype == dtype:
-                yield spec, offset, checkpoint.raw_bytes(name)
-            else:
-                flat = values.reshape(-1)
-                for start in range(0, flat.size, _PIECE):
-                    piece, overflowed = convert(flat[start : start + _PIECE], info.dtype, dtype)
-                    if overflowed:
-                        raise overflow_error(info, dtype, overflowed)
-                    yield spec, offset + start * item_size, piece.view(np.uint8)
+            values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
+            step = max(1, values.size) if info.dtype == dtype else _PIECE
+            for start in range(0, values.size, step):
+                piece, overflowed = convert(values[start : start + step], info.dtype, dtype)
+                if overflowed:
+                    raise overflow_error(info, dtype, overflowed)
+                yield spec, offset + start * item_size, piece
             offset += values.size * item_size
 
 
@@ -71,6 +68,7 @@ def _part(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
     values = checkpoint.raw(name)
     if values.shape != tuple(shape):
         raise CheckpointError(
-            f"{checkpoint.info(name).file}: tensor {name!r} has the shape {list(values.shape)}, expected {list(shape)}"
+            f"{checkpoint.info(name).file}: tensor {name!r} has the shape {list(values.shape)}, expected "
+            f"{list(shape)}. Take config.json and weights of one and the same model"
         )
     return values

@@ -95,7 +95,9 @@ def check_device_arguments(kernel: str, *arrays: Array) -> dict[str, int]:
 
 def _wrong_kind(kernel: str, arrays: tuple[Any, ...], expected: type) -> KernelError:
     names = [name for name, _, _ in SIGNATURES[kernel]]
-    name, found = next((n, type(a).__name__) for n, a in zip(names, arrays, strict=False) if not isinstance(a, expected))
+    name, found = next(
+        (n, type(a).__name__) for n, a in zip(names, arrays, strict=False) if not isinstance(a, expected)
+    )
     return KernelError(f"{kernel}: {name} is a {found}; expected a {expected.__name__}, as these kernels work on those")
 
 

@@ -20,6 +20,8 @@ MAX_BATCH = 8
 
 _WARPS, _UNIT, _STEP = 16, 8, 32
 _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
+#: GPUs for which decode_linear.cu sets DEPTH to 8.
+_FAST_MEMORY = ("sm_90", "sm_100", "sm_103")
 
 
 class Launch:
@@ -87,6 +89,7 @@ class CudaDecodeKernels:
         self.shared_limit = attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
         self.blocks_per_multiprocessor = 1
+        self.depth = 8 if architecture in _FAST_MEMORY else 4
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result
@@ -143,7 +146,7 @@ class CudaDecodeKernels:
     def _norm(self, name, tiles, hidden, norm_weight, epsilon, weight, bias, output, next_weight) -> Launch:
         batch, rows, columns = self._sizes(hidden, weight, tiles)
         steps = _steps(columns)
-        shared = _linear_bytes(tiles) + batch * (_WARPS * steps * _STEP * 4 + 64)
+        shared = self._linear_bytes(tiles) + batch * (_WARPS * steps * _STEP * 4 + 64)
         arguments = (
             _pointer(weight),
             _pointer(bias),
@@ -170,7 +173,7 @@ class CudaDecodeKernels:
         """See `NumpyDecodeKernels.linear_residual`."""
         batch, rows, columns = self._sizes(x, weight, 1)
         steps = _steps(columns)
-        staged = _linear_bytes(1) + batch * (_WARPS * steps * _STEP * 2 + 64)
+        staged = self._linear_bytes(1) + batch * (_WARPS * steps * _STEP * 2 + 64)
         stage = staged <= self.shared_limit
         arguments = (
             _pointer(weight),
@@ -184,7 +187,7 @@ class CudaDecodeKernels:
             ctypes.c_uint(next_weight[1]),
         )
         name = f"decode_linear_residual_{weight.dtype}"
-        return self._linear(name, rows, staged if stage else _linear_bytes(1), arguments)
+        return self._linear(name, rows, staged if stage else self._linear_bytes(1), arguments)
 
     def _sizes(self, x: DeviceArray, weight: DeviceArray, tiles: int) -> tuple[int, int, int]:
         columns = weight.shape[1]
@@ -199,6 +202,10 @@ class CudaDecodeKernels:
     def _linear(self, name: str, rows: int, shared_bytes: int, arguments: Sequence[Any]) -> Launch:
         blocks = min(-(-rows // _UNIT), self.multiprocessors * self.blocks_per_multiprocessor)
         return Launch(self, name, (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
+
+    def _linear_bytes(self, tiles: int) -> int:
+        """Shared memory for the ring and the partial sums."""
+        return self.depth * 32 * _WARPS * 16 + (2 * _WARPS * tiles * 64 + _UNIT * _WARPS) * 4
 
     def attention(
         self,
@@ -259,10 +266,6 @@ def attention_partials(batch: int, heads: int, kv_heads: int, kv_rows: int, size
 def _steps(columns: int) -> int:
     """Steps of 32 columns that each of a block's warps takes."""
     return -(-columns // (_WARPS * _STEP))
-
-
-def _linear_bytes(tiles: int) -> int:
-    return (2 * _WARPS * tiles * 64 + _UNIT * _WARPS) * 4
 
 
 def _pointer(array: DeviceArray | None) -> ctypes.c_void_p:

@@ -60,9 +60,7 @@ class Kernels(Protocol):
         definition); then the row is divided by its temperature, where that is not 0.
         """
 
-    def filter_threshold(
-        self, processed: Array, top_k: Array, top_p: Array, min_p: Array, thresholds: Array
-    ) -> None:
+    def filter_threshold(self, processed: Array, top_k: Array, top_p: Array, min_p: Array, thresholds: Array) -> None:
         """`thresholds` [B] float32: the least value of `processed` [B, V] float32 that top-k, top-p and min-p let pass.
 
         Applied one after the other, as Hugging Face does: top_k [B] int32 keeps the k largest (0 or >= V: all; equals

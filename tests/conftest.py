@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.decoder import decoder_weights
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.families import decoder_config
 from edgellm.engines.gpu import find_gpu
 
 
 @pytest.fixture(scope="session", autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep plans, kernels and digests of the tests out of the user's cache directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGELLM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
@@ -35,3 +45,67 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def repository() -> Path:
     """The root of the checkout that the tests lie in."""
     return Path(__file__).parent.parent
+
+
+TINY_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "torch_dtype": "float16",
+    "eos_token_id": 257,
+}
+TINY_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A Hugging Face directory with random weights, a byte-level tokenizer and a chat template."""
+    config = TINY_CONFIG | overrides
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TINY_TEMPLATE, "eos_token": "<|im_end|>"})
+    )
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for spec in decoder_weights(decoder_config(config)):
+        for name, shape in spec.parts:
+            values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+            tensors[name] = values.astype(np.float16)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 0.1 M parameters; tests that change files copy it first."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine directory of it without plans: context 96 tokens, prefill in chunks of 16, two slots."""
+    target = tmp_path_factory.mktemp("engines") / "tiny"
+    build_engine_directory(tiny_checkpoint, target, EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=96), [])
+    return target

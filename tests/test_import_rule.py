@@ -73,5 +73,7 @@ def test_the_rule_finds_violations() -> None:
 @pytest.mark.parametrize("module", ["edgellm.kernels", "edgellm.engines", "edgellm"])
 def test_importing_a_package_loads_nothing_of_the_api(module: str) -> None:
     program = f"import sys, {module}; print(' '.join(sorted(sys.modules)))"
-    loaded = set(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not loaded & {"edgellm.llm", "numpy", "tokenizers", "typer", *GPU_MODULES}

@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import pytest
+
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import IN_PROMPT
@@ -218,7 +219,7 @@ def test_views_need_no_alignment(gpu, random_numbers):
 
 def test_wrong_arguments_are_named(gpu):
     logits, tokens = gpu.zeros((MAX_BATCH + 1, 8), "float32"), gpu.zeros((MAX_BATCH + 1,), "int32")
-    with pytest.raises(KernelError, match="9 rows.*at most 8"):
+    with pytest.raises(KernelError, match=r"9 rows.*at most 8"):
         gpu.kernels.argmax(logits, tokens)
     with pytest.raises(KernelError, match="tokens has shape"):
         gpu.kernels.argmax(logits[0:2], tokens)
@@ -270,3 +271,37 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
             np.testing.assert_array_equal(gpu.download(on_device[name]), values[name], err_msg=name)
         seen.add(tuple(values["emitted"]))
     assert len(seen) > 10
+
+
+def test_time_of_a_large_vocabulary(gpu, random_numbers):
+    """Prints microseconds of the kernels in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
+    import pycuda.driver as cuda
+
+    rows = device_copy(gpu, random_numbers.normal(0, 3, (1, 128_256)).astype(np.float32))
+    tokens, thresholds = gpu.zeros((1,), "int32"), gpu.zeros((1,), "float32")
+    one, zero, seed = (device_copy(gpu, np.ones(1, dtype)) for dtype in (np.float32, np.float32, np.uint64))
+    gpu.upload(zero, np.zeros(1, np.float32))
+    top_k, top_p = device_copy(gpu, np.array([50], np.int32)), device_copy(gpu, np.array([0.9], np.float32))
+    bounded_steps = {
+        "argmax": (lambda: gpu.kernels.argmax(rows, tokens), 50),
+        "filter_threshold": (lambda: gpu.kernels.filter_threshold(rows, top_k, top_p, zero, thresholds), 300),
+        "sample": (lambda: gpu.kernels.sample(rows, thresholds, one, seed, tokens, tokens, tokens), 100),
+    }
+    start, end, repeats = cuda.Event(), cuda.Event(), 50
+    for name, (step, bound) in bounded_steps.items():
+
+        def many(step=step):
+            for _ in range(repeats):
+                step()
+
+        many()
+        launch = gpu.capture(many, name)
+        times = []
+        for _ in range(10):
+            start.record(gpu.stream)
+            launch()
+            end.record(gpu.stream)
+            end.synchronize()
+            times.append(start.time_till(end) * 1000 / repeats)
+        print(f"{name}: {min(times):.1f} us at a vocabulary of 128,256")
+        assert min(times) < bound

@@ -83,7 +83,7 @@ def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held_back():
             assert cut.startswith(shown)
             if found:
                 break
-            could_begin = max((k for k in range(4) for s in strings if k < len(s) and text[:count].endswith(s[:k])))
+            could_begin = max(k for k in range(4) for s in strings if k < len(s) and text[:count].endswith(s[:k]))
             assert len(shown) == count - could_begin
         assert (shown == cut) or match is None
 

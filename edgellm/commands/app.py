@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +48,8 @@ def create_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
 
 def _print_version(value: bool) -> None:
     if value:
+        from importlib import metadata  # it takes longer than all else here
+
         print(f"edgellm {metadata.version('edgellm')}")
         raise typer.Exit
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -177,6 +176,8 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
 
 
 def _greeting(llm: LLM) -> str:
+    from importlib import metadata
+
     version = metadata.version("edgellm")
     return (
         f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens. "

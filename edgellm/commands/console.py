@@ -51,7 +51,8 @@ def write_error(error: BaseException | str) -> None:
 @contextmanager
 def cancelled_by_interrupt(stream: Cancellable) -> Iterator[None]:
     """While inside, the first Ctrl-C cancels `stream`; the next one raises KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
+    if ignored or threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -30,9 +31,13 @@ DISGUISES = range(0xF0000, 0xFFFFE)
 ANCHORS = range(0x100000, 0x10FFFE)
 
 
-def alternatives(strings: list[str]) -> re.Pattern[str]:
-    """A pattern that finds the longest of `strings` at the leftmost place, as tokenizers match added tokens."""
-    return re.compile("|".join(re.escape(string) for string in sorted(strings, key=len, reverse=True)) or r"(?!)")
+def text_pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    """A pattern for the text of any of `tokens`, the longest at the leftmost place."""
+    return _alternatives(token.content for token in tokens)
+
+
+def _alternatives(contents: Iterable[str], rule: Callable[[str], str] = re.escape) -> re.Pattern[str]:
+    return re.compile("|".join(rule(content) for content in sorted(contents, key=len, reverse=True)) or r"(?!)")
 
 
 class Disguise:
@@ -86,10 +91,16 @@ def strings_in(value: Any) -> list[str]:
 class AnchoredTokenizer:
     """A copy of a tokenizer in which special tokens' text is plain text, and secret anchors stand for the tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, pattern: re.Pattern[str], special: dict[int, AddedToken]) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: dict[int, AddedToken]) -> None:
+        """`special` are the special tokens by id."""
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
-        self._pattern = pattern
+        whole_words = {token.content for token in special.values() if token.single_word}
+        # As tokenizers match them: the longest at the leftmost place, some only where no word goes on.
+        self._pattern = _alternatives(
+            (token.content for token in special.values()),
+            lambda text: rf"(?<!\w){re.escape(text)}(?!\w)" if text in whole_words else re.escape(text),
+        )
         secret = "".join(chr(secrets.choice(ANCHORS)) for _ in range(6))
         self._anchors: dict[str, str] = {}
         self._ids: dict[int, int] = {}
@@ -102,7 +113,7 @@ class AnchoredTokenizer:
                         anchor,
                         lstrip=token.lstrip,
                         rstrip=token.rstrip,
-                        single_word=token.single_word,
+                        single_word=False,  # already so by the pattern
                         normalized=False,
                         special=False,
                     )

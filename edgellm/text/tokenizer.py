@@ -14,7 +14,7 @@ from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
 from edgellm.text.chat_template import ChatTemplate
 from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import checked_messages
-from edgellm.text.special_tokens import AnchoredTokenizer, Disguise, alternatives, strings_in
+from edgellm.text.special_tokens import AnchoredTokenizer, Disguise, strings_in, text_pattern
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -43,7 +43,7 @@ class Tokenizer:
         self._special = {
             token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        self._special_pattern = alternatives([token.content for token in self._special.values()])
+        self._special_pattern = text_pattern(self._special.values())
         self._matched_after_normalizing = any(token.normalized for token in self._special.values())
         self.special_token_ids = frozenset(self._special)
         self._token_text = TokenText(tokenizer, self.special_token_ids)
@@ -159,7 +159,7 @@ class Tokenizer:
 
     @cached_property
     def _anchored(self) -> AnchoredTokenizer:
-        return AnchoredTokenizer(self._tokenizer, self._special_pattern, self._special)
+        return AnchoredTokenizer(self._tokenizer, self._special)
 
     def _required_template(self) -> ChatTemplate:
         if self.chat_template is None:

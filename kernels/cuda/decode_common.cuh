@@ -23,15 +23,6 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// 16 bytes of a weight: read once a step, so not worth a place in the first-level cache.
-__device__ __forceinline__ uint4 load_weight(const void* pointer) {
-    uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(pointer));
-    return value;
-}
-
 __device__ __forceinline__ void prefetch_to_l2(const char* pointer, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
@@ -105,7 +96,7 @@ __device__ __forceinline__ float warp_max(float value) {
 #define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
     __device__ __forceinline__ void multiply_add(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1,  \
                                                  T) {                                                                  \
-        float unused0, unused1;                                                                                        \
+        [[maybe_unused]] float unused0, unused1;                                                                                        \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%9,%10,%11,%11};"                                        \
                      : "=f"(sum[0]), "=f"(sum[1]), "=f"(unused0), "=f"(unused1)                                        \

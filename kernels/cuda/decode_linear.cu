@@ -1,6 +1,6 @@
 // Linear layers of the decode step: a few rows of activations (B <= 8) times a weight matrix [N, K] that is streamed
-// once from memory. What limits them is memory, so everything serves to keep loads in flight: each thread holds a ring
-// of eight 16-byte loads, issued before the kernel waits for its predecessor.
+// once from memory. What limits them is memory, so everything serves to keep loads in flight: each thread copies weights
+// asynchronously into a ring of its own in shared memory, and the first ones before the kernel waits for its predecessor.
 //
 // A block of 16 warps computes units of 8 weight rows (8 gate and 8 up rows); the warps split K, each multiplies its
 // slice on the tensor cores and the 16 partial sums are added in a fixed order. The order of every sum depends on K
@@ -11,8 +11,14 @@ namespace decode {
 
 constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int RING = 8;
 constexpr int UNIT = 8;  // weight rows, and the largest batch
+#if defined(DECODE_DEPTH)
+constexpr int DEPTH = DECODE_DEPTH;
+#elif __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
+constexpr int DEPTH = 8;  // 16-byte copies of a thread in flight: 64 KiB a block, for memory of terabytes a second
+#else
+constexpr int DEPTH = 4;
+#endif
 
 struct Layout {
     int slice;         // activations of one sequence that a warp multiplies
@@ -20,25 +26,43 @@ struct Layout {
     int slice_bytes;   // distance of two warps' slices
 };
 
-// What the ring loads: the steps of a warp through its slice of K, unit after unit.
+// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit.
 template <typename T, int TILES> struct Stream {
+    static constexpr int STAGES = DEPTH / TILES;
     const T* weight;
     const T* row;
-    int rows, columns, units, steps, column, step, unit;
+    unsigned ring;  // the thread's place in shared memory
+    int rows, columns, steps, column, step, unit;
 
     __device__ void start_unit() {
         const int line = min(unit * UNIT + static_cast<int>(threadIdx.x % 32) / 4, rows - 1);
         row = weight + static_cast<size_t>(line) * columns + column;
     }
-    template <int TILE> __device__ uint4 next() {
-        uint4 value = make_uint4(0, 0, 0, 0);
-        if (unit < units && column + step * 32 < columns)
-            value = load_weight(row + static_cast<size_t>(TILE) * rows * columns + step * 32);
-        if (TILE == TILES - 1 && ++step == steps) {
+    __device__ unsigned place(int stage, int tile) const { return ring + (stage * TILES + tile) * THREADS * 16; }
+    // Where no weights are left, zeros are put into the ring.
+    __device__ void copy_next(int stage) {
+        const unsigned bytes = unit * UNIT < rows && column + step * 32 < columns ? 16 : 0;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(place(stage, tile)),
+                         "l"(row + static_cast<size_t>(tile) * rows * columns + step * 32), "r"(bytes)
+                         : "memory");
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++step == steps) {
             step = 0;
             unit += gridDim.x;
             start_unit();
         }
+    }
+    __device__ void wait_for_oldest() const {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    }
+    __device__ uint4 read(int stage, int tile) const {
+        uint4 value;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "r"(place(stage, tile))
+                     : "memory");
         return value;
     }
 };
@@ -113,14 +137,14 @@ __device__ __forceinline__ void stage_activations(
 
 struct FloatOutput {
     float* output;
-    __device__ void operator()(size_t index, int, const float (&sum)[1]) const { output[index] = sum[0]; }
+    __device__ void operator()(size_t index, const float (&sum)[1]) const { output[index] = sum[0]; }
 };
 
 template <typename T> struct ResidualOutput {
     float* output;
     const void* residual;
     bool residual_float;
-    __device__ void operator()(size_t index, int, const float (&sum)[1]) const {
+    __device__ void operator()(size_t index, const float (&sum)[1]) const {
         const float before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
                                             : to_float(static_cast<const T*>(residual)[index]);
         output[index] = before + sum[0];
@@ -129,7 +153,7 @@ template <typename T> struct ResidualOutput {
 
 template <typename T> struct SiluOutput {
     T* output;
-    __device__ void operator()(size_t index, int, const float (&sum)[2]) const {
+    __device__ void operator()(size_t index, const float (&sum)[2]) const {
         output[index] = from_float<T>(sum[0] / (1.f + expf(-sum[0])) * sum[1]);
     }
 };
@@ -140,24 +164,22 @@ __device__ __forceinline__ void linear(
     const T* weight, const T* bias, const void* input, bool input_float, const T* norm_weight, float epsilon,
     Output output, int batch, int rows, int columns, int steps, bool stage, const char* prefetch, unsigned prefetch_bytes) {
     extern __shared__ __align__(16) char shared[];
-    float* partial = reinterpret_cast<float*>(shared);                          // [2, WARPS, TILES, 64]
+    char* ring = shared;                                                        // [DEPTH, THREADS] of 16 bytes
+    float* partial = reinterpret_cast<float*>(ring + DEPTH * THREADS * 16);     // [2, WARPS, TILES, 64]
     float* sums = partial + 2 * WARPS * TILES * 64;                             // [UNIT, WARPS]
     char* activations = reinterpret_cast<char*>(sums + UNIT * WARPS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, sequence = lane / 4;
     const Layout layout = {steps * 32, WARPS * steps * 32 * (NORM ? 4 : 2) + 64, steps * 32 * (NORM ? 4 : 2)};
 
     launch_next_kernel();
-    Stream<T, TILES> stream;
+    using Weights = Stream<T, TILES>;
+    Weights stream;
     stream.weight = weight, stream.rows = rows, stream.columns = columns, stream.steps = steps;
-    stream.units = (rows + UNIT - 1) / UNIT;
+    stream.ring = static_cast<unsigned>(__cvta_generic_to_shared(ring)) + threadIdx.x * 16;
     stream.column = warp * layout.slice + quad * 8, stream.step = 0, stream.unit = blockIdx.x;
     stream.start_unit();
-    uint4 ring[RING];
 #pragma unroll
-    for (int i = 0; i < RING; i += TILES) {
-        ring[i] = stream.template next<0>();
-        if (TILES == 2) ring[i + 1] = stream.template next<TILES - 1>();
-    }
+    for (int stage = 0; stage < Weights::STAGES; ++stage) stream.copy_next(stage);
     constexpr unsigned CHUNK = 2048;
     for (unsigned offset = (threadIdx.x * gridDim.x + blockIdx.x) * CHUNK; offset < prefetch_bytes;
          offset += gridDim.x * THREADS * CHUNK)
@@ -168,56 +190,55 @@ __device__ __forceinline__ void linear(
         stage_activations<T, NORM>(activations, sums, input, input_float, norm_weight, epsilon, batch, columns, layout);
 
     const char* staged = activations + sequence * layout.row_bytes + warp * layout.slice_bytes + quad * 16;
-    float sum[TILES][2] = {};
-    int step = 0, buffer = 0;
-    for (int unit = blockIdx.x; unit < stream.units;) {
-        uint4 a = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int i = 0; i < RING; ++i) {
-            if (unit >= stream.units) break;
-            constexpr int LAST = TILES - 1;
-            const int tile = i % TILES;
-            if (tile == 0) {
-                a = make_uint4(0, 0, 0, 0);
-                if (sequence < batch) {
-                    if (NORM || stage)
-                        a = *reinterpret_cast<const uint4*>(staged + step * 64);
-                    else if (stream.column + step * 32 < columns)
-                        a = __ldcg(reinterpret_cast<const uint4*>(
-                            static_cast<const T*>(input) + sequence * columns + stream.column + step * 32));
-                }
-            }
-            multiply_add(sum[tile], a.x, a.y, ring[i].x, ring[i].y, T());
-            multiply_add(sum[tile], a.z, a.w, ring[i].z, ring[i].w, T());
-            ring[i] = tile == LAST ? stream.template next<LAST>() : stream.template next<0>();
-            if (tile != LAST || ++step < steps) continue;
-
-            float* mine = partial + (buffer * WARPS + warp) * TILES * 64;
-#pragma unroll
-            for (int t = 0; t < TILES; ++t) {
-                if (sequence < batch)
-                    *reinterpret_cast<float2*>(mine + t * 64 + sequence * 8 + quad * 2) = make_float2(sum[t][0], sum[t][1]);
-                sum[t][0] = sum[t][1] = 0.f;
-            }
-            __syncthreads();
-            if (threadIdx.x < batch * UNIT) {
-                const int row = unit * UNIT + threadIdx.x % UNIT, b = threadIdx.x / UNIT;
-                float total[TILES] = {};
+    int buffer = 0, slot = 0;
+    for (int unit = blockIdx.x; unit * UNIT < rows; unit += gridDim.x) {
+        float sum[TILES][2] = {};
 #pragma unroll 4
-                for (int w = 0; w < WARPS; ++w)
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-                        total[t] += partial[((buffer * WARPS + w) * TILES + t) * 64 + threadIdx.x];
-                if (row < rows) {
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-                        if (bias != nullptr) total[t] += to_float(bias[t * rows + row]);
-                    output(static_cast<size_t>(b) * rows + row, row, total);
-                }
+        for (int step = 0; step < steps; ++step) {
+            uint4 a = make_uint4(0, 0, 0, 0);
+            if (sequence < batch) {
+                if (NORM || stage)
+                    a = *reinterpret_cast<const uint4*>(staged + step * 64);
+                else if (stream.column + step * 32 < columns)
+                    a = __ldcg(reinterpret_cast<const uint4*>(
+                        static_cast<const T*>(input) + sequence * columns + stream.column + step * 32));
             }
-            step = 0, buffer ^= 1, unit += gridDim.x;
+            stream.wait_for_oldest();
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                const uint4 b = stream.read(slot, tile);
+                multiply_add(sum[tile], a.x, a.y, b.x, b.y, T());
+                multiply_add(sum[tile], a.z, a.w, b.z, b.w, T());
+            }
+            stream.copy_next(slot);
+            slot = (slot + 1) % Weights::STAGES;
         }
+        float* mine = partial + (buffer * WARPS + warp) * TILES * 64;
+        if (sequence < batch) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+                *reinterpret_cast<float2*>(mine + tile * 64 + sequence * 8 + quad * 2) =
+                    make_float2(sum[tile][0], sum[tile][1]);
+        }
+        __syncthreads();
+        if (threadIdx.x < batch * UNIT) {
+            const int row = unit * UNIT + threadIdx.x % UNIT, b = threadIdx.x / UNIT;
+            float total[TILES] = {};
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w)
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile)
+                    total[tile] += partial[((buffer * WARPS + w) * TILES + tile) * 64 + threadIdx.x];
+            if (row < rows) {
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile)
+                    if (bias != nullptr) total[tile] += to_float(bias[tile * rows + row]);
+                output(static_cast<size_t>(b) * rows + row, total);
+            }
+        }
+        buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 #define DECODE_LINEAR_KERNELS(NAME, T)                                                                                 \

@@ -108,38 +108,40 @@ struct Source {
     unsigned count;
 };
 
+// Calls take(value, whether it lies in the range) for every value of the source, by whole warps.
+template <class Take>
+__device__ inline void for_each_value(Source source, BinRange range, Bins bins, Take take) {
+    constexpr unsigned BATCH = 4;  // values a thread loads before it looks at them
+#pragma unroll 1
+    for (unsigned start = 0; start < source.count; start += BATCH * blockDim.x) {
+        float values[BATCH];
+        for (unsigned i = 0; i < BATCH; ++i) {
+            unsigned index = start + i * blockDim.x + threadIdx.x;
+            values[i] = index < source.count ? __ldcg(source.values + index) : 0.0f;
+        }
+#pragma unroll
+        for (unsigned i = 0; i < BATCH; ++i) {
+            if (start + i * blockDim.x >= source.count) break;
+            unsigned bin = bin_of(values[i], bins);
+            bool inside = start + i * blockDim.x + threadIdx.x < source.count;
+            take(values[i], inside && bin >= range.first && bin <= range.last);
+        }
+    }
+}
+
 // The largest key for which the values in `range` whose key is no less, and everything before the range, together reach
 // `needed`: in number, or in probability if Weighted. Radix selection, eight bits a pass, from the highest bit in which
 // the keys of the range differ.
 template <bool Weighted>
 __device__ inline unsigned select_key(Source source, BinRange range, Bins bins, unsigned long long needed) {
-    constexpr unsigned BATCH = 4;  // values a thread loads before it looks at them
     __shared__ unsigned long long digits[256];
     __shared__ unsigned long long sum_before;
     __shared__ unsigned chosen_digit, any_bits, all_bits;
 
-    auto for_each = [&](auto take) {  // take(value, whether it is in the range), by whole warps
-#pragma unroll 1
-        for (unsigned start = 0; start < source.count; start += BATCH * blockDim.x) {
-            float values[BATCH];
-            for (unsigned i = 0; i < BATCH; ++i) {
-                unsigned index = start + i * blockDim.x + threadIdx.x;
-                values[i] = index < source.count ? __ldcg(source.values + index) : 0.0f;
-            }
-#pragma unroll
-            for (unsigned i = 0; i < BATCH; ++i) {
-                if (start + i * blockDim.x >= source.count) break;
-                unsigned bin = bin_of(values[i], bins);
-                bool inside = start + i * blockDim.x + threadIdx.x < source.count;
-                take(values[i], inside && bin >= range.first && bin <= range.last);
-            }
-        }
-    };
-
     if (threadIdx.x == 0) any_bits = 0, all_bits = ALL_LANES;
     __syncthreads();
     unsigned any = 0, all = ALL_LANES;
-    for_each([&](float value, bool inside) {
+    for_each_value(source, range, bins, [&](float value, bool inside) {
         unsigned key = ordered_key(value);
         if (inside) any |= key, all &= key;
     });
@@ -154,7 +156,7 @@ __device__ inline unsigned select_key(Source source, BinRange range, Bins bins, 
         int shift = max(0, 24 - __clz(undecided));
         if (threadIdx.x < 256) digits[threadIdx.x] = 0;
         __syncthreads();
-        for_each([&](float value, bool inside) {
+        for_each_value(source, range, bins, [&](float value, bool inside) {
             unsigned key = ordered_key(value);
             bool taken = inside && (key & ~undecided) == prefix;
             unsigned long long amount = !taken ? 0 : Weighted ? weight_of(value, bins.maximum) : 1;

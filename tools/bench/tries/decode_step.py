@@ -24,9 +24,7 @@ from edgellm.kernels.decode_kernels import CudaDecodeKernels
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-CONFIG = DecoderConfig(
-    "llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True
-)
+CONFIG = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 BYTES_PER_SECOND = 4.27e12
 torch.set_grad_enabled(False)
 
@@ -44,8 +42,14 @@ def weights_of(config, dtype=torch.float16, seed=0):
 
 
 def wrap(tensor):
-    kinds = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32",
-             torch.bool: "bool", torch.uint8: "uint8"}
+    kinds = {
+        torch.float16: "float16",
+        torch.bfloat16: "bfloat16",
+        torch.float32: "float32",
+        torch.int32: "int32",
+        torch.bool: "bool",
+        torch.uint8: "uint8",
+    }
     return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), kinds[tensor.dtype], tensor)
 
 
@@ -62,20 +66,33 @@ class Setting:
         self.cos, self.sin = torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
         self.cos_sin = torch.cat([self.cos, self.sin], -1).expand(batch, 1, -1).contiguous()
         self.start = torch.full((batch,), length, device="cuda", dtype=torch.int32)
-        self.mask = (torch.arange(rows, device="cuda") <= length)[None, None, None].expand(batch, 1, 1, rows).contiguous()
+        self.mask = (
+            (torch.arange(rows, device="cuda") <= length)[None, None, None].expand(batch, 1, 1, rows).contiguous()
+        )
         self.logits = torch.full((batch, 1, CONFIG.vocab_size), float("nan"), device="cuda")
         self.weights = weights
 
     def bindings(self, key_range=None):
-        named = {"inputs_embeds": self.x, "rope_rotary_cos_sin": self.cos_sin, "kvcache_start_index": self.start,
-                 "attention_mask": self.mask[..., :key_range].contiguous(), "logits": self.logits, **self.weights}
+        named = {
+            "inputs_embeds": self.x,
+            "rope_rotary_cos_sin": self.cos_sin,
+            "kvcache_start_index": self.start,
+            "attention_mask": self.mask[..., :key_range].contiguous(),
+            "logits": self.logits,
+            **self.weights,
+        }
         for i in range(CONFIG.num_layers):
-            named |= {f"k_cache_{i}": self.k[i], f"v_cache_{i}": self.v[i],
-                      f"present_k_cache_{i}": self.k[i], f"present_v_cache_{i}": self.v[i]}
+            named |= {
+                f"k_cache_{i}": self.k[i],
+                f"v_cache_{i}": self.v[i],
+                f"present_k_cache_{i}": self.k[i],
+                f"present_v_cache_{i}": self.v[i],
+            }
         return {name: wrap(tensor) for name, tensor in named.items()}
 
     def reference(self):
         from torch_reference import Decoder
+
         weights = {name: tensor.float() for name, tensor in self.weights.items()}
         decoder = Decoder(CONFIG, weights, [k.float() for k in self.k], [v.float() for v in self.v])
         with torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False, enable_math=True):
@@ -100,6 +117,7 @@ def timed(step, stream, repeats=100):
 
 def kernel_times(step, device, title, repeats=5, ordered=0):
     from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         for _ in range(repeats):
             step()
@@ -117,7 +135,9 @@ def kernel_times(step, device, title, repeats=5, ordered=0):
         one = events[len(events) // repeats * 2 :][: len(events) // repeats]
         middle = len(one) // 2
         for event in one[middle : middle + ordered]:
-            print(f"   {event.time_range.start - one[middle].time_range.start:9.2f} +{event.device_time:6.2f}  {event.name[:110]}")
+            print(
+                f"   {event.time_range.start - one[middle].time_range.start:9.2f} +{event.device_time:6.2f}  {event.name[:110]}"
+            )
 
 
 def error(setting, expected):
@@ -126,6 +146,7 @@ def error(setting, expected):
 
 def torch_compile(setting):
     from torch_reference import Decoder
+
     decoder = Decoder(CONFIG, setting.weights, setting.k, setting.v)
     position = torch.tensor([setting.length], device="cuda")
     for mode in ("reduce-overhead",):
@@ -144,7 +165,10 @@ def torch_compile(setting):
             last.record()
             last.synchronize()
             times.append(first.elapsed_time(last) * 10)
-        print(f"torch.compile {mode:16s} {sorted(times)[3]:8.1f} us  (min {min(times):.1f}; compiled in {seconds:.0f} s)", flush=True)
+        print(
+            f"torch.compile {mode:16s} {sorted(times)[3]:8.1f} us  (min {min(times):.1f}; compiled in {seconds:.0f} s)",
+            flush=True,
+        )
 
 
 def cuda_engine(device, kernels, setting, label, expected=None, overlap=True, ahead=None, blocks=1, length=None):
@@ -168,6 +192,47 @@ def cuda_engine(device, kernels, setting, label, expected=None, overlap=True, ah
     return engine, graph, us
 
 
+def decode_kernels(device, depth=8):
+    """The decode kernels alone, compiled now, with `depth` copies of a thread in flight."""
+    from edgellm.kernels import compiler
+
+    sources, options = compiler._sources, compiler._OPTIONS
+    everything = sources()
+    compiler._sources = lambda: {name: text for name, text in everything.items() if name.startswith("decode_")}
+    compiler._OPTIONS = (*options, f"--define-macro=DECODE_DEPTH={depth}")
+    try:
+        cubin = compiler.compile_kernels(device.compute_capability)
+    finally:
+        compiler._sources, compiler._OPTIONS = sources, options
+    kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle, cubin)
+    kernels.depth = depth
+    return kernels
+
+
+def parts(device, engine, label):
+    """Each kind of kernel alone: its launches of all layers, one after the other."""
+    config, launches = CONFIG, engine._launches
+    sizes = {
+        "qkv": config.hidden_size * (config.query_size + 2 * config.kv_size),
+        "attention": 0,
+        "o": config.hidden_size * config.query_size,
+        "gate_up": 2 * config.hidden_size * config.intermediate_size,
+        "down": config.hidden_size * config.intermediate_size,
+    }
+    line = f"   {label}:"
+    for index, (name, size) in enumerate(sizes.items()):
+        chosen = launches[index : 5 * config.num_layers : 5]
+
+        def step(chosen=chosen):
+            for launch in chosen:
+                launch()
+
+        us = timed(device.capture(step, name), device.stream) / len(chosen)
+        line += f" {name} {us:.2f} us ({size * 2 / us / 1e6:.2f} TB/s)"
+    us = timed(device.capture(launches[-1], "head"), device.stream)
+    print(line + f" head {us:.1f} us ({config.vocab_size * config.hidden_size * 2 / us / 1e6:.2f} TB/s)", flush=True)
+
+
 def main():
     wanted = set(sys.argv[1:]) or {"torch", "cuda", "sweep", "batch", "tensorrt"}
     device = CudaDevice()
@@ -179,11 +244,12 @@ def main():
     expected = setting.reference()
     begin = time.time()
     if wanted & {"cuda", "sweep", "batch"}:
-        kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
+        kernels = decode_kernels(device)
         print(f"kernels compiled and loaded in {time.time() - begin:.1f} s")
-        cuda_engine(device, kernels, setting, "no overlap", expected, overlap=False)
+        engine, *_ = cuda_engine(device, kernels, setting, "no overlap", expected, overlap=False)
+        parts(device, engine, "no overlap")
         engine, graph, _ = cuda_engine(device, kernels, setting, "overlap", expected)
-        kernels.can_overlap = True
+        parts(device, engine, "overlap")
         kernel_times(graph, device, "overlap", ordered=12)
         begin = time.time()
         for _ in range(20):
@@ -192,15 +258,28 @@ def main():
         device.synchronize()
     if "sweep" in wanted:
         mib = 1 << 20
-        for ahead in ({"qkv": 8 * mib}, {"o": 8 * mib}, {"o": 16 * mib}, {"o": 32 * mib}, {"gate_up": 16 * mib},
-                      {"down": 12 * mib}, {"qkv": 8 * mib, "o": 16 * mib, "down": 12 * mib},
-                      {"qkv": 8 * mib, "o": 16 * mib, "gate_up": 8 * mib, "down": 12 * mib}):
-            cuda_engine(device, kernels, setting, "ahead " + str({k: v >> 20 for k, v in ahead.items()}), expected, ahead=ahead)
+        for ahead in (
+            {"qkv": 8 * mib},
+            {"o": 8 * mib},
+            {"o": 16 * mib},
+            {"o": 32 * mib},
+            {"gate_up": 16 * mib},
+            {"down": 12 * mib},
+            {"qkv": 8 * mib, "o": 16 * mib, "down": 12 * mib},
+            {"qkv": 8 * mib, "o": 16 * mib, "gate_up": 8 * mib, "down": 12 * mib},
+        ):
+            cuda_engine(
+                device, kernels, setting, "ahead " + str({k: v >> 20 for k, v in ahead.items()}), expected, ahead=ahead
+            )
         cuda_engine(device, kernels, setting, "2 blocks a multiprocessor", expected, blocks=2)
         for length in (15, 100, 1000):
             setting.start.fill_(length)
             cuda_engine(device, kernels, setting, f"length {length}")
         setting.start.fill_(500)
+        for depth, blocks in ((4, 1), (4, 2), (6, 1), (12, 1)):
+            other = decode_kernels(device, depth)
+            engine, *_ = cuda_engine(device, other, setting, f"depth {depth} blocks {blocks}", expected, blocks=blocks)
+            parts(device, engine, f"depth {depth} blocks {blocks}")
     if "batch" in wanted:
         for batch in (2, 4, 8):
             many = Setting(weights, batch)
@@ -209,19 +288,25 @@ def main():
             one = Setting(weights, 1)
             same = True
             for b in range(batch):
-                one.x.copy_(many.x[b : b + 1]); one.cos_sin.copy_(many.cos_sin[b : b + 1])
+                one.x.copy_(many.x[b : b + 1])
+                one.cos_sin.copy_(many.cos_sin[b : b + 1])
                 for i in range(CONFIG.num_layers):
-                    one.k[i].copy_(many.k[i][b : b + 1]); one.v[i].copy_(many.v[i][b : b + 1])
+                    one.k[i].copy_(many.k[i][b : b + 1])
+                    one.v[i].copy_(many.v[i][b : b + 1])
                 shape = EngineShape("decode", 1, 1, 1024, 1024)
                 engine = CudaDecodeEngine(kernels, CONFIG, shape, "float16")
-                engine.attach(device, device.empty((engine.scratch_bytes,), "uint8")); engine.bind(one.bindings())
-                torch.cuda.synchronize(); engine.enqueue(); device.synchronize()
+                engine.attach(device, device.empty((engine.scratch_bytes,), "uint8"))
+                engine.bind(one.bindings())
+                torch.cuda.synchronize()
+                engine.enqueue()
+                device.synchronize()
                 same &= bool(torch.equal(one.logits[0], logits[b]))
             print(f"   each sequence bitwise as alone: {same}", flush=True)
     if "torch" in wanted:
         torch_compile(setting)
     if "tensorrt" in wanted:
         import tensorrt_variants
+
         tensorrt_variants.run(device, weights)
     torch.cuda.synchronize()
     device.close()

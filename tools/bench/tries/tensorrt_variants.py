@@ -76,13 +76,30 @@ VARIANTS = {
     **{f"sums chunk {c}": {"attention_form": "sums", "chunk": c} for c in (16, 32, 64, 128)},
     "sums chunk 32 barrier": {"attention_form": "sums", "chunk": 32, "barrier": ("attention",)},
     "sums chunk 32, head": {"attention_form": "sums", "chunk": 32, "reduce_rows": (HEAD,)},
-    "sums chunk 32, head barrier": {"attention_form": "sums", "chunk": 32, "reduce_rows": (HEAD,), "barrier": ("linear",)},
+    "sums chunk 32, head barrier": {
+        "attention_form": "sums",
+        "chunk": 32,
+        "reduce_rows": (HEAD,),
+        "barrier": ("linear",),
+    },
     "sums chunk 32, gate_up head barrier": {
-        "attention_form": "sums", "chunk": 32, "reduce_rows": (HEAD, GATE_UP), "barrier": ("linear",)},
+        "attention_form": "sums",
+        "chunk": 32,
+        "reduce_rows": (HEAD, GATE_UP),
+        "barrier": ("linear",),
+    },
     "sums chunk 32, gate_up down o head barrier": {
-        "attention_form": "sums", "chunk": 32, "reduce_rows": (HEAD, GATE_UP, DOWN), "barrier": ("linear",)},
+        "attention_form": "sums",
+        "chunk": 32,
+        "reduce_rows": (HEAD, GATE_UP, DOWN),
+        "barrier": ("linear",),
+    },
     "sums chunk 32, all barrier": {
-        "attention_form": "sums", "chunk": 32, "reduce_rows": (HEAD, GATE_UP, DOWN, QKV), "barrier": ("linear",)},
+        "attention_form": "sums",
+        "chunk": 32,
+        "reduce_rows": (HEAD, GATE_UP, DOWN, QKV),
+        "barrier": ("linear",),
+    },
 }
 
 
@@ -119,8 +136,13 @@ def run(device, weights):
         config.builder_optimization_level = 5
 
     tries = [(name, 1024, "composed", None) for name in VARIANTS]
-    tries += [("base", 1536, "composed", None), ("sums chunk 32", 1536, "composed", None), ("base", 1024, "native", None),
-              ("sums chunk 32", 1024, "composed", aux), ("sums chunk 32", 1024, "composed", level)]
+    tries += [
+        ("base", 1536, "composed", None),
+        ("sums chunk 32", 1536, "composed", None),
+        ("base", 1024, "native", None),
+        ("sums chunk 32", 1024, "composed", aux),
+        ("sums chunk 32", 1024, "composed", level),
+    ]
     for name, rows, attention, tune in tries:
         label = f"{name} rows {rows} {attention if attention == 'native' else ''} {tune.__name__ if tune else ''}"
         shape = EngineShape("decode", 1, 1, 1024, rows)

@@ -1,0 +1,77 @@
+"""What the supported families have in common: the fields of their `config.json` and what must hold between them."""
+
+from __future__ import annotations
+
+from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.families.config_fields import ConfigFields
+from edgellm.engines.families.rope_fields import read_rope
+
+
+def read_decoder(
+    fields: ConfigFields,
+    dtype: str | None,
+    *,
+    default_kv_heads: bool = False,
+    default_head_dim: int | None = None,
+    attention_bias: bool = False,
+    attention_output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """Read and check every field; the family says what its defaults are and which weights it has.
+
+    With `default_kv_heads` an absent `num_key_value_heads` means as many as query heads. An absent `head_dim` is
+    `default_head_dim`, or hidden_size / num_attention_heads where that is None. `dtype` is used where the file names
+    none. Raises UnsupportedModelError or CheckpointError with the whole list of problems.
+    """
+    fields.refuse_unsupported()
+    vocab_size, hidden, layers = (fields.size(key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    heads = fields.size("num_attention_heads")
+    absent_is_heads = default_kv_heads or ("num_key_value_heads" in fields.values and heads > 0)
+    kv_heads = fields.size("num_key_value_heads", heads if absent_is_heads else None)
+    if heads and kv_heads and heads % kv_heads:
+        fields.wrong.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = _head_dim(fields, hidden, heads, default_head_dim)
+    max_positions = fields.size("max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(fields, head_dim, max_positions)
+    beginnings = fields.token_ids("bos_token_id", 0)
+    config = DecoderConfig(
+        family=fields.family,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.positive("rms_norm_eps"),
+        rope_theta=rope_theta,
+        rotary_dim=head_dim,
+        dtype=fields.dtype(dtype),
+        tie_word_embeddings=fields.switch("tie_word_embeddings"),
+        rope_scaling=rope_scaling,
+        attention_bias=attention_bias,
+        attention_output_bias=attention_output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        bos_token_id=beginnings[0] if beginnings else None,
+    )
+    fields.raise_problems()
+    return config
+
+
+def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None) -> int:
+    if fields.values.get("head_dim") is None and default is None:
+        if hidden and heads and hidden % heads:
+            fields.wrong.append(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
+            )
+            return 0
+        head_dim = hidden // heads if heads else 0
+    else:
+        head_dim = fields.size("head_dim", default)
+    if head_dim % 2:
+        fields.wrong.append(f"the head size is {head_dim}, but only an even one can be rotated (head_dim)")
+    return head_dim

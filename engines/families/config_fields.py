@@ -1,0 +1,158 @@
+"""Reads the fields of a `config.json` without trust, and gathers everything that is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+
+#: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "pretraining_tp": (1,),
+    "use_sliding_window": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "no_rope_layers": ([],),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "attention_chunk_size": (),
+    "quantization_config": ({},),
+}
+_FEATURES = {
+    "num_experts": "mixture of experts",
+    "num_local_experts": "mixture of experts",
+    "n_routed_experts": "mixture of experts",
+    "use_sliding_window": "sliding-window attention",
+    "quantization_config": "quantized weights",
+    "attention_chunk_size": "chunked attention",
+}
+_DTYPES = ("float16", "bfloat16", "float32")
+#: Larger than any published dimension; beyond it sizes no longer fit the 32-bit integers of an engine.
+_LARGEST_SIZE = 2**31 - 1
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a JSON value is a whole number (true and false are not)."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number (true and false are not)."""
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def shown(value: Any) -> str:
+    """A JSON value as an error message shows it."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class ConfigFields:
+    """The fields of one `config.json`; a field that is missing or wrong is noted, and read as zero or None.
+
+    `wrong` are faults of the file, `unsupported` features that are not implemented; `raise_problems` reports all of
+    both at once.
+    """
+
+    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str) -> None:
+        self.values = config
+        self.generation_values = generation_config or {}
+        self.family = family
+        self.wrong: list[str] = []
+        self.unsupported: list[str] = []
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more; `default` stands for absence and null, without one the field is required."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        is_valid = is_integer(value) and 1 <= value <= _LARGEST_SIZE
+        return value if self._expect(key, is_valid, f"a whole number from 1 to {_LARGEST_SIZE}") else 0
+
+    def positive(self, key: str) -> float:
+        """A required number above 0."""
+        value = self.values.get(key)
+        return float(value) if self._expect(key, is_number(value) and value > 0, "a number above 0") else 0.0
+
+    def switch(self, key: str) -> bool:
+        """true or false; absence and null mean false, as in every supported family."""
+        value = self.values.get(key)
+        return value is not None and self._expect(key, isinstance(value, bool), "true or false") and value
+
+    def dtype(self, fallback: str | None) -> str:
+        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
+        key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
+        value = self.values.get(key)
+        if value is None:
+            if fallback in _DTYPES:
+                return fallback
+            self.wrong.append(f"dtype (torch_dtype) is missing, expected one of {', '.join(_DTYPES)}")
+        elif value in _DTYPES:
+            return value
+        else:
+            self.unsupported.append(f"{key} is {shown(value)}, supported are {', '.join(_DTYPES)}")
+        return ""
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One id or a list of ids, from `generation_config.json` if it has them, else from `config.json`."""
+        place, value = "generation_config.json: ", self.generation_values.get(key)
+        if value is None:
+            place, value = "", self.values.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(is_integer(item) and item >= 0 for item in ids):
+            self.wrong.append(f"{place}{key} is {shown(value)}, expected a token id or a list of token ids")
+            return ()
+        beyond = [item for item in ids if item >= vocab_size > 0]
+        if beyond:
+            self.wrong.append(f"{place}{key} is {shown(value)}, but vocab_size is {vocab_size}")
+        return tuple(dict.fromkeys(ids))
+
+    def refuse_unsupported(self) -> None:
+        """Note every feature that changes the computation and is not implemented."""
+        for key, neutral in _NEUTRAL_VALUES.items():
+            value = self.values.get(key)
+            if value is not None and value not in neutral:
+                feature = f" ({_FEATURES[key]})" if key in _FEATURES else ""
+                self.unsupported.append(f"{key} is {shown(value)}{feature}, which is not supported")
+        activation = self.values.get("hidden_act")
+        if activation not in (None, "silu", "swish"):
+            self.unsupported.append(f"hidden_act is {shown(activation)}, supported is silu")
+        kinds = self.values.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+            self.unsupported.append(f"layer_types is {shown(kinds)}, supported is full_attention in every layer")
+
+    def raise_problems(self) -> None:
+        """Raise one error that lists everything found: UnsupportedModelError if a feature is among it."""
+        if self.unsupported:
+            self._raise(UnsupportedModelError, "Choose another model, or a variant without these features.")
+        if self.wrong:
+            self._raise(CheckpointError, "Take config.json as it was published with the weights.")
+
+    def _raise(self, error_class: type[UnsupportedModelError] | type[CheckpointError], advice: str) -> NoReturn:
+        problems = self.unsupported + self.wrong
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        raise error_class(f"config.json ({self.family}): {count}:\n{listed}\n{advice}")
+
+    def _expect(self, key: str, is_valid: bool, expected: str) -> bool:
+        if not is_valid:
+            value = self.values.get(key)
+            found = "is missing" if key not in self.values else f"is {shown(value)}"
+            self.wrong.append(f"{key} {found}, expected {expected}")
+        return is_valid

@@ -1,0 +1,70 @@
+"""The rotary position embedding of a `config.json`, in its older and its newer layout.
+
+Older: `rope_theta` and `rope_scaling` (its kind under `type` or `rope_type`) at the top level. Newer: all of them in
+`rope_parameters`. Both become a base and one dictionary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.engines.families.config_fields import ConfigFields, is_integer, is_number, shown
+from edgellm.engines.rotary import SCALINGS, scaling_problems
+
+#: The base of the original rotary embedding; Llama's first releases do not write it down.
+DEFAULT_THETA = 10000.0
+_LENGTH = "original_max_position_embeddings"
+
+
+def read_rope(
+    fields: ConfigFields, rotary_dim: int, max_position_embeddings: int
+) -> tuple[float, dict[str, Any] | None]:
+    """The base, and the scaling with its kind under `rope_type` (None: unscaled); problems are noted in `fields`."""
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    parameters = fields.values.get(key)
+    if parameters is not None and not isinstance(parameters, dict):
+        fields.wrong.append(f"{key} is {shown(parameters)}, expected an object or null")
+        parameters = None
+    scaling = {name: value for name, value in (parameters or {}).items() if value is not None}
+    theta = scaling.pop("rope_theta", None)
+    if theta is None:
+        theta = fields.values.get("rope_theta")
+    if theta is None:
+        theta = DEFAULT_THETA
+    if not is_number(theta) or theta <= 1:
+        fields.wrong.append(f"rope_theta is {shown(theta)}, expected a number above 1")
+        theta = 0.0
+    nested = [name for name, value in scaling.items() if isinstance(value, dict)]
+    if nested:
+        fields.unsupported.append(f"{key} differs between layers ({', '.join(nested)}), which is not supported")
+        return float(theta), None
+    return float(theta), _scaling(fields, key, scaling, rotary_dim, max_position_embeddings)
+
+
+def _scaling(
+    fields: ConfigFields, key: str, scaling: dict[str, Any], rotary_dim: int, max_position_embeddings: int
+) -> dict[str, Any] | None:
+    older_kind = scaling.pop("type", None)
+    kind = scaling.pop("rope_type", None) or older_kind or "default"
+    if "mrope_section" in scaling:
+        fields.unsupported.append(f"{key}: mrope_section (positions in several dimensions) is not supported")
+    partial = scaling.pop("partial_rotary_factor", 1)
+    if partial != 1:
+        fields.unsupported.append(f"{key}: partial_rotary_factor is {shown(partial)}, which is not supported")
+    if kind not in ("default", *SCALINGS):
+        fields.unsupported.append(f"{key}: rope_type is {shown(kind)}, supported are default, {', '.join(SCALINGS)}")
+        return None
+    if kind == "default":
+        return None
+    scaling = {"rope_type": kind, **scaling}
+    if kind in ("llama3", "yarn", "longrope"):
+        outside = fields.values.get(_LENGTH)
+        if outside is not None:  # Phi-3 writes it outside, and there it takes precedence
+            scaling[_LENGTH] = outside
+        scaling.setdefault(_LENGTH, max_position_embeddings)
+        length = scaling[_LENGTH]
+        if is_number(length) and not is_integer(length) and length == int(length):
+            scaling[_LENGTH] = int(length)
+    if rotary_dim and max_position_embeddings:
+        fields.wrong += [f"{key}: {problem}" for problem in scaling_problems(scaling, rotary_dim)]
+    return scaling

@@ -1,0 +1,146 @@
+"""The LLM object on the NumPy backend: answers, streams, reuse of the KV cache, ends, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgellm import LLM, EdgeLLMError, RequestError, SamplingParams
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture
+def model(tiny_engines: Path) -> Iterator[LLM]:
+    with LLM(tiny_engines, backend="numpy") as opened:
+        yield opened
+
+
+def test_a_stream_gives_the_response_piece_by_piece(model: LLM) -> None:
+    stream = model.stream_chat(MESSAGES, SAMPLED)
+    with pytest.raises(RequestError, match="not finished"):
+        _ = stream.response
+    chunks = list(stream)
+    response = stream.response
+    assert "".join(chunk.text for chunk in chunks) == response.text
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == response.token_ids
+    assert (response.finish_reason, response.usage.completion_tokens) == ("length", 20)
+    assert response.usage.prompt_tokens == len(model.tokenizer.encode_chat(MESSAGES))
+    assert response.timings.total_seconds >= response.timings.time_to_first_token > 0
+
+
+def test_reuse_of_the_cache_is_counted_and_changes_nothing(model: LLM, tiny_engines: Path) -> None:
+    first = model.generate("one two three", SAMPLED)
+    assert first.usage.reused_tokens == 0
+    again = model.generate("one two three", SAMPLED)
+    assert again.usage.reused_tokens == again.usage.prompt_tokens - 1
+    assert again.token_ids == first.token_ids
+    edited = model.generate("one two four", SAMPLED)
+    assert edited.usage.reused_tokens == len("one two ")
+    continued = model.generate([*model.tokenizer.encode("one two four"), *edited.token_ids[:5], 65], SAMPLED)
+    assert continued.usage.reused_tokens == continued.usage.prompt_tokens - 1
+    with LLM(tiny_engines, backend="numpy") as fresh:
+        assert fresh.generate("one two four", SAMPLED).token_ids == edited.token_ids
+        prompt = [*fresh.tokenizer.encode("one two four"), *edited.token_ids[:5], 65]
+        assert LLM.generate(fresh, prompt, SAMPLED).token_ids == continued.token_ids
+
+
+def test_the_context_limit_ends_an_answer(model: LLM) -> None:
+    response = model.generate("x" * 80, SamplingParams(ignore_eos=True))
+    assert (response.finish_reason, response.usage.completion_tokens) == ("context", 16)
+    longest = model.generate("x" * 95, SamplingParams(ignore_eos=True))
+    assert (longest.finish_reason, longest.usage.completion_tokens) == ("context", 1)
+    with pytest.raises(RequestError, match="96 tokens.*context 96.*--kv-capacity"):
+        model.generate("x" * 96)
+    assert model.generate("x", SamplingParams(max_tokens=1)).finish_reason == "length"
+
+
+def test_stop_ids_and_stop_strings(model: LLM) -> None:
+    free = model.generate("abc", SAMPLED)
+    stop_id = free.token_ids[7]
+    count = free.token_ids.index(stop_id) + 1
+    stopped = model.generate(
+        "abc", SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=11, stop_token_ids=(stop_id,))
+    )
+    assert (stopped.finish_reason, stopped.stop_match, stopped.usage.completion_tokens) == ("stop", stop_id, count)
+    string = next(part for part in (free.text[i : i + 2] for i in range(3, len(free.text))) if part.strip())
+    cut = model.generate(
+        "abc",
+        SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=11, stop=(string,), ignore_eos=True, max_tokens=20),
+    )
+    assert (cut.finish_reason, cut.stop_match) == ("stop_string", string)
+    assert cut.text == free.text[: free.text.index(string)]
+
+
+def test_cancelling_from_another_thread_ends_the_answer_and_the_next_request_works(model: LLM) -> None:
+    expected = model.generate("hello", SAMPLED)
+    stream = model.stream("hello", SamplingParams(ignore_eos=True))
+    next(stream)
+    thread = threading.Thread(target=stream.cancel)
+    thread.start()
+    thread.join()
+    response = stream.finish()
+    assert response.finish_reason == "cancelled"
+    assert 1 <= response.usage.completion_tokens <= 2
+    assert model.generate("hello", SAMPLED).token_ids == expected.token_ids
+
+
+def test_one_request_at_a_time_and_a_closed_stream_makes_room(model: LLM) -> None:
+    stream = model.stream("hello")
+    with pytest.raises(RequestError, match="another request"):
+        model.generate("hello")
+    stream.close()
+    assert stream.response.usage.completion_tokens == 0
+    with model.stream("hello", SAMPLED) as second:
+        next(second)
+    assert second.response.finish_reason == "cancelled"
+    assert model.generate("hello", SAMPLED).finish_reason == "length"
+
+
+def test_bad_prompts_are_refused_by_name(model: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        model.generate("")
+    with pytest.raises(RequestError, match="empty"):
+        model.chat([{"role": "user", "content": "  "}])
+    with pytest.raises(EdgeLLMError, match=r"0\.\.319"):
+        model.generate([5000])
+    assert model.generate("hello", SAMPLED).finish_reason == "length"
+
+
+def test_a_failing_request_leaves_the_model_usable(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = model.generate("hello", SAMPLED)
+    stream = model.stream("hello", SamplingParams(ignore_eos=True))
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(model._runner.backend.kernels, "argmax", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+        with pytest.raises(MemoryError):
+            stream.finish()
+    with pytest.raises(RequestError):
+        _ = stream.response
+    assert model.generate("hello", SAMPLED).token_ids == expected.token_ids
+
+
+def test_use_after_close(tiny_engines: Path) -> None:
+    model = LLM(tiny_engines, backend="numpy")
+    model.close()
+    model.close()
+    with pytest.raises(RequestError, match="closed"):
+        model.generate("hello")
+
+
+def test_an_unknown_backend_is_refused(tiny_engines: Path) -> None:
+    with pytest.raises(EdgeLLMError, match="auto, numpy, tensorrt"):
+        LLM(tiny_engines, backend="cuda")
+
+
+def test_python_m_edgellm_works_from_any_folder(tmp_path: Path) -> None:
+    version = subprocess.run(
+        [sys.executable, "-m", "edgellm", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert version.stdout.startswith("edgellm 0.")

@@ -1,0 +1,120 @@
+"""Makes the golden files of `tests/goldens` with transformers, which is the reference of every model family.
+
+    python tools/goldens/make.py tests/goldens
+
+Needs torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is a checkpoint as
+`save_pretrained` writes it, with random weights, and `expected.safetensors`: `token_ids` [2, T] int64 and the float32
+`logits` [2, T, V] that transformers computes in float32 from the stored weights after it has read the folder again.
+`rotary.safetensors` holds, for each case of `rotary.json`, the frequencies and a few rows of cosines and sines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, Variation
+
+_CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+_ROTARY_HEAD_DIM = 32
+
+
+def make_model(name: str, variation: Variation, directory: Path) -> None:
+    """Write one checkpoint and what transformers computes from it."""
+    config_class, model_class = _CLASSES[variation.family]
+    torch.manual_seed(list(VARIATIONS).index(name))
+    model = model_class(config_class(**variation.config))
+    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
+    model.to(getattr(torch, variation.dtype))
+    model.save_pretrained(directory, **({"max_shard_size": "40KB"} if variation.shards else {}))
+    if variation.layout == "old":
+        rewrite_as_old_layout(directory / "config.json")
+    token_ids = torch.randint(0, variation.config["vocab_size"], (2, SEQUENCE_LENGTH))
+    again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = again(token_ids).logits
+    expected = {"token_ids": token_ids, "logits": logits.float().contiguous()}
+    save_file(expected, directory / "expected.safetensors", metadata=_VERSIONS)
+    print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
+
+
+def rewrite_as_old_layout(path: Path) -> None:
+    """`rope_parameters` and `dtype` as transformers 4 wrote them."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    # Llama 3 was published with the new name of the key, everything before it with the old one.
+    key = "rope_type" if kind == "llama3" else "type"
+    config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.41.0"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_rotary(directory: Path) -> None:
+    """Frequencies and rows of the tables of all cases."""
+    tensors: dict[str, torch.Tensor] = {}
+    cases: dict[str, Any] = {}
+    for name, (positions, rope, length) in ROTARY_CASES.items():
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            num_attention_heads=2,
+            head_dim=_ROTARY_HEAD_DIM,
+            max_position_embeddings=positions,
+            rope_parameters=dict(rope),
+        )
+        if rope["rope_type"] == "default":
+            compute = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters
+        else:
+            compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        frequencies, attention_factor = compute(config, device="cpu", seq_len=length)
+        rows = torch.tensor([0, 1, 2, 3, 17, 255, 1023, length - 1])
+        angles = rows[:, None].float() * frequencies
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+        tensors |= {f"{name}.frequencies": frequencies.contiguous(), f"{name}.rows": rows, f"{name}.table": table}
+        cases[name] = {
+            "max_position_embeddings": positions,
+            "rope_parameters": rope,
+            "length": length,
+            "attention_factor": float(attention_factor),
+        }
+    save_file(tensors, directory / "rotary.safetensors", metadata=_VERSIONS)
+    written = {"head_dim": _ROTARY_HEAD_DIM, "versions": _VERSIONS, "cases": cases}
+    (directory / "rotary.json").write_text(json.dumps(written, indent=1) + "\n")
+
+
+def main() -> None:
+    """Write everything anew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
+    directory: Path = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for name, variation in VARIATIONS.items():
+        shutil.rmtree(directory / name, ignore_errors=True)
+        make_model(name, variation, directory / name)
+    make_rotary(directory)
+    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    print(f"{len(VARIATIONS)} models, {total / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

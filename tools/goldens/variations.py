@@ -1,0 +1,215 @@
+"""The tiny models that golden files are made of: one for each switch that changes what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Every sequence has this many tokens. Scalings that depend on the length are computed for it.
+SEQUENCE_LENGTH = 24
+
+_COMMON = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights."""
+
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    dtype: str = "float32"
+    layout: str = "new"
+    shards: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments of the family's configuration class."""
+        return {**_COMMON, **self.settings, "rope_parameters": dict(self.rope)}
+
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 2.5, 4.0, 7.0],
+}
+
+VARIATIONS = {
+    "llama_untied": Variation("llama"),
+    "llama_tied_sharded": Variation("llama", {"tie_word_embeddings": True}, shards=True),
+    "llama_multi_head_old_layout": Variation("llama", {"num_key_value_heads": 4}, layout="old"),
+    "llama_biases_head_dim_10": Variation(
+        "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "num_key_value_heads": 1}
+    ),
+    "llama_llama3": Variation(
+        "llama",
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        layout="old",
+    ),
+    "llama_linear": Variation("llama", rope={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
+    "llama_dynamic": Variation(
+        "llama",
+        {"max_position_embeddings": 16},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        layout="old",
+    ),
+    "qwen2_yarn": Variation(
+        "qwen2",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        layout="old",
+    ),
+    "llama_longrope_short": Variation(
+        "llama", {"max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 32}
+    ),
+    "llama_longrope_long": Variation(
+        "llama", {"max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 16}
+    ),
+    "qwen2": Variation("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_float16": Variation("qwen2", dtype="float16", layout="old"),
+    "qwen3": Variation("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_biases_bfloat16": Variation("qwen3", {"head_dim": 12, "attention_bias": True}, dtype="bfloat16"),
+}
+
+_PLAIN = {"rope_theta": 10000.0}
+_FREQUENCIES = 16
+#: Rotary tables: `max_position_embeddings`, the parameters, and the length that the table is for. Head size 32.
+ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "default": (4096, {"rope_type": "default", **_PLAIN}, 4096),
+    "default_theta_1e6": (32768, {"rope_type": "default", "rope_theta": 1e6}, 4096),
+    "linear": (4096, {"rope_type": "linear", "factor": 4.0, **_PLAIN}, 4096),
+    "dynamic_within": (2048, {"rope_type": "dynamic", "factor": 4.0, **_PLAIN}, 2048),
+    "dynamic_beyond": (2048, {"rope_type": "dynamic", "factor": 4.0, **_PLAIN}, 5000),
+    "llama3": (
+        131072,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        16384,
+    ),
+    "yarn": (
+        131072,
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+        4096,
+    ),
+    "yarn_attention_factor": (
+        8192,
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "attention_factor": 0.7,
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        4096,
+    ),
+    "yarn_mscale": (
+        163840,
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "beta_fast": 24,
+            "beta_slow": 2,
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        4096,
+    ),
+    "yarn_not_truncated": (
+        16384,
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        4096,
+    ),
+    "yarn_factor_from_lengths": (
+        16384,
+        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048, **_PLAIN},
+        4096,
+    ),
+    "longrope_short": (
+        32768,
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
+            "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        4096,
+    ),
+    "longrope_long": (
+        32768,
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
+            "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        4097,
+    ),
+    "longrope_factor_and_attention_factor": (
+        32768,
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * _FREQUENCIES,
+            "long_factor": [2.0] * _FREQUENCIES,
+            "factor": 3.0,
+            "attention_factor": 1.25,
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        8192,
+    ),
+    "longrope_factor": (
+        32768,
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * _FREQUENCIES,
+            "long_factor": [2.0] * _FREQUENCIES,
+            "factor": 3.0,
+            "original_max_position_embeddings": 4096,
+            **_PLAIN,
+        },
+        8192,
+    ),
+}
