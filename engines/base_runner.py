@@ -50,7 +50,7 @@ class BaseEngineRunner:
         backend.check_memory(self.memory_plan)
         self._weights = backend.load_weights(checkpoint, specs, progress)
         self._embedding = self._weights[EMBEDDING]
-        self._rotary = self._constant(rotary_table(config, limits.kv_rows))
+        self._rotary = self._constant(rotary_table(config, limits.kv_rows, limits.kv_capacity))
         cache = kv_cache_shape(config, limits)
         self._caches = {
             f"{kind}_cache_{index}": backend.zeros(cache, "compute")

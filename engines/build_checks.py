@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.engines.build_checks import (
@@ -20,9 +19,10 @@ from edgellm.engines.build_checks import (
     choose_platforms,
     plan_bytes_bound,
 )
+from edgellm.engines.build_report import BuildReport, BuiltPlan
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import decoder_weights
-from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.engine_directory import (
     PUBLISHED_FILES,
@@ -45,43 +45,13 @@ from edgellm.engines.plan_files import (
     store_plan,
     write_plan,
 )
+from edgellm.engines.plan_worker import peak_memory
 from edgellm.engines.staged_directory import StagedDirectory
 from edgellm.engines.weight_copy import WeightTransfer, copy_hashed
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
 #: and "finish".
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class BuiltPlan:
-    """One plan: its size in bytes and the seconds that it took, 0.0 where a valid one was there already."""
-
-    platform: Platform
-    shape: EngineShape
-    size: int
-    seconds: float
-
-
-@dataclass
-class BuildReport:
-    """What was built. Sizes in bytes; `seconds` by stage, of which "weights" and "plans" run side by side.
-
-    `peak_host_bytes` is the process's largest resident memory so far; `notes` are what a user should know.
-    """
-
-    path: Path
-    config: DecoderConfig
-    dtype: str
-    limits: EngineLimits
-    weight_bytes: int = 0
-    published_bytes: int = 0
-    weights: str = "copy"
-    plans: list[BuiltPlan] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    total_seconds: float = 0.0
-    peak_host_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,11 +162,12 @@ def refresh_plans(
             else:
                 report.plans.append(BuiltPlan(platform, shape, len(plan), 0.0))
         progress("plans", len(report.plans), total)
-        for shape, data, seconds in build_plans(config, missing, dtype, attention, platform.compute_capability):
-            if store_plan(directory, shape, platform, networks[shape], data) is None:
-                raise BuildError(f"The plan {shape.name} was built, but there is no place that can be written")
-            report.plans.append(BuiltPlan(platform, shape, len(data), seconds))
-            progress("plans", len(report.plans), total)
+        with closing(build_plans(config, missing, dtype, attention, platform.compute_capability)) as built:
+            for plan in built:
+                if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
+                    raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
+                report.add_plan(platform, plan)
+                progress("plans", len(report.plans), total)
     report.seconds["plans"] = time.perf_counter() - started
     return _finished(report, started)
 
@@ -248,7 +219,7 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
             digests = transfer.result()
         finally:
             transfer.cancel()
-        report.seconds["weights"] = time.perf_counter() - started
+        report.seconds["weights"] = transfer.seconds
         progress("finish", 0, 1)
         files = {**published, **digests}
         write_description(staged.path, description_bytes(job.config, job.dtype, job.attention, job.limits, files))
@@ -261,15 +232,14 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
     shapes = job.limits.engine_shapes()
     for platform in job.platforms:
-        built = build_plans(
-            job.config, shapes, job.dtype, job.attention, platform.compute_capability, is_in_vain=transfer.has_failed
-        )
-        for shape, data, seconds in built:
-            network = network_digest(job.config, shape, job.dtype, job.attention)
-            manifest = PlanManifest.of(data, shape, platform, network, job.dtype, job.attention)
-            write_plan(plan_path(plans, shape, platform), data, manifest)
-            report.plans.append(BuiltPlan(platform, shape, len(data), seconds))
-            progress("plans", len(report.plans), job.plan_count)
+        target, has_failed = platform.compute_capability, transfer.has_failed
+        with closing(build_plans(job.config, shapes, job.dtype, job.attention, target, has_failed)) as built:
+            for plan in built:
+                network = network_digest(job.config, plan.shape, job.dtype, job.attention)
+                manifest = PlanManifest.of(plan.data, plan.shape, platform, network, job.dtype, job.attention)
+                write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
+                report.add_plan(platform, plan)
+                progress("plans", len(report.plans), job.plan_count)
 
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
@@ -292,8 +262,7 @@ def _engine_dtype(config: DecoderConfig) -> str:
 
 
 def _finished(report: BuildReport, started: float) -> BuildReport:
-    unit = 1 if sys.platform == "darwin" else 1024
-    report.peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
     report.total_seconds = time.perf_counter() - started
     return report
 

@@ -91,10 +91,12 @@ class CudaDevice:
         return array
 
     def upload(self, array: DeviceArray, values: np.ndarray) -> None:
-        """Copy host values of the same size in bytes; the values may be changed as soon as this returns."""
-        values = np.ascontiguousarray(values, host_dtype(array.dtype))
-        if values.nbytes != array.nbytes:
-            raise EngineError(f"cannot upload {values.shape} values into a device array of {array.shape}")
+        """Copy host values of the same shape and dtype; they may be changed as soon as this returns."""
+        if values.shape != array.shape or values.dtype != host_dtype(array.dtype):
+            raise EngineError(
+                f"cannot upload {values.dtype} {values.shape} into a device array of {array.dtype} {array.shape}"
+            )
+        values = np.ascontiguousarray(values)
         if array.nbytes:
             self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
 

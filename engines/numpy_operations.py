@@ -83,8 +83,8 @@ class NumpyOperations(Operations[np.ndarray]):
         rows, columns = weight.shape
         if x.size == columns:  # one token: matrix times vector, each row of the weight read once, in order
             result = np.dot(weight, x.reshape(columns))
-        else:
-            result = np.dot(x.reshape(-1, columns), weight.T)
+        else:  # OpenBLAS is up to three times slower at x times weight^T where there are few tokens
+            result = np.ascontiguousarray(np.dot(weight, x.reshape(-1, columns).T).T)
         if bias is not None:
             result += bias
         return result.reshape(*x.shape[:-1], rows)
@@ -172,7 +172,7 @@ class NumpyOperations(Operations[np.ndarray]):
         return result
 
     def gather_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        if rows.size and not (0 <= rows.min() and rows.max() < x.shape[1]):
+        if rows.size and (rows.min() < 0 or rows.max() >= x.shape[1]):
             raise EngineError(f"the rows {rows.ravel().tolist()} are to be gathered of {x.shape[1]}")
         return x[np.arange(x.shape[0])[:, None], rows]
 
@@ -245,4 +245,4 @@ def _attend(
 
 def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays of one shape are the same elements."""
-    return a.ctypes.data == b.ctypes.data and a.strides == b.strides
+    return np.may_share_memory(a, b) and a.ctypes.data == b.ctypes.data and a.strides == b.strides

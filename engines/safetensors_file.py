@@ -155,6 +155,8 @@ def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(path, f"tensor {name!r} has the data_offsets {_short(offsets)}, expected [begin, end]")
     dtype, item_size = DTYPES[dtype]
+    if math.prod(max(1, extent) for extent in shape) * item_size > _LARGEST_COUNT:  # an empty tensor could be
+        raise _damaged(path, f"tensor {name!r} has the shape {_short(shape)}, larger than any memory")
     nbytes, expected = offsets[1] - offsets[0], math.prod(shape) * item_size
     if nbytes != expected:
         raise _damaged(path, f"tensor {name!r} has {nbytes:,} bytes, its shape {shape} of {dtype} takes {expected:,}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,7 +44,7 @@ def copy_hashed(
 
 
 class WeightTransfer:
-    """Copies (or links) and hashes files in a thread of its own: hashing and TensorRT's builder leave Python's lock."""
+    """Copies (or links) and hashes files in a thread of its own, while plans are built; `seconds` that it took."""
 
     def __init__(
         self, sources: Sequence[Path], destination: Path, link: bool, advance: Callable[[int], None] | None = None
@@ -52,6 +53,7 @@ class WeightTransfer:
         self._destination = destination
         self._link = link
         self._advance = advance
+        self.seconds = 0.0
         self._stop = threading.Event()
         self._result: Future[dict[str, FileDigest]] = Future()
         self._thread = threading.Thread(target=self._run, name="edgellm-weights", daemon=True)
@@ -75,8 +77,11 @@ class WeightTransfer:
             self._thread.join()
 
     def _run(self) -> None:
+        started = time.perf_counter()
         try:
-            self._result.set_result({source.name: self._transfer(source) for source in self._sources})
+            digests = {source.name: self._transfer(source) for source in self._sources}
+            self.seconds = time.perf_counter() - started
+            self._result.set_result(digests)
         except BaseException as error:  # it belongs to the thread that asks for the result
             self._result.set_exception(error)
 

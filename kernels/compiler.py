@@ -57,7 +57,7 @@ def compile_kernels(architecture: str) -> bytes:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise KernelError(_compilation_failure(nvrtc, program, architecture))
+            raise _compilation_failure(nvrtc, program, architecture)
         status, size = nvrtc.nvrtcGetCUBINSize(program)
         _check(nvrtc, status, "reading the size of the compiled kernels")
         cubin = bytes(size)
@@ -143,19 +143,25 @@ def _check(nvrtc: Any, status: Any, action: str) -> None:
         raise KernelError(f"NVRTC failed while {action}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
 
 
-def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> str:
-    """NVRTC's log or, if the architecture is the reason, what this NVRTC can compile for."""
+def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> KernelError | MissingDependencyError:
+    """The error with NVRTC's log or, if the architecture is the reason, with what this NVRTC can compile for."""
     version = ".".join(map(str, _version(nvrtc)))
-    status, _, numbers = (*nvrtc.nvrtcGetNumSupportedArchs(), nvrtc.nvrtcGetSupportedArchs()[1])
+    status, numbers = nvrtc.nvrtcGetSupportedArchs()
     known = [f"sm_{number}" for number in numbers] if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else []
     if known and architecture not in known:
-        return (
+        return KernelError(
             f"NVRTC {version} cannot compile for {architecture}, only for {', '.join(known)}. "
             "Install the release of nvidia-cuda-nvrtc that fits your GPU and driver."
         )
     log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
-    return f"NVRTC {version} refused the kernels for {architecture}:\n{log.rstrip(bytes(1)).decode(errors='replace')}"
+    text = log.rstrip(bytes(1)).decode(errors="replace")
+    if '"nv/target"' in text:
+        return MissingDependencyError(
+            "CUDA's headers were found without nv/target, which they include. "
+            "Install it with: pip install nvidia-cuda-cccl"
+        )
+    return KernelError(f"NVRTC {version} refused the kernels for {architecture}:\n{text}")
 
 
 def _options(architecture: str) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ _WARP = 32
 _COPY_THREADS = 256
 _ROW_THREADS = 512  # as FILTER_THREADS of cuda/filter_workspace.cuh
 _TOKENS_PER_BLOCK = 4 * _ROW_THREADS
+#: The filter's sums of one block stay below 2^32 up to this vocabulary.
+_MAXIMUM_FILTERED_VOCABULARY = 1 << 21
 #: Above this, more blocks only wait in line for the row's atomics.
 _MAXIMUM_BLOCKS_PER_ROW = 64
 
@@ -161,6 +163,8 @@ class CudaKernels:
     ) -> None:
         """`thresholds` [B]: exactly the values of `processed` [B, V] that are at least this pass; -inf where all do."""
         sizes = check_device_arguments("filter_threshold", processed, top_k, top_p, min_p, thresholds)
+        if sizes["V"] > _MAXIMUM_FILTERED_VOCABULARY:
+            raise KernelError(f"filter_threshold: V = {sizes['V']}; expected at most {_MAXIMUM_FILTERED_VOCABULARY}")
         settings = (processed.pointer, top_k.pointer, top_p.pointer, min_p.pointer, self._filter_rows)
         self._launch_rows("filter_range", sizes, *settings, sizes["V"])
         self._launch_rows("filter_histogram", sizes, *settings, sizes["V"])

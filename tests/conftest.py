@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,12 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
             tensors[name] = values.astype(np.float16)
     save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> Callable[..., Path]:
+    """`write_tiny_checkpoint`: (directory, seed, **changes of config.json) to the directory."""
+    return write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,7 @@ def test_files_of_the_safetensors_library_are_read(directory: Path) -> None:
         "single": random.standard_normal((2, 2, 2)).astype(np.float32),
         "scalar": np.array(2.5, np.float32),
         "empty": np.empty((0, 4), np.float16),
+        "one": np.ones(1, np.float16),
         "counter": np.arange(3),
     }
     safetensors.numpy.save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
@@ -90,7 +91,8 @@ def test_files_of_the_safetensors_library_are_read(directory: Path) -> None:
             stored = (directory / SINGLE).read_bytes()[info.offset : info.offset + info.nbytes]
             assert stored == tensors[name].tobytes()
         assert checkpoint.tensors["counter"].dtype == "int64"
-        assert checkpoint.dtype == "float32"  # 36 bytes of it, 30 of float16; what is not computed in does not count
+        # 36 bytes of float32 in two tensors, 32 of float16 in three; what is not computed in does not count
+        assert checkpoint.dtype == "float32"
         with pytest.raises(CheckpointError, match="'counter' has the dtype int64"):
             checkpoint.raw("counter")
         with pytest.raises(CheckpointError, match="no tensor 'absent'"):
@@ -280,11 +282,13 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "dtype is a list": (file_bytes({"a": GOOD | {"dtype": [[]]}}, bytes(4)), "dtype a nested list"),
     "no dtype": (file_bytes({"a": {"shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "dtype None"),
     "size of another shape": (file_bytes({"a": entry("F16", [3], 0, 4)}, bytes(4)), "4 bytes, its shape .* takes 6"),
+    "size of a smaller shape": (file_bytes({"a": entry("F16", [1], 0, 4)}, bytes(4)), "4 bytes, its shape .* takes 2"),
     "negative dimension": (file_bytes({"a": entry("F16", [-2, -1], 0, 4)}, bytes(4)), r"the shape \[-2, -1\]"),
     "fractional dimension": (file_bytes({"a": GOOD | {"shape": [2.0]}}, bytes(4)), r"the shape \[2.0\]"),
     "boolean dimension": (file_bytes({"a": GOOD | {"shape": [True, 2]}}, bytes(4)), r"the shape \[True, 2\]"),
     "huge dimensions": (file_bytes({"a": entry("F16", [10**4000] * 3, 0, 4)}, bytes(4)), "the shape"),
-    "many huge dimensions": (file_bytes({"a": entry("F16", [2**62] * 32, 0, 4)}, bytes(4)), "its shape .* takes"),
+    "many huge dimensions": (file_bytes({"a": entry("F16", [2**62] * 32, 0, 4)}, bytes(4)), "larger than any memory"),
+    "huge but empty": (file_bytes({"a": entry("F16", [0, 2**62], 0, 0)}), "larger than any memory"),
     "too many dimensions": (file_bytes({"a": entry("F16", [1] * 40 + [2], 0, 4)}, bytes(4)), "at most 32"),
     "end before begin": (file_bytes({"a": entry("F16", [2], 4, 0)}, bytes(4)), r"data_offsets \[4, 0\]"),
     "negative begin": (file_bytes({"a": entry("F16", [2], -4, 0)}, bytes(4)), r"data_offsets \[-4, 0\]"),
@@ -309,7 +313,7 @@ def test_damaged_bytes_never_raise_anything_else(directory: Path) -> None:
     random = np.random.default_rng(2)
     original = file_bytes({"__metadata__": {"format": "pt"}, "a": GOOD, "b": entry("F32", [1, 1], 4, 8)}, bytes(8))
     refused = 0
-    for _ in range(600):
+    for _ in range(300):
         damaged = bytearray(original)
         for position in random.integers(0, len(original), random.integers(1, 4)):
             damaged[position] = random.integers(0, 256)
@@ -320,13 +324,7 @@ def test_damaged_bytes_never_raise_anything_else(directory: Path) -> None:
                     assert len(checkpoint.raw_bytes(name)) == info.nbytes
         except CheckpointError:
             refused += 1
-    assert refused > 300
-
-
-def test_empty_tensor_with_an_enormous_other_dimension(write: Callable[..., Path]) -> None:
-    directory = write({"a": entry("F16", [0, 2**62], 0, 0)})
-    with pytest.raises(CheckpointError, match=r"'a'"), Checkpoint.open(directory) as checkpoint:
-        checkpoint.raw("a")
+    assert refused > 150
 
 
 def test_weights_that_are_no_file(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -16,10 +17,17 @@ from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 
 from edgellm.commands.app import run
+from edgellm.commands.console import write_answer
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 
 SYSTEM = "You are Pip."
+# Runs Python anew: a process started in the background may have inherited that interrupts are ignored.
+HEEDING_INTERRUPTS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +251,18 @@ def test_debug_shows_where_an_error_comes_from(engines, monkeypatch):
 
 
 def start(engines, *arguments: str, **options) -> subprocess.Popen[bytes]:
-    # A process started in the background may have inherited that interrupts are ignored.
-    heeding = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv)"
-    command = [sys.executable, "-c", heeding, "-m", "edgellm", "generate", "hello", "--model", str(engines), *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        HEEDING_INTERRUPTS,
+        "-m",
+        "edgellm",
+        "generate",
+        "hello",
+        "--model",
+        str(engines),
+        *arguments,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", **options)
 
 
@@ -260,13 +277,37 @@ def test_text_streams_and_an_interrupt_ends_it(engines):
 
 
 def test_an_interrupted_answer_is_still_an_object(engines):
-    process = start(engines, "--json", env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    if process.returncode == 130 and out:
-        assert json.loads(out)["finish_reason"] == "cancelled"
-    assert (process.returncode, err) == (130, b"")
+    for seconds in (0.8, 1.5, 3, 6):  # the first of them at which the answer has begun
+        process = start(engines, "--json")
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (130, b"")
+        if out:
+            break
+    answer = json.loads(out)
+    assert answer["finish_reason"] == "cancelled"
+    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
+
+
+def test_a_terminal_without_prompt_is_wrong_usage():
+    master, child = pty.openpty()
+    command = [sys.executable, "-m", "edgellm", "generate"]
+    finished = subprocess.run(command, stdin=child, capture_output=True, text=True, check=False)
+    os.close(child)
+    os.close(master)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "missing" in finished.stderr and "PROMPT" in finished.stderr
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch):
+    master, child = pty.openpty()
+    with os.fdopen(child, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        write_answer("a\x1b[31mb\tc\x9bd\x07 é\n")
+        shown = os.read(master, 100).decode()
+    os.close(master)
+    assert shown == "a\ufffd[31mb\tc\ufffdd\ufffd é\r\n"
 
 
 def test_a_broken_pipe_is_quiet(engines):

@@ -116,3 +116,10 @@ def test_missing_headers_name_the_wheel(monkeypatch):
     monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-runtime nvidia-cuda-cccl"):
         compile_kernels("sm_90")
+
+
+def test_missing_companion_headers_name_their_wheel(monkeypatch):
+    monkeypatch.setattr(compiler, "_sources", lambda: {"any.cu": b"#include <nv/target>\n"})
+    monkeypatch.setattr(compiler, "find_headers", lambda major_version: [])
+    with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-cccl"):
+        compile_kernels("sm_90")

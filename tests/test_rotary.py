@@ -100,6 +100,7 @@ def test_dynamic_scaling_starts_beyond_the_trained_length() -> None:
     unscaled = rotary_table(replace(config, rope_scaling=None), 120)
     np.testing.assert_array_equal(rotary_table(config, 100), unscaled[:100])
     np.testing.assert_array_equal(rotary_table(config, 120, context=100), unscaled)
+    np.testing.assert_array_equal(rotary_table(config, 50), unscaled[:50])
     assert np.abs(rotary_table(config, 101)[:100] - unscaled[:100]).max() > 1e-3
     np.testing.assert_array_equal(rotary_table(config, 50, context=101), rotary_table(config, 101)[:50])
 

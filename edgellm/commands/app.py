@@ -73,8 +73,6 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.stdout.flush()
             return result
         except EdgeLLMError as error:
-            if os.environ.get("EDGELLM_DEBUG"):
-                raise
             write_error(error)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
@@ -13,7 +14,8 @@ from typing import Annotated, TextIO
 import typer
 
 from edgellm.engines.build_checks import choose_limits
-from edgellm.engines.builder import BuildReport, build_engine_directory, read_decoder_config, refresh_plans
+from edgellm.engines.build_report import BuildReport
+from edgellm.engines.builder import build_engine_directory, read_decoder_config, refresh_plans
 
 MEBIBYTE = 1 << 20
 
@@ -119,7 +121,7 @@ class ProgressDisplay:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            if self._is_terminal and self._shown:
+            if self._is_terminal:
                 self._stream.write(f"\r{' ' * len(self._shown)}\r")
                 self._stream.flush()
 
@@ -138,6 +140,7 @@ class ProgressDisplay:
     def _redraw(self) -> None:
         running = [stage for stage, (done, total) in self._stages.items() if done < total]
         line = "   ".join(f"{stage} {self._bar(stage)}{self._amount(stage)}" for stage in running)
+        line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line cannot be taken back
         if line != self._shown:
             self._stream.write("\r" + line.ljust(len(self._shown)))
             self._stream.flush()

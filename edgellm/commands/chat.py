@@ -12,7 +12,7 @@ from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_com
 from edgellm.commands.chat_file import Conversation
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
-    cancelled_by_interrupt,
+    CancelOnInterrupt,
     prepare_output,
     statistics_line,
     write_answer,
@@ -147,18 +147,18 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
     llm, conversation = state.llm, state.conversation
     params = conversation.params.seeded()
     messages = [*conversation.prompt_messages(), {"role": "user", "content": question}]
-    try:
-        stream = llm.stream_chat(messages, params)
-    except EdgeLLMError:
-        used = len(llm.tokenizer.encode_chat(messages))
-        if conversation.messages and used >= llm.context_length:
-            write_note(
-                f"The context is full ({used} of {llm.context_length} tokens): /reset starts a new conversation."
-            )
-        raise
-    with stream, cancelled_by_interrupt(stream):
-        for chunk in stream:
-            write_answer(chunk.text)
+    with CancelOnInterrupt() as interrupt:
+        try:
+            stream = llm.stream_chat(messages, params)
+        except EdgeLLMError:
+            used = len(llm.tokenizer.encode_chat(messages))
+            if conversation.messages and used >= llm.context_length:
+                write_note(f"The context is full ({used} of {llm.context_length} tokens): /reset starts anew.")
+            raise
+        interrupt.watch(stream)
+        with stream:
+            for chunk in stream:
+                write_answer(chunk.text)
     write_answer("\n")
     response = stream.response
     state.last_response, state.last_seed = response, params.seed

@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 from typing import Any, Protocol, TextIO
 
 from edgellm.responses import Response
@@ -43,28 +42,46 @@ def write_note(text: str, stream: TextIO | None = None) -> None:
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
 
 
-def write_error(error: BaseException | str) -> None:
-    """Write an error to standard error."""
+def write_error(error: BaseException) -> None:
+    """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set."""
+    if os.environ.get("EDGELLM_DEBUG"):
+        traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def cancelled_by_interrupt(stream: Cancellable) -> Iterator[None]:
-    """While inside, the first Ctrl-C cancels `stream`; the next one raises KeyboardInterrupt."""
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
-    if ignored or threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-        yield
-        return
+class CancelOnInterrupt:
+    """While inside, the first Ctrl-C cancels the answer that was given to `watch`; the next one raises.
 
-    def cancel(*_: Any) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stream.cancel()
+    An answer that is given after Ctrl-C was pressed is cancelled at once.
+    """
 
-    previous = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    def __init__(self) -> None:
+        self._answer: Cancellable | None = None
+        self._pressed = False
+        self._previous: Any = None
+
+    def watch(self, answer: Cancellable) -> None:
+        """Let Ctrl-C cancel `answer`."""
+        self._answer = answer
+        if self._pressed:
+            answer.cancel()
+
+    def __enter__(self) -> CancelOnInterrupt:
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
+        if not ignored and threading.current_thread() is threading.main_thread():  # no other thread gets signals
+            self._previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _press(self, *_: Any) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True
+        if self._answer is not None:
+            self._answer.cancel()
 
 
 def statistics_line(response: Response, context_length: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import cancelled_by_interrupt, prepare_output, write_answer
+from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
 from edgellm.errors import RequestError
 
@@ -76,13 +76,15 @@ def generate(
     text = read_prompt(prompt, file)
     params = sampling_params(settings).seeded()
     with open_model(settings) as llm:
-        if raw:
-            stream = llm.stream(text, params)
-        else:
-            own = system_prompt(llm, settings)
-            messages = [{"role": "system", "content": own}] if own else []
-            stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
-        response = _read_answer(stream, show=not json_output)
+        own = None if raw else system_prompt(llm, settings)
+        messages = [{"role": "system", "content": own}] if own else []
+        with CancelOnInterrupt() as interrupt:
+            if raw:
+                stream = llm.stream(text, params)
+            else:
+                stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
+            interrupt.watch(stream)
+            response = _read_answer(stream, show=not json_output)
         if json_output:
             print(json.dumps(answer_object(llm, response, params.seed)))
     if response.finish_reason == "cancelled":
@@ -125,7 +127,7 @@ def answer_object(llm: LLM, response: Response, seed: int | None) -> dict[str, A
 
 
 def _read_answer(stream: Stream, show: bool) -> Response:
-    with stream, cancelled_by_interrupt(stream):
+    with stream:
         for chunk in stream:
             if show:
                 write_answer(chunk.text)

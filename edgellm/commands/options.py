@@ -20,10 +20,11 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
     """An option for a field of `SamplingParams`; a wrong value is a usage error that names option and range."""
 
     def check(value: Any) -> Any:
-        if value is None or value == []:
-            return None
+        if value is None or value == []:  # was not given
+            return value
         try:
-            return checked_value(field, value)
+            checked = checked_value(field, value)
+            return list(checked) if isinstance(checked, tuple) else checked
         except RequestError as error:
             raise typer.BadParameter(str(error)) from error
 
@@ -106,7 +107,7 @@ def chosen_settings(
         system = read_text_file(system_file, "--system-file")
     given = {"model": model, "backend": backend, "chat_template": chat_template, "system": system}
     chosen = {key: value for key, value in given.items() if value is not None}
-    own_sampling = {key: value for key, value in sampling.items() if value is not None}
+    own_sampling = {key: value for key, value in sampling.items() if value is not None and value != []}
     return replace(settings, **chosen, sampling=settings.sampling | own_sampling)
 
 

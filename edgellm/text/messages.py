@@ -8,7 +8,7 @@ from typing import Any
 from edgellm.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 NON_TEXT_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 
 

@@ -6,6 +6,9 @@ from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.families.config_fields import ConfigFields
 from edgellm.engines.families.rope_fields import read_rope
 
+#: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
+_LARGEST_DEPTH = 4096
+
 
 def read_decoder(
     fields: ConfigFields,
@@ -25,7 +28,8 @@ def read_decoder(
     none. Raises UnsupportedModelError or CheckpointError with the whole list of problems.
     """
     fields.refuse_unsupported()
-    vocab_size, hidden, layers = (fields.size(key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
+    layers = fields.size("num_hidden_layers", largest=_LARGEST_DEPTH)
     heads = fields.size("num_attention_heads")
     absent_is_heads = default_kv_heads or ("num_key_value_heads" in fields.values and heads > 0)
     kv_heads = fields.size("num_key_value_heads", heads if absent_is_heads else None)

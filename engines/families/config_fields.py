@@ -75,13 +75,13 @@ class ConfigFields:
         self.wrong: list[str] = []
         self.unsupported: list[str] = []
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more; `default` stands for absence and null, without one the field is required."""
+    def size(self, key: str, default: int | None = None, largest: int = _LARGEST_SIZE) -> int:
+        """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        is_valid = is_integer(value) and 1 <= value <= _LARGEST_SIZE
-        return value if self._expect(key, is_valid, f"a whole number from 1 to {_LARGEST_SIZE}") else 0
+        is_valid = is_integer(value) and 1 <= value <= largest
+        return value if self._expect(key, is_valid, f"a whole number from 1 to {largest}") else 0
 
     def positive(self, key: str) -> float:
         """A required number above 0."""

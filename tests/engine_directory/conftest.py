@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
+
 from edgellm.engines.builder import build_engine_directory, describe_in_place
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
-from safetensors.numpy import save_file
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 64, 96, 2, 4, 2, 16, 320
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
 from edgellm.engines.builder import build_engine_directory, refresh_plans
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.digests import recall_digest
@@ -24,7 +26,6 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
 from edgellm.engines.plan_files import Platform, load_or_build_plan
 from edgellm.engines.tensorrt_library import load_tensorrt
-from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("tensorrt_rtx")
 

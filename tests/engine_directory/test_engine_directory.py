@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm.engines.build_checks import choose_limits
 from edgellm.engines.builder import describe_in_place
 from edgellm.engines.decoder import decoder_weights

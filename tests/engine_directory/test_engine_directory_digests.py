@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.digests import (
     BLOCK_BYTES,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import PlanError

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors import serialize_file  # the low-level writer: tensors as bytes, no framework
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.decoder import decoder_weights
@@ -59,8 +59,8 @@ def write_checkpoint(directory: Path, config: dict, seed: int = 0) -> None:
             size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
             values = np.ones(size, np.float16) if len(shape) == 1 else np.resize(np.roll(block, -start), size)
-            tensors[name] = {"dtype": "float16", "shape": list(shape), "data": values.tobytes()}
-    serialize_file(tensors, str(directory / "model.safetensors"), None)
+            tensors[name] = values.reshape(shape)
+    save_file(tensors, directory / "model.safetensors")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ def acting(sentence: str, action: str, **arguments: object) -> str:
 def command(c: Context, phrase: str) -> str:
     """The bare command with a polite, curt or addressing frame around it."""
     prefix = c.phrase(text.FIRST_PREFIXES, name=c.world.name or "robot")
-    suffix = c.phrase(text.SUFFIXES)
-    if phrase.startswith(("can ", "could ", "may ", "i ", "i'", "let ", "the ")):
+    suffix = c.phrase(text.SUFFIXES, name=c.world.name or "robot")
+    if phrase.startswith(("can ", "could ", "may ", "i ", "i'", "let ", "the ", "would you ", "you ", "it ")) or phrase[0].isdigit():
         prefix = ""
     joined = f"{prefix} {phrase} {suffix}".strip()
     return " ".join(joined.split()).replace(" ,", ",")

@@ -118,7 +118,7 @@ class Dialogue:
         """A random skill; a pending question back is nearly always answered."""
         if self.world.pending is not None and self.rng.random() < 0.85:
             return clarify
-        if self.utterances and self.rng.random() < 0.03:
+        if self.utterances and self.rng.random() < 0.008:
             return partial(unknown, utterances=self.utterances)
         return self.rng.choices([s for s, _ in SKILLS], [w for _, w in SKILLS])[0]
 
@@ -131,7 +131,7 @@ class Dialogue:
             return None
         if self.world.pending is before:
             self.world.pending = None
-        user = typed(result, self.world, self.rng)
+        user = typed(result, self.world, self.rng, self.context.split == "train")
         self.messages += [{"role": "user", "content": user}, {"role": "assistant", "content": result.answer}]
         return result
 

@@ -56,8 +56,10 @@ def _with_fact(messages: list[dict[str, str]], fact: list[str], rng: random.Rand
 def chat_document(material: Material, rng: random.Random) -> str:
     """A rendered training dialogue of 3 to 14 turns, now and then up to 40."""
     turns = rng.randint(3, 14) if rng.random() < 0.93 else rng.randint(15, 40)
-    messages = dialogue(rng, "train", turns, material.pool, material.utterances)
-    if material.facts and rng.random() < 0.1:
+    messages = []
+    while len(messages) < 3:
+        messages = dialogue(rng, "train", turns, material.pool, material.utterances)
+    if material.facts and rng.random() < 0.06:
         messages = _with_fact(messages, rng.choice(material.facts), rng)
     return render(messages)
 

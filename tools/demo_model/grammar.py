@@ -2,7 +2,8 @@
 
 A phrasing is one fully expanded line, slots unfilled. About a fifth of all phrasings are held out from training: every
 phrasing of a line that begins with `~`, and those of other lines whose checksum says so. The split depends on the text
-alone, so it never changes with a seed.
+alone, so it never changes with a seed. A phrasing with a word that no training phrasing of its block has goes to training
+after all: held-out phrasings are new ways to say things, in known words.
 """
 
 import functools
@@ -35,16 +36,16 @@ def phrasings(block: str, split: str) -> tuple[tuple[str, ...], ...]:
     Lines without a phrasing in the split are left out. A line is chosen first, then a phrasing within it, so that a line
     with many alternatives does not crowd out the others.
     """
+    lines = [line.strip() for line in block.strip().splitlines() if line.strip()]
+    options = [(line.startswith("~"), list(dict.fromkeys(expand(line.lstrip("~ "))))) for line in lines]
+    known = {word for reserved, texts in options for text in texts if not (reserved or held_out_word(text))
+             for word in text.replace(",", " ").split()}
     groups = []
-    for line in block.strip().splitlines():
-        line = line.strip()
-        if not line:
-            continue
-        reserved = line.startswith("~")
-        options = dict.fromkeys(expand(line.lstrip("~ ")))
-        wanted = [text for text in options if (reserved or held_out_word(text)) == (split == "eval")]
+    for reserved, texts in options:
+        held = [(reserved or held_out_word(text)) and known.issuperset(text.replace(",", " ").split()) for text in texts]
+        wanted = tuple(text for text, out in zip(texts, held, strict=True) if out == (split == "eval"))
         if wanted:
-            groups.append(tuple(wanted))
+            groups.append(wanted)
     return tuple(groups)
 
 

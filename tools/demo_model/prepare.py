@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.demo_model.dialogue import dialogue
 from tools.demo_model.vocabulary import train_vocabulary
-from tools.demo_model.words import open_pool
+from tools.demo_model.words import held_out_words, open_pool, suitable
 
 STORIES = ("fairytaleqa/story", "pratham_books", "african_storybook", "classic_books")
 RUDE = re.compile(
@@ -48,6 +48,17 @@ def wondering(line: str) -> bool:
     return 5 <= len(line.split()) <= 18 and not re.search(r"\b(you|your|u|ya|hi|hello|hey|thanks|thank|bye|yes|no|ok)\b", line, re.I)
 
 
+def spelled_words(vocabulary: dict[str, int], rng: random.Random) -> list[str]:
+    """Words made of entries of the vocabulary, alone and joined, so that every entry is met as part of a copied word."""
+    heads = [entry[1:] for entry in sorted(vocabulary) if re.fullmatch("\u0120[a-z]{2,9}", entry)]
+    tails = [entry for entry in sorted(vocabulary) if re.fullmatch("[a-z]{1,6}", entry)]
+    words = [head for head in heads if len(head) > 2]
+    for _ in range(3):
+        words += [head + rng.choice(tails) for head in heads]
+        words += [rng.choice(heads) + rng.choice(("", rng.choice(tails))) + tail for tail in tails]
+    return [word for word in words if 3 <= len(word) <= 12 and suitable(word)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sources", type=Path, required=True)
@@ -75,14 +86,17 @@ def main() -> None:
             facts.append([messages[0]["content"], messages[1]["content"]])
     rng.shuffle(texts)
     pool = open_pool(raw)
-    (arguments.work / "pool.txt").write_text("\n".join(pool))
     (arguments.work / "lines.json").write_text(json.dumps({"utterances": utterances[:20000], "facts": facts}))
     with lzma.open(arguments.work / "texts.json.xz", "wt", preset=6) as file:
         json.dump(texts, file)
     sample = [m["content"] for index in range(12_000)
               for m in dialogue(random.Random(f"vocabulary {index}"), "train", 8, tuple(pool))]
-    tokenizer = train_vocabulary(sample + [text for text in texts[:6000]])
+    # Words that are held out must not become entries that training never meets: they are spelled from smaller pieces.
+    held_out = re.compile(r"\b(" + "|".join(sorted(held_out_words())) + r")(es|s)?\b", re.I)
+    tokenizer = train_vocabulary(sample + [held_out.sub("", text) for text in texts[:6000]])
     tokenizer.save(str(arguments.work / "tokenizer.json"))
+    pool += spelled_words(tokenizer.get_vocab(), rng)
+    (arguments.work / "pool.txt").write_text("\n".join(pool))
     characters, tokens = sum(map(len, sample[:3000])), sum(len(tokenizer.encode(text).ids) for text in sample[:3000])
     print(f"{len(texts)} texts, {len(pool)} open words, {len(utterances)} lines, {len(facts)} facts; "
           f"{characters / tokens:.2f} characters per token in dialogues")

@@ -13,7 +13,18 @@ your name
 what (should|can|shall) i call you
 how (should|can) i call you
 what name (do you go by|were you given)
-~ what is the name of this robot
+(what is|tell me|say|do you know) (the|your) name (of this robot|you were given|you have|people gave you|)
+what name (do|did) (you|they|people) (have|go by|give you|use)
+how do people call you
+under (what|which) name do (people|they) know you
+by (what|which) name (do|should|can) (i|we|they) call you
+(please state|state|give me) your name
+i (would like|want) to know your name
+i forgot your name
+~ what is the name you go by
+~ tell me what you are called
+~ i want to know what i can call you
+~ which name should i use
 ~ please state your name
 """
 WHO = """
@@ -26,7 +37,15 @@ tell me about yourself
 who is this
 what kind of (robot|machine) are you
 are you a robot
-~ who or what are you
+(who or what|what or who) are you
+(please|now|) (introduce|present|describe) yourself
+(can|could) you (introduce|present|describe) yourself
+i (would like|want) to know who you are
+(so|and) who are you
+(tell me|say) (something|a bit|more|) about (yourself|you)
+what (sort|kind|type) of (robot|machine|thing) are you
+~ could you tell me who you are
+~ tell me what kind of machine you are
 ~ tell me something about yourself
 """
 PLACE = """
@@ -44,7 +63,15 @@ where is this
 where am i
 where are we
 your (location|place)
-~ where have they put you
+(where|in which place|at which place|in what place|at what place) (have they|did they|have people) (put|placed|set) you
+(where|at which place|in which place|in what place) (are you|do you|are we|am i) (now|working|standing|work|stand|live|)
+(tell me|say|do you know) (the place|your place|your location|where we are|where this is|the place you are at)
+(which|what) (place|location|room) (is this|are you at|are you in|are we in)
+(what is|what's|give me|name) (the|your) (place|location|current place|current location)
+i (would like|want) to know where you are
+~ tell me which place this is
+~ in which room do you stand
+~ do you know the place where you are
 ~ what is the place you are at
 """
 BATTERY = """
@@ -61,20 +88,32 @@ what percentage is your battery at
 what does your battery (show|say)
 (can|could) you check your battery
 how many percent (battery|) do you have
-~ battery percentage
-~ give me the battery level
+battery (percentage|percent|state|please)
+(give|tell|show) me (the|your) (battery|charge|power) (level|percentage|state|status)
+(what is|what's|report) (the|your) (battery|charge|power) (level|percentage|state|status)
+(check|report|read) (the|your) battery (level|)
+~ show me how much battery you have left
+~ what percentage do you have left
 """
 NEED_CHARGE = """
 do you need (to charge|charging|to be charged|to recharge|a charge)
 do you have to (charge|recharge)
-(is|are) your battery low
+is your battery low
 is your battery too low
 is the battery (too low|below the limit|low)
 must you (charge|recharge)
 (should|shall) i charge you
 are you (low on battery|running out of battery|running low)
 do you need (more power|power|energy)
-~ is it time to charge
+(is it|would it be) time to (charge|recharge|charge you|charge your battery)
+does your battery need (charging|to be charged|a charge|power)
+(does|would) your battery need (charging|power|a charge) (now|)
+(is|should) your battery (be charged|be recharged|charged enough|full enough)
+is (there|your battery) (enough|enough power|too little power|full enough) (in your battery|left|)
+do you have (enough|too little) (power|battery|energy) (left|)
+(should|must|shall) (you|we|i) (charge|recharge) (you|your battery|) (now|)
+~ is it time to recharge your battery
+~ must your battery be charged now
 ~ does your battery need charging
 """
 LIST = """
@@ -94,7 +133,13 @@ show me what you see
 what is there
 what all is there
 what have you got (there|on the table|in front of you)
-~ give me a list of the (objects|things|items)
+(give|read|show|make) me (a|the) list of (the|all|all the) (objects|things|items) (you see|on the table|here|)
+(i want|i would like|i need) (a|the) list of (the|all) (objects|things|items)
+(which|what) (items|objects|things) (can|do) you (see|have|find|recognise|know)
+(what is|what's) (lying|standing|placed|there) (on the table|here|in front of you|around you)
+what (objects|items|things) (lie|stand|are lying|are standing) (on the table|in front of you|here)
+~ give me the list of objects
+~ name the items that you can see
 ~ which items can you see
 ~ what is lying on the table
 """
@@ -151,8 +196,12 @@ is {a} (there|on the table|here)
 any chance there is {a}
 do you (spot|notice) {a}
 does the table have {a}
-~ would there be {a}
-~ tell me if there is {a}
+(would|could) there be {a} (there|here|on the table|)
+(tell me|say|check|i wonder|do you know) (if|whether) (there is|you see|you can see|you have) {a} (there|here|on the table|)
+(is|was) there {a} (on your table|in your list|among the objects|around you)
+(could|can) you (see|find|spot) {a} (here|anywhere|on your table|)
+~ check if {a} is there
+~ could you tell me if you have {a}
 """
 EXISTS_KIND = """
 are there (any|some|) {ks}
@@ -161,8 +210,10 @@ do you (see|have) (any|some|) {ks}
 can you see (any|some) {ks}
 any {ks} (there|on the table|here|)
 have you got any {ks}
-~ would there be any {ks}
-~ tell me if there are any {ks}
+(would|could) there be (any|some) {ks} (there|here|)
+(tell me|say|check|i wonder) (if|whether) (there are|you see|you can see) (any|some) {ks} (there|here|)
+(could|can) you (see|find|spot) (any|some|) {ks} (here|anywhere|)
+~ check if you can find any {ks}
 """
 EXISTS_COLOUR = """
 is (anything|something) {c}
@@ -174,8 +225,15 @@ can you see (anything|something) {c}
 is there a {c} (thing|object|one)
 what is {c}
 anything {c} (there|on the table)
-~ is any object {c}
-~ tell me if anything is {c}
+(is|are) (any object|any of the objects|any thing|any of the things|any) {c}
+(tell me|say|check|i wonder) (if|whether) (anything|something|any object|any of the objects) is {c}
+(which|what) (of the objects|of the things|objects|things|ones) are {c}
+(find|name|list|show me) (everything|all things|the objects|all objects|the things) that (is|are) {c}
+(name|list) (the|all) {c} (things|objects|ones)
+(which|what) {c} (things|objects) (are there|do you see|can you see)
+(could|can) you (see|find|spot) (anything|something) {c} (here|anywhere|)
+~ check if any of the things are {c}
+~ what {c} objects can you find
 """
 COUNT_KIND = """
 how many {ks} (are there|do you see|are on the table|can you see|do you have|are here|)
@@ -284,12 +342,12 @@ SIDE = "\n".join(
     }.items()
 )
 COMPARE_COLOUR = """
-(are|do) the {x} and the {y} (the same colour|the same color|of the same colour|of the same color|have the same colour|have the same color)
+are the {x} and the {y} (the same colour|the same color|of the same colour|of the same color)
 is the {x} the same (colour|color) as the {y}
 does the {x} have the same (colour|color) as the {y}
 do the {x} and the {y} have the same (colour|color)
 do the {x} and the {y} match in (colour|color)
-(have|has) the {x} and the {y} the same (colour|color)
+have the {x} and the {y} the same (colour|color)
 compare the (colour|color|colours|colors) of the {x} and the {y}
 same (colour|color), the {x} and the {y}
 ~ is the (colour|color) of the {x} the same as that of the {y}
@@ -323,8 +381,15 @@ is your (hand|gripper) (empty|free)
 do you hold (anything|something)
 what is in the gripper
 what did you pick up
-~ what are you carrying
-~ tell me what you are holding
+what are you (carrying|gripping|grasping|holding now|holding right now)
+(which|what) (object|thing) (are you|do you) (holding|carrying|hold|carry|have in your hand)
+(tell me|show me|say) what you (are holding|hold|are carrying|have in your hand|have in your gripper)
+(do you|are you) (carry|carrying|hold|holding|have) (anything|something) (now|right now|at the moment|in your hand|in your gripper|)
+(what is|what's|what do you have) in (your|the) (hand|gripper|claw|arm) (now|right now|)
+what have you (picked up|taken|grabbed|lifted)
+what (did you|have you) (pick up|take|grab|lift|taken)
+~ which thing do you carry right now
+~ tell me what is in your gripper
 """
 USER_NAME_TELL = """
 my name is {n}
@@ -336,8 +401,14 @@ call me {n}
 you can call me {n}
 (please|) remember (that|) my name is {n}
 (people|my friends) call me {n}
-~ they call me {n}
-~ nice to meet you, my name is {n}
+(they|everybody|everyone|people|my parents) (call|calls) me {n}
+(nice|good|pleased) to meet you, (my name is|i am|i'm) {n}
+(you should know|by the way), (my name is|i am|i'm) {n}
+(good morning|good evening|greetings), (my name is|i am|i'm) {n}
+this is {n} (speaking|here|)
+the name is {n}
+~ hello, people call me {n}
+~ please remember that i am {n}
 """
 USER_NAME_ASK = """
 what is my name
@@ -348,6 +419,13 @@ what am i called
 (can|could) you tell me my name
 have you (remembered|forgotten) my name
 tell me my name
-~ do you still know my name
-~ what did i say my name was
+(do|can) you (still|) (know|remember|recall|say|tell me) (my name|what my name is|what i am called|who i am)
+what did i (say|tell you) (my name was|my name is|i was called)
+(did i|have i) (tell|told|say|said) you my name
+(say|tell me|repeat) (my name|who i am|what i am called)
+what (is|was) my name (again|please|)
+(which|what) name did i (give you|tell you|say)
+(do you know|tell me) (what|how) i am called
+~ can you still tell me who i am
+~ which name did i say
 """

@@ -163,10 +163,11 @@ class Words:
         return word if rng.random() < 0.93 else f"{word} {self._open_word()}"
 
     def number(self, low: int, high: int) -> int:
-        """A number in [low, high]; those that leave 3 when divided by 7 are held out from training."""
+        """A number in [low, high]; those that leave 3 when divided by 7, but 10, are held out from training."""
         while True:
             value = self.rng.randint(low, high)
-            if self.split == "train" and value % 7 == 3 or self.split == "eval" and self.rng.random() < 0.5 and value % 7 != 3:
+            held_out = value % 7 == 3 and value != 10
+            if held_out if self.split == "train" else not held_out and self.rng.random() < 0.5:
                 continue
             return value
 

@@ -160,6 +160,24 @@ ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
         },
         4096,
     ),
+    # Both ends of the ramp fall on the first frequency.
+    "yarn_ramp_without_width": (
+        24,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, **_PLAIN},
+        4096,
+    ),
+    # The ramp would end beyond the last element of a head.
+    "yarn_ramp_cut_off": (
+        262144,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "beta_fast": 1000,
+            "original_max_position_embeddings": 65536,
+        },
+        4096,
+    ),
     "yarn_factor_from_lengths": (
         16384,
         {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048, **_PLAIN},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from decode_step import CONFIG, Setting, error, kernel_times, timed, wrap
 

@@ -1,0 +1,48 @@
+"""What a build made, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.plan_building import PlanBytes
+from edgellm.engines.plan_files import Platform
+
+
+@dataclass(frozen=True)
+class BuiltPlan:
+    """One plan: its size in bytes and the seconds that it took, 0.0 where a valid one was there already."""
+
+    platform: Platform
+    shape: EngineShape
+    size: int
+    seconds: float
+
+
+@dataclass
+class BuildReport:
+    """What was built. Sizes in bytes; `seconds` by stage, of which "weights" and "plans" run side by side.
+
+    `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
+    upper bound, as they share libraries. `notes` are what a user should know.
+    """
+
+    path: Path
+    config: DecoderConfig
+    dtype: str
+    limits: EngineLimits
+    weight_bytes: int = 0
+    published_bytes: int = 0
+    weights: str = "copy"
+    plans: list[BuiltPlan] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    peak_host_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    workers_peak_bytes: int = 0
+
+    def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
+        """Note a plan that was built."""
+        self.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
+        self.workers_peak_bytes = max(self.workers_peak_bytes, plan.workers_peak_bytes)

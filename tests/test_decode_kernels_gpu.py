@@ -1,0 +1,211 @@
+"""The decode kernel on the GPU equals its NumPy twin within the rounding of its dtype. Needs a GPU, not TensorRT."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.engines.gpu import find_gpu
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.numpy_decode_kernels import decode_step
+
+# Test files are not importable by name: each is a module of its own.
+_specification = importlib.util.spec_from_file_location("models", Path(__file__).with_name("test_decode_kernels.py"))
+_models = importlib.util.module_from_spec(_specification)
+_specification.loader.exec_module(_models)
+FAMILIES, LLAMA, random_model, twin_step = _models.FAMILIES, _models.LLAMA, _models.random_model, _models.twin_step
+
+pytestmark = pytest.mark.gpu
+
+#: |difference| / |reference|, both as norms: what is rounded to the dtype is the normed input, context and activation
+#: of each layer, and the KV rows; the spacing of float16 is 2^-11 of a value, of bfloat16 2^-8.
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+#: widths that do not fill a warp's slice, a block's units, a head of each number of pairs, each group
+ODD = {
+    **FAMILIES,
+    "narrow": replace(LLAMA, hidden_size=40, intermediate_size=24, num_heads=1, num_kv_heads=1, vocab_size=5),
+    "wide_heads": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
+    "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=64, num_heads=6, num_kv_heads=2),
+    "heads_of_80": replace(LLAMA, head_dim=80, rotary_dim=80, num_heads=7, num_kv_heads=1, qk_norm=True),
+    "many_heads_a_group": replace(LLAMA, num_heads=16, num_kv_heads=1),
+    "more_units_than_blocks": replace(LLAMA, hidden_size=1544, intermediate_size=4104, vocab_size=40_001, num_layers=1),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """A CUDA context with a stream, and the decode kernel loaded into it."""
+    if find_gpu() is None:
+        pytest.skip("no NVIDIA GPU")
+    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
+    from edgellm.engines.cuda_device import CudaDevice
+    from edgellm.kernels.decode_kernels import CudaDecodeKernels
+
+    device = CudaDevice()
+    device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
+    yield device
+    del device.decode_kernels
+    device.close()
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 rounded to nearest even, as the bits that the device holds."""
+    if dtype == "float16":
+        return values.astype(np.float16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        return values.astype(np.float32)
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """The model as its dtype holds it, in float32."""
+    return {
+        name: from_bits(to_bits(array, dtype), dtype) if array.dtype == np.float32 else array
+        for name, array in arrays.items()
+    }
+
+
+class Loaded:
+    """An engine bound to device copies of `arrays`."""
+
+    def __init__(self, gpu, config: DecoderConfig, arrays: dict[str, np.ndarray], dtype: str, rows: int) -> None:
+        from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+
+        batch = arrays["inputs_embeds"].shape[0]
+        self.gpu, self.dtype = gpu, dtype
+        self.engine = CudaDecodeEngine(gpu.decode_kernels, config, EngineShape("decode", batch, 1, rows, rows), dtype)
+        self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
+        gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
+        self.engine.attach(gpu, self.scratch)
+        self.arrays: dict[str, DeviceArray] = {}
+        for name, array in arrays.items():
+            kind = dtype if array.dtype == np.float32 else array.dtype.name
+            self.arrays[name] = gpu.empty(array.shape, kind)
+            gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
+        for name in [name for name in arrays if "_cache_" in name]:
+            self.arrays[f"present_{name}"] = self.arrays[name]
+        self.arrays["logits"] = gpu.empty((batch, 1, config.vocab_size), "float32")
+        self.clear_logits()
+        self.engine.bind(self.arrays)
+
+    def clear_logits(self) -> None:
+        logits = self.arrays["logits"]
+        self.gpu.upload(logits, np.full(logits.shape, np.nan, np.float32))
+
+    def values(self, name: str) -> np.ndarray:
+        array = self.arrays[name]
+        values = self.gpu.download(array)
+        return values if array.dtype == "float32" else from_bits(values, self.dtype)
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """Not a number in what was found makes the result not a number, which is within no tolerance."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def assert_equals_twin(gpu, config: DecoderConfig, starts: list[int], rows: int, dtype: str) -> None:
+    arrays = rounded(random_model(config, len(starts), rows, starts), dtype)
+    loaded = Loaded(gpu, config, arrays, dtype, rows)
+    loaded.engine.enqueue()
+    before = {name: array.copy() for name, array in arrays.items()}
+    step = twin_step(config, arrays, len(starts), rows)
+    decode_step(step)
+    assert relative(loaded.values("logits"), step.logits) < TOLERANCE[dtype]
+    for name in [name for name in arrays if "_cache_" in name]:
+        found = loaded.values(name)
+        for b, start in enumerate(starts):
+            assert relative(found[b, :, start], arrays[name][b, :, start]) < TOLERANCE[dtype]
+            others = np.delete(found[b], start, axis=1)
+            np.testing.assert_array_equal(others, np.delete(before[name][b], start, axis=1))
+    for name in ("hidden", "qkv", "context", "activation"):
+        array = loaded.engine._scratch[name]
+        values = gpu.download(array)
+        found = values if array.dtype == "float32" else from_bits(values, dtype)
+        assert relative(found, getattr(step, name)) < 2 * TOLERANCE[dtype], name
+    first = gpu.download(loaded.arrays["logits"])
+    loaded.clear_logits()
+    loaded.engine.enqueue()  # the same step again: counters and barrier are as before
+    np.testing.assert_array_equal(gpu.download(loaded.arrays["logits"]), first)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ODD)
+def test_each_family_and_odd_widths(gpu, family: str, dtype: str) -> None:
+    assert_equals_twin(gpu, ODD[family], [77], 128, dtype)
+
+
+@pytest.mark.parametrize("starts", [[0], [1], [30], [31], [32], [33], [511], [999], [0, 999], [5, 31, 32, 700]])
+def test_lengths_around_tiles_and_splits(gpu, starts: list[int]) -> None:
+    assert_equals_twin(gpu, FAMILIES["qwen3"], starts, 1000, "float16")
+
+
+def test_a_long_context_gives_each_split_many_tiles(gpu) -> None:
+    assert_equals_twin(gpu, replace(LLAMA, num_layers=1), [9_000], 9_001, "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_every_batch(gpu, batch: int, dtype: str) -> None:
+    assert_equals_twin(gpu, FAMILIES["llama_untied_biases"], [17 * b + 3 for b in range(batch)], 160, dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "more_units_than_blocks"])
+def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
+    config, rows, starts = ODD[family], 512, [3, 500, 64, 31, 257, 0, 511, 100]
+    arrays = random_model(config, len(starts), rows, starts)
+    together = Loaded(gpu, config, arrays, "float16", rows)
+    together.engine.enqueue()
+    expected = gpu.download(together.arrays["logits"])
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    for b in range(len(starts)):
+        own = {
+            name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array
+            for name, array in arrays.items()
+        }
+        alone = Loaded(gpu, config, own, "float16", rows)
+        alone.engine.enqueue()
+        np.testing.assert_array_equal(gpu.download(alone.arrays["logits"])[0], expected[b])
+
+
+def test_a_captured_step_follows_the_length_on_the_device(gpu) -> None:
+    config, rows = FAMILIES["llama"], 256
+    arrays = rounded(random_model(config, 1, rows, [40]), "float16")
+    loaded = Loaded(gpu, config, arrays, "float16", rows)
+    loaded.engine.enqueue()
+    graph = gpu.capture(loaded.engine.enqueue, "decode")
+    assert graph != loaded.engine.enqueue, "the step was not captured"
+    step = twin_step(config, arrays, 1, rows)
+    decode_step(step)
+    for position in (41, 42, 200):
+        arrays["kvcache_start_index"][0] = position
+        gpu.upload(loaded.arrays["kvcache_start_index"], arrays["kvcache_start_index"])
+        graph()
+        decode_step(step)
+        assert relative(loaded.values("logits"), step.logits) < TOLERANCE["float16"]
+
+
+def test_what_is_bound_is_checked(gpu) -> None:
+    config = FAMILIES["llama"]
+    arrays = random_model(config, 1, 64, [5])
+    loaded = Loaded(gpu, config, arrays, "float16", 64)
+    with pytest.raises(EngineError, match="has no tensor 'nonsense'"):
+        loaded.engine.bind({"nonsense": loaded.arrays["logits"]})
+    with pytest.raises(EngineError, match=r"logits is float16 \(1, 1, 64\), the engine expects float32 \(1, 1, 97\)"):
+        loaded.engine.bind({"logits": loaded.arrays["inputs_embeds"]})
+    with pytest.raises(EngineError, match="present_k_cache_0 must be bound to the memory of its cache"):
+        loaded.engine.bind({"present_k_cache_0": loaded.arrays["v_cache_0"]})
+        loaded.engine.enqueue()
+    with pytest.raises(EngineError, match=r"needs \d+ bytes of scratch, got 1"):
+        loaded.engine.attach(gpu, gpu.empty((1,), "uint8"))
