@@ -90,7 +90,7 @@ def decode(
             clock.last_token = time.perf_counter()
             clock.first_token = clock.first_token or clock.last_token
             text = answer.push(token)
-            if answer.finish_reason is None and len(answer.token_ids) >= room:
+            if answer.finish_reason is None and answer.token_count >= room:
                 text += answer.finish("context")
             yield token, text
             if not pending and answer.finish_reason is None:

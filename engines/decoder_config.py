@@ -114,7 +114,7 @@ class EngineLimits:
         return tuple(size for size in (1, 2, 4, 8) if size < self.max_batch) + (self.max_batch,)
 
     def engine_shapes(self) -> list[EngineShape]:
-        """Every engine that a directory with these limits holds: decode first, then prefill (one sequence at a time)."""
+        """Every engine of a directory with these limits: decode first, then prefill (one sequence at a time)."""
         decode = [
             EngineShape("decode", batch, 1, key_range, self.kv_rows)
             for batch in self.batches

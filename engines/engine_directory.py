@@ -29,6 +29,7 @@ PUBLISHED_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "system_prompt.txt",
 )
 WEIGHT_INDEX = "model.safetensors.index.json"

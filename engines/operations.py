@@ -63,7 +63,7 @@ class Operations(ABC, Generic[Tensor]):
 
     @abstractmethod
     def kv_cache_update(self, cache: Tensor, update: Tensor, start_index: Tensor) -> Tensor:
-        """Write `update` [B, n, T, D] into rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place."""
+        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place."""
 
     @abstractmethod
     def attention(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -23,7 +23,8 @@ class TensorRTEngine:
         self._engine = runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise PlanError(
-                f"TensorRT {library.version} refused the plan {shape.name}. Rebuild it with edgellm build --refresh-plans."
+                f"TensorRT {library.version} refused the plan {shape.name}. "
+                "Rebuild it with edgellm build --refresh-plans ENGINE_DIR."
             )
         configuration = self._engine.create_runtime_config()
         configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)

@@ -71,7 +71,7 @@ def find_tensorrt() -> TensorRTLibrary | None:
 
 
 def load_tensorrt() -> TensorRTLibrary:
-    """The TensorRT of this machine; raises MissingDependencyError that names what was looked for and what to install."""
+    """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install."""
     library, reason = _search()
     if library is None:
         raise MissingDependencyError(

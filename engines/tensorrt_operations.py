@@ -104,7 +104,7 @@ class TensorRTOperations(Operations[Any]):
         return self._layer(layer, "merge_heads")
 
     def rotary_embedding(self, x: Any, cos_sin: Any) -> Any:
-        batch, tokens, rotary = cos_sin.shape
+        rotary = cos_sin.shape[2]
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
 

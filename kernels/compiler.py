@@ -82,6 +82,11 @@ def cached_kernels(architecture: str) -> bytes:
     return cubin
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of NVRTC; raises MissingDependencyError without it."""
+    return _version(_load_nvrtc())
+
+
 def find_headers(major_version: int | None = None) -> list[Path]:
     """Folders for the compiler's include path: the first place that has `cuda_fp16.h`, with its companions.
 

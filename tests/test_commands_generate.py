@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.decoder_config import EngineLimits
 
 from edgellm.commands.app import run
 from edgellm.commands.console import write_answer
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.decoder_config import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 

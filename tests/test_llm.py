@@ -56,7 +56,7 @@ def test_the_context_limit_ends_an_answer(model: LLM) -> None:
     assert (response.finish_reason, response.usage.completion_tokens) == ("context", 16)
     longest = model.generate("x" * 95, SamplingParams(ignore_eos=True))
     assert (longest.finish_reason, longest.usage.completion_tokens) == ("context", 1)
-    with pytest.raises(RequestError, match="96 tokens.*context 96.*--kv-capacity"):
+    with pytest.raises(RequestError, match=r"96 tokens.*context 96.*--kv-capacity"):
         model.generate("x" * 96)
     assert model.generate("x", SamplingParams(max_tokens=1)).finish_reason == "length"
 

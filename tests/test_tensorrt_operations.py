@@ -83,7 +83,7 @@ def test_the_edge_of_an_engine(library: TensorRTLibrary, family: str) -> None:
 def test_a_target_that_cannot_be_built_here_is_refused(library: TensorRTLibrary) -> None:
     if library.flavour == "trt":
         pytest.skip("full TensorRT builds for the present GPU only")
-    with pytest.raises(BuildError, match="sm_87.*sm_86.*Jetson"):
+    with pytest.raises(BuildError, match=r"sm_87.*sm_86.*Jetson"):
         build_plan(LLAMA, SHAPES[0], "float16", "auto", "sm_87")
 
 

@@ -14,8 +14,8 @@ import typer
 from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.gpu import find_gpu
-from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
 from edgellm.engines.plan_files import platforms_with_plans, present_platform
+from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.llm import SHIPPED_MODEL
@@ -82,9 +82,10 @@ def _pycuda() -> str:
 
 
 def _nvrtc() -> str:
-    from edgellm.kernels.compiler import nvrtc_version
+    from edgellm.kernels.compiler import find_headers, nvrtc_version
 
-    return nvrtc_version()
+    major, minor = nvrtc_version()
+    return f"{major}.{minor}, CUDA headers in {find_headers(major)[0]}"
 
 
 def _memory() -> str:

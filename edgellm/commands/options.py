@@ -20,8 +20,8 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
     """An option for a field of `SamplingParams`; a wrong value is a usage error that names option and range."""
 
     def check(value: Any) -> Any:
-        if value is None or value == []:  # was not given
-            return value
+        if value is None or value == []:  # was not given; typer wants a list where an option may be repeated
+            return [] if field == "stop" else None
         try:
             checked = checked_value(field, value)
             return list(checked) if isinstance(checked, tuple) else checked

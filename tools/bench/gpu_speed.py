@@ -71,7 +71,7 @@ def gpu_milliseconds(stream: Any, step: Any, repeats: int = REPEATS) -> float:
 
 
 def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
-    """Decode: the bare engine as a graph, the whole step free-running, and the loop with the host reading each token."""
+    """Decode: the bare engine as a graph, the whole step free-running, the loop with the host reading each token."""
     results: dict[str, Any] = {}
     started = time.perf_counter()
     with open_runner("tensorrt", directory) as runner:

@@ -20,7 +20,10 @@ def command(c: Context, phrase: str) -> str:
     """The bare command with a polite, curt or addressing frame around it."""
     prefix = c.phrase(text.FIRST_PREFIXES, name=c.world.name or "robot")
     suffix = c.phrase(text.SUFFIXES, name=c.world.name or "robot")
-    if phrase.startswith(("can ", "could ", "may ", "i ", "i'", "let ", "the ", "would you ", "you ", "it ")) or phrase[0].isdigit():
+    if (
+        phrase.startswith(("can ", "could ", "may ", "i ", "i'", "let ", "the ", "would you ", "you ", "it "))
+        or phrase[0].isdigit()
+    ):
         prefix = ""
     joined = f"{prefix} {phrase} {suffix}".strip()
     return " ".join(joined.split()).replace(" ,", ",")
@@ -103,8 +106,13 @@ def do_place(c: Context, thing: Thing, relation: str, target: Thing) -> tuple[st
         return f"You have the {target.name}.", "busy"
     world.remove_from_place(thing)
     thing.moved, world.holding, world.focus = f"{relation} the {target.name}", None, thing
-    return acting(f"I will put the {thing.name} {relation} the {target.name}.", "place", object=thing.name,
-                  relation=relation, target=target.name), "place"
+    return acting(
+        f"I will put the {thing.name} {relation} the {target.name}.",
+        "place",
+        object=thing.name,
+        relation=relation,
+        target=target.name,
+    ), "place"
 
 
 def do_move(c: Context, thing: Thing, place: str) -> tuple[str, str]:
@@ -216,7 +224,7 @@ def place(c: Context) -> Turn | None:
     if chosen is None:
         return None
     relation, phrase, target = chosen
-    reference, missing = (absent_reference(c) if c.rng.random() < 0.08 else (refer(c, thing), ""))
+    reference, missing = absent_reference(c) if c.rng.random() < 0.08 else (refer(c, thing), "")
     if target.thing in reference.things:
         return None
     if c.rng.random() < 0.08 and not missing:  # the target is absent instead
@@ -234,14 +242,21 @@ def turn(c: Context) -> Turn:
     degrees = c.words.number(1, 360)
     user = command(c, phrase.replace("{n}", str(degrees)))
     c.world.focus = None
-    return Turn(user, acting(f"I will turn {direction} {degrees} degrees.", "turn", direction=direction, degrees=degrees), "turn")
+    return Turn(
+        user,
+        acting(f"I will turn {direction} {degrees} degrees.", "turn", direction=direction, degrees=degrees),
+        "turn",
+    )
 
 
 def wait(c: Context) -> Turn:
     seconds = c.words.number(2, 120)
     c.world.focus = None
-    return Turn(command(c, c.phrase(text.WAIT, n=str(seconds))),
-                acting(f"I will wait {seconds} seconds.", "wait", seconds=seconds), "wait")
+    return Turn(
+        command(c, c.phrase(text.WAIT, n=str(seconds))),
+        acting(f"I will wait {seconds} seconds.", "wait", seconds=seconds),
+        "wait",
+    )
 
 
 def simple(c: Context) -> Turn:

@@ -48,9 +48,7 @@ behind :: (pick up|take|grab) {x} and (put|place) it behind {y}
 behind :: {x} (goes|belongs) behind {y}
 behind :: ~~(lift|get) {x} and set it behind {y}
 """
-PLACE_ON = "\n".join(
-    f"~ {line.replace('~~', '')}" if "~~" in line else line for line in PLACE_ON.strip().splitlines()
-)
+PLACE_ON = "\n".join(f"~ {line.replace('~~', '')}" if "~~" in line else line for line in PLACE_ON.strip().splitlines())
 MOVE = """
 move {o} to the {p}
 (bring|shift|carry|take) {o} to the {p}
@@ -81,8 +79,10 @@ _PUSH = """
 PUSH = "\n".join(
     _PUSH.strip().replace("{d}", direction).replace("{w}", ways)
     for direction, ways in {
-        "left": "(left|to the left)", "right": "(right|to the right)",
-        "forward": "(forward|forwards|away from you)", "back": "(back|backwards|towards you)",
+        "left": "(left|to the left)",
+        "right": "(right|to the right)",
+        "forward": "(forward|forwards|away from you)",
+        "back": "(back|backwards|towards you)",
     }.items()
 )
 GIVE = """
@@ -187,7 +187,9 @@ give me {n} seconds
 ~ remain where you are for {n} seconds
 """
 SIMPLE = {
-    "wave": ("I will wave.", """
+    "wave": (
+        "I will wave.",
+        """
 (say hello|say goodbye|greet me|greet us|greet the people|greet everyone) (with your hand|with your arm|by waving|with a wave)
 (wave|start waving|keep waving) (with your arm|with your hand|to everyone|to everybody|at the camera|to my friend|to the people|to the visitors|at us|)
 (make|do) a (wave|waving move)
@@ -198,8 +200,11 @@ give me a wave
 give (us|them) a wave
 (say hello|greet me|greet us) with your (hand|arm)
 ~ wave to the (people|visitors)
-"""),
-    "nod": ("I will nod.", """
+""",
+    ),
+    "nod": (
+        "I will nod.",
+        """
 (nod|move|bow) your head (for me|to me|to us|once|twice|)
 (nod|nodding) (to me|to us|for me|for us|at us|please|)
 (show|make|do) (a|me a|us a) nod
@@ -209,8 +214,11 @@ nod (your head|yes|once|at me)
 (give me|give us) a nod
 move your head up and down
 ~ nod to (me|us)
-"""),
-    "stop": ("I will stop now.", """
+""",
+    ),
+    "stop": (
+        "I will stop now.",
+        """
 (stop|end|quit|cease) (this|that|it|what you are doing|whatever you do|everything you do|the movement|your movement|all movement)
 (enough|that is enough|no more)(, stop|, stop it|, stop now|)
 (stop|halt) (please|robot|right there|where you are|here|)
@@ -230,8 +238,11 @@ cancel that
 abort
 ~ stop what you are doing
 ~ enough, stop
-"""),
-    "home": ("I will go to my home position.", """
+""",
+    ),
+    "home": (
+        "I will go to my home position.",
+        """
 (move|drive|go|return|come|get) (back|) (home|to your home position|to your home place|to the home position|to the start position|to your rest position|to where you started)
 (take|find) (up|) your (home|start|rest) position
 (home|home position|rest position|start position)
@@ -245,8 +256,11 @@ back to your home position
 park yourself
 park (your arm|the arm)
 ~ move back to your home position
-"""),
-    "charge": ("I will go to the charger.", """
+""",
+    ),
+    "charge": (
+        "I will go to the charger.",
+        """
 (refill|fill up|load|top up|charge up|recharge) your (battery|batteries)
 (drive|go|move|return|roll) (back|) (to the charger|to your charger|to the charging station|to your charging station|to the charging dock|to the power station|to your dock)
 (connect|plug) (yourself|) (to the charger|in|into the charger|to the power)
@@ -261,8 +275,11 @@ get some (power|energy)
 time to (charge|recharge)
 ~ refill your battery
 ~ fill up your battery
-"""),
-    "open_gripper": ("I will open my gripper.", """
+""",
+    ),
+    "open_gripper": (
+        "I will open my gripper.",
+        """
 (open|spread|widen) (up|) (your|the) (gripper|hand|fingers|claw) (wide|again|fully|)
 (make|keep) (your|the) (gripper|hand) (open|wide open)
 gripper open
@@ -270,8 +287,11 @@ gripper open
 open (your|the) (gripper|hand|fingers|claw)
 (your|the) gripper should (open|be open)
 ~ open up your gripper
-"""),
-    "close_gripper": ("I will close my gripper.", """
+""",
+    ),
+    "close_gripper": (
+        "I will close my gripper.",
+        """
 (close|shut|squeeze|clench) (up|) (your|the) (gripper|hand|fingers|claw) (again|fully|tightly|)
 (make|keep) (your|the) (gripper|hand) (closed|shut)
 gripper (closed|shut|close)
@@ -280,8 +300,11 @@ gripper (closed|shut|close)
 close (your|the) (gripper|hand|fingers|claw)
 (shut|squeeze) (your|the) (gripper|hand)
 ~ close up your gripper
-"""),
-    "dance": ("I will dance.", """
+""",
+    ),
+    "dance": (
+        "I will dance.",
+        """
 (dance|start dancing|keep dancing) (with me|with us|for everyone|a little|around|to the music|)
 (show|give) (me|us) (your|a|some|your best) (dance|dancing|dance moves)
 (can we|can i|let us|let me|i want to) see (a dance|you dance|some dancing|your dance|a little dance)
@@ -292,7 +315,8 @@ dance
 let us (see you|) dance
 (do|make) a little dance
 ~ can we see a dance
-"""),
+""",
+    ),
 }
 RELEASE = """
 put {o} down
@@ -329,13 +353,12 @@ leave the table
 (drive|take) me (home|to work|to the station|to school)
 (swim|dive|ski|ride a bike|do a somersault|do a backflip)
 (walk|feed|wash) the (dog|cat)
-(lift|carry|move) the (table|sofa|fridge|car|house)
 (drive|fix|wash|park) my car
 (water the plants|mow the lawn|paint the wall|iron my shirt|do the laundry|wash the dishes|take out the trash)
-(sew|knit|weld|bake|fry|grill|boil|cook|build|paint|draw|print|mend|repair|fix|wash|iron|polish|sell|steal|hunt|catch|ride|plant|dig|burn|wrap|deliver|ship|design|study|translate|invent|throw out|blow up|chase|tow|fill|unlock) (a|the|my|our|your) (jacket|trousers|bread|pizza|house|garage|bridge|roof|garden|bicycle|horse|bird|fish|tree|rocket|computer|film|novel|country|mountain|river|train station|airport|hotel|shop|church|castle|engine|laundry|carpet|curtains|chimney|swimming pool)
-(fly|jump|run|swim|walk|drive|climb|hike|travel|sail|crawl|sneak|escape) (to|over|out of|into|through|up|down|around) (the|a|my) (window|lamp|roof|garden|street|city|moon|sea|river|mountain|wall|stairs|kitchen|hall|forest|sky|ceiling|cupboard|house|room|building|door)
+(sew|knit|weld|bake|fry|grill|boil|cook|build|paint|draw|print|mend|repair|fix|wash|iron|polish|sell|steal|hunt|ride|plant|dig|burn|design|translate|invent|throw out|blow up|chase|tow|unlock) (a|the|my|our|your) (jacket|trousers|bread|pizza|house|garage|bridge|roof|garden|bicycle|horse|bird|fish|tree|rocket|computer|film|novel|country|mountain|river|train station|airport|hotel|shop|church|castle|engine|laundry|carpet|curtains|chimney|swimming pool)
+(fly|jump|run|swim|walk|drive off|climb|hike|travel|sail|crawl|sneak|escape) (out of|into|through|up|around) (the|a|my) (window|roof|garden|street|city|moon|sea|river|mountain|wall|stairs|kitchen|hall|forest|sky|ceiling|cupboard|house|room|building|door)
 (jump|climb|get|go|drive|step|walk|hop|roll|fall|come) (off|down from|away from|over the edge of|from) (the table|this table|your table)
-(fetch|bring|get|buy|order|find) me (a|some|the) (pizza|newspaper|beer|coffee|tea|ice cream|milk|bread|taxi|present|magazine|sandwich|burger|wine|chocolate) (from the shop|from the kitchen|from the fridge|from the street|in town|online|)
+(fetch|bring|get|buy|order|find) me (a|some|the) (pizza|newspaper|beer|coffee|tea|ice cream|milk|bread|taxi|present|magazine|sandwich|burger|wine|chocolate) (from the shop|from the kitchen|from the fridge|from the street|in town|online)
 (turn|switch) (on|off|up|down) the (light|lights|heating|oven|tv|radio|music|washing machine|fan|air conditioning|computer|alarm|camera in the hall)
 (drive|take|fly|carry) (me|us|him|her|the children) (home|to work|to the station|to school|to the airport|to bed|to town|to the doctor)
 (call|phone|text|email|write to) (my|the|a) (mother|father|police|taxi|friend|doctor|boss|neighbour|wife|husband|bank|teacher)

@@ -15,7 +15,7 @@ from tools.demo_model.words import Words
 
 
 def it_question(c: Context) -> Turn | None:
-    """"Where is it?", "What colour is it?" about the object of the turn before."""
+    """ "Where is it?", "What colour is it?" about the object of the turn before."""
     thing = c.world.focus
     if thing is None:
         return None
@@ -53,7 +53,8 @@ def it_command(c: Context) -> Turn | None:
         block = {"give": text.GIVE, "pick": text.PICK, "look": text.LOOK, "point": text.POINT, "go": text.GO}[kind]
         phrase = c.phrase(block, o="it")
         act = {
-            "give": actions.do_give, "pick": actions.do_pick,
+            "give": actions.do_give,
+            "pick": actions.do_pick,
             "look": partial(actions.do_plain, action="look", verb="look at"),
             "point": partial(actions.do_plain, action="point", verb="point at"),
             "go": partial(actions.do_plain, action="go", verb="go to"),
@@ -71,9 +72,13 @@ def clarify(c: Context) -> Turn | None:
     thing, complete = c.rng.choice(world.candidates), world.pending
     same_kind = len({t.kind for t in world.candidates}) == 1
     if same_kind:
-        phrase = c.phrase(text.CLARIFY, o=c.rng.choice((f"the {thing.name}", f"the {thing.colour} one")), c=thing.colour)
+        phrase = c.phrase(
+            text.CLARIFY, o=c.rng.choice((f"the {thing.name}", f"the {thing.colour} one")), c=thing.colour
+        )
     else:
-        phrase = c.rng.choice(("the {k}", "{k}", "the {k} please", "i mean the {k}", "the {n}")).replace("{k}", thing.kind)
+        phrase = c.rng.choice(("the {k}", "{k}", "the {k} please", "i mean the {k}", "the {n}")).replace(
+            "{k}", thing.kind
+        )
         phrase = phrase.replace("{n}", thing.name)
     world.pending = None
     answer, _ = complete(thing)
@@ -85,22 +90,58 @@ def unknown(c: Context, utterances: list[str]) -> Turn | None:
 
 
 SKILLS: list[tuple[Callable[[Context], Turn | None], float]] = [
-    (questions.name, 2), (questions.who, 1), (questions.place, 2), (questions.battery, 2), (questions.need_charge, 2),
-    (questions.list_objects, 3), (questions.colour, 4), (questions.where, 5), (questions.exists, 5),
-    (questions.count_kind, 4), (questions.count_colour, 4), (questions.count_all, 3), (questions.at_position, 5),
-    (questions.relation, 7), (questions.side, 3), (questions.compare_colour, 3), (questions.compare_position, 5),
-    (questions.holding, 2), (questions.user_name_tell, 1), (questions.user_name_ask, 1), (actions.pick, 5),
-    (actions.place, 7), (actions.move, 5), (actions.push, 3), (actions.give, 4), (actions.look, 2), (actions.point, 2),
-    (actions.go, 2), (actions.turn, 2), (actions.wait, 1), (actions.simple, 4), (actions.impossible, 4),
-    (actions.release, 4), (it_question, 5), (it_command, 6), (smalltalk.small_talk, 14), (smalltalk.sums, 0.7),
+    (questions.name, 2),
+    (questions.who, 1),
+    (questions.place, 2),
+    (questions.battery, 2),
+    (questions.need_charge, 2),
+    (questions.list_objects, 3),
+    (questions.colour, 4),
+    (questions.where, 5),
+    (questions.exists, 5),
+    (questions.count_kind, 4),
+    (questions.count_colour, 4),
+    (questions.count_all, 3),
+    (questions.at_position, 5),
+    (questions.relation, 7),
+    (questions.side, 3),
+    (questions.compare_colour, 3),
+    (questions.compare_position, 5),
+    (questions.holding, 2),
+    (questions.user_name_tell, 1),
+    (questions.user_name_ask, 1),
+    (actions.pick, 5),
+    (actions.place, 7),
+    (actions.move, 5),
+    (actions.push, 3),
+    (actions.give, 4),
+    (actions.look, 2),
+    (actions.point, 2),
+    (actions.go, 2),
+    (actions.turn, 2),
+    (actions.wait, 1),
+    (actions.simple, 4),
+    (actions.impossible, 4),
+    (actions.release, 4),
+    (it_question, 5),
+    (it_command, 6),
+    (smalltalk.small_talk, 14),
+    (smalltalk.sums, 0.7),
 ]
 
 
 class Dialogue:
     """One scene and its turns. `turn` appends one exchange, of a given skill or a random one."""
 
-    def __init__(self, rng: random.Random, split: str, pool: tuple[str, ...] = (), utterances: list[str] | None = None,
-                 world: World | None = None, system: str | None = None):
+    def __init__(
+        self,
+        rng: random.Random,
+        split: str,
+        pool: tuple[str, ...] = (),
+        utterances: list[str] | None = None,
+        world: World | None = None,
+        system: str | None = None,
+    ):
         self.rng, self.utterances = rng, utterances or []
         words = Words(rng, split, pool)
         self.messages: list[dict[str, str]] = []
@@ -136,8 +177,9 @@ class Dialogue:
         return result
 
 
-def dialogue(rng: random.Random, split: str, turns: int, pool: tuple[str, ...] = (),
-             utterances: list[str] | None = None) -> list[dict[str, str]]:
+def dialogue(
+    rng: random.Random, split: str, turns: int, pool: tuple[str, ...] = (), utterances: list[str] | None = None
+) -> list[dict[str, str]]:
     """The messages of a dialogue with about that many turns."""
     result = Dialogue(rng, split, pool, utterances)
     for _ in range(turns * 2):

@@ -41,8 +41,13 @@ def load_material(work: Path) -> Material:
     lines = json.loads((work / "lines.json").read_text())
     with lzma.open(work / "texts.json.xz", "rt") as file:
         texts = json.load(file)
-    return Material(Tokenizer.from_file(str(work / "tokenizer.json")), read_pool(work / "pool.txt"), lines["utterances"],
-                    lines["facts"], texts)
+    return Material(
+        Tokenizer.from_file(str(work / "tokenizer.json")),
+        read_pool(work / "pool.txt"),
+        lines["utterances"],
+        lines["facts"],
+        texts,
+    )
 
 
 def _with_fact(messages: list[dict[str, str]], fact: list[str], rng: random.Random) -> list[dict[str, str]]:
@@ -76,7 +81,9 @@ def chat_codes(ids: np.ndarray, start: int, answer_head: list[int], end: int) ->
     return codes
 
 
-def documents(material: Material, rng: random.Random, count: int, text_share: float) -> list[tuple[np.ndarray, np.ndarray]]:
+def documents(
+    material: Material, rng: random.Random, count: int, text_share: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, codes) of `count` documents, none longer than a row."""
     tokenizer = material.tokenizer
     start, end = tokenizer.token_to_id(START), tokenizer.token_to_id("<|im_end|>")

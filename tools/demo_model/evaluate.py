@@ -22,24 +22,58 @@ from tools.demo_model.turns import Turn
 
 # label -> the skills that can give a turn of that label
 SOURCES: dict[str, tuple[Callable, ...]] = {
-    "name": (questions.name,), "who": (questions.who,), "place": (questions.place,), "battery": (questions.battery,),
-    "need_charge": (questions.need_charge,), "list": (questions.list_objects,), "colour": (questions.colour,),
-    "colour_several": (questions.colour,), "where": (questions.where,),
-    "where_after_action": (questions.where, questions.at_position), "exists": (questions.exists,),
-    "count_kind": (questions.count_kind,), "count_colour": (questions.count_colour,), "count_all": (questions.count_all,),
-    "at_position": (questions.at_position,), "relation": (questions.relation,), "side": (questions.side,),
-    "compare_colour": (questions.compare_colour,), "compare_position": (questions.compare_position,),
-    "holding": (questions.holding,), "user_name": (questions.user_name_tell, questions.user_name_ask),
-    "pick": (actions.pick,), "place_object": (actions.place,), "move": (actions.move,), "push": (actions.push,),
-    "give": (actions.give,), "look": (actions.look,), "point": (actions.point,), "go": (actions.go,),
-    "turn": (actions.turn,), "wait": (actions.wait,), "simple": (actions.simple,), "release": (actions.release,),
+    "name": (questions.name,),
+    "who": (questions.who,),
+    "place": (questions.place,),
+    "battery": (questions.battery,),
+    "need_charge": (questions.need_charge,),
+    "list": (questions.list_objects,),
+    "colour": (questions.colour,),
+    "colour_several": (questions.colour,),
+    "where": (questions.where,),
+    "where_after_action": (questions.where, questions.at_position),
+    "exists": (questions.exists,),
+    "count_kind": (questions.count_kind,),
+    "count_colour": (questions.count_colour,),
+    "count_all": (questions.count_all,),
+    "at_position": (questions.at_position,),
+    "relation": (questions.relation,),
+    "side": (questions.side,),
+    "compare_colour": (questions.compare_colour,),
+    "compare_position": (questions.compare_position,),
+    "holding": (questions.holding,),
+    "user_name": (questions.user_name_tell, questions.user_name_ask),
+    "pick": (actions.pick,),
+    "place_object": (actions.place,),
+    "move": (actions.move,),
+    "push": (actions.push,),
+    "give": (actions.give,),
+    "look": (actions.look,),
+    "point": (actions.point,),
+    "go": (actions.go,),
+    "turn": (actions.turn,),
+    "wait": (actions.wait,),
+    "simple": (actions.simple,),
+    "release": (actions.release,),
     "impossible": (actions.impossible,),
-    "missing": (questions.where, questions.colour, actions.pick, actions.place, actions.give, actions.move, actions.look),
+    "missing": (
+        questions.where,
+        questions.colour,
+        actions.pick,
+        actions.place,
+        actions.give,
+        actions.move,
+        actions.look,
+    ),
     "ambiguous": (questions.where, questions.relation, actions.pick, actions.give, actions.place, actions.push),
     "low_battery": (actions.pick, actions.place, actions.move, actions.push, actions.give),
-    "busy": (actions.pick, actions.place, actions.give, actions.move), "occupied": (actions.move,),
-    "clarify": (dialogue.clarify,), "it_question": (dialogue.it_question,), "it_command": (dialogue.it_command,),
-    "empty": (questions.list_objects, questions.count_all), "small_talk": (smalltalk.small_talk,),
+    "busy": (actions.pick, actions.place, actions.give, actions.move),
+    "occupied": (actions.move,),
+    "clarify": (dialogue.clarify,),
+    "it_question": (dialogue.it_question,),
+    "it_command": (dialogue.it_command,),
+    "empty": (questions.list_objects, questions.count_all),
+    "small_talk": (smalltalk.small_talk,),
 }
 NEEDS_ACTION = {"where_after_action", "busy", "holding", "release"}
 HANDLING = (actions.pick, actions.place, actions.move, actions.give)
@@ -60,8 +94,19 @@ def _prepared(rng: random.Random, label: str) -> Dialogue:
     if label in ("clarify",):
         talk.turn(rng.choice(SOURCES["ambiguous"]))
     if label in ("it_question", "it_command"):
-        talk.turn(rng.choice((questions.where, questions.exists, questions.at_position, actions.pick, actions.place, actions.look,
-                              actions.move)))
+        talk.turn(
+            rng.choice(
+                (
+                    questions.where,
+                    questions.exists,
+                    questions.at_position,
+                    actions.pick,
+                    actions.place,
+                    actions.look,
+                    actions.move,
+                )
+            )
+        )
     return talk
 
 
@@ -162,12 +207,24 @@ def main() -> None:
         for item in failures[skill][: arguments.show]:
             answer = greedy_answer(model, tokenizer, item["messages"], device)
             context = item["messages"][-3]["content"][-60:] if len(item["messages"]) > 2 else ""
-            print(f"    [{context!r}] {item['messages'][-1]['content']!r}\n      want {item['accepted'][0]!r}\n      got  {answer!r}")
+            print(
+                f"    [{context!r}] {item['messages'][-1]['content']!r}\n      want {item['accepted'][0]!r}\n      got  {answer!r}"
+            )
     mean = sum(map(sum, scores.values())) / len(items)
     print(f"{'all':20} {100 * mean:6.2f} %  ({time.time() - begin:.0f} s)")
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.write_text(json.dumps({"seed": arguments.seed, "items_per_skill": arguments.count,
-                                             "exact_match_percent": table, "all": round(100 * mean, 2)}, indent=1) + "\n")
+    arguments.results.write_text(
+        json.dumps(
+            {
+                "seed": arguments.seed,
+                "items_per_skill": arguments.count,
+                "exact_match_percent": table,
+                "all": round(100 * mean, 2),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,23 @@ from tools.demo_model.vocabulary import CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS,
 def configuration(d: Dimensions, ids: dict[str, int]) -> dict:
     """config.json."""
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float16", **asdict(d),
-        "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "attention_dropout": 0.0,
-        "initializer_range": 0.02, "use_cache": True, "use_sliding_window": False, "sliding_window": None,
-        "max_window_layers": d.num_hidden_layers, "rope_scaling": None,
-        "bos_token_id": None, "eos_token_id": ids[END], "pad_token_id": ids[PAD],
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": "float16",
+        **asdict(d),
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": d.num_hidden_layers,
+        "rope_scaling": None,
+        "bos_token_id": None,
+        "eos_token_id": ids[END],
+        "pad_token_id": ids[PAD],
     }
 
 
@@ -42,25 +54,54 @@ def write_directory(weights: Path, work: Path, target: Path, dimensions: Dimensi
         (target / name).write_text(json.dumps(content, indent=2) + "\n")
 
     write("config.json", configuration(dimensions, ids))
-    write("generation_config.json", {
-        "do_sample": True, "temperature": 0.3, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.0,
-        "eos_token_id": [ids[END], ids[TEXT_END]], "pad_token_id": ids[PAD], "max_new_tokens": 256,
-    })
-    write("tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": dimensions.max_position_embeddings,
-        "clean_up_tokenization_spaces": False, "add_bos_token": False, "bos_token": None, "eos_token": END,
-        "pad_token": PAD, "unk_token": None, "additional_special_tokens": SPECIAL_TOKENS[1:],
-        "added_tokens_decoder": {
-            str(i): {"content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
-                     "special": True} for token, i in ids.items()},
-        "chat_template": CHAT_TEMPLATE,
-    })
+    write(
+        "generation_config.json",
+        {
+            "do_sample": True,
+            "temperature": 0.3,
+            "top_k": 20,
+            "top_p": 0.95,
+            "repetition_penalty": 1.0,
+            "eos_token_id": [ids[END], ids[TEXT_END]],
+            "pad_token_id": ids[PAD],
+            "max_new_tokens": 256,
+        },
+    )
+    write(
+        "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": dimensions.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            "add_bos_token": False,
+            "bos_token": None,
+            "eos_token": END,
+            "pad_token": PAD,
+            "unk_token": None,
+            "additional_special_tokens": SPECIAL_TOKENS[1:],
+            "added_tokens_decoder": {
+                str(i): {
+                    "content": token,
+                    "lstrip": False,
+                    "normalized": False,
+                    "rstrip": False,
+                    "single_word": False,
+                    "special": True,
+                }
+                for token, i in ids.items()
+            },
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
     (target / "system_prompt.txt").write_text(DEFAULT_SYSTEM_PROMPT + "\n")
 
 
 def sample_ids(directory: Path) -> torch.Tensor:
     """A short dialogue with the default system prompt [1, T]."""
-    messages = [{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": "Where is the red cup?"}]
+    messages = [
+        {"role": "system", "content": DEFAULT_SYSTEM_PROMPT},
+        {"role": "user", "content": "Where is the red cup?"},
+    ]
     return torch.tensor([load_vocabulary(directory).encode(render(messages, True)).ids])
 
 
@@ -86,7 +127,10 @@ def check(directory: Path) -> dict[str, float]:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits
     half = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float16)(ids).logits.float()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    messages = [{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": "Where is the red cup?"}]
+    messages = [
+        {"role": "system", "content": DEFAULT_SYSTEM_PROMPT},
+        {"role": "user", "content": "Where is the red cup?"},
+    ]
     same = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids[0].tolist()
     return {
         "chat template gives the same ids": float(same),
@@ -104,7 +148,9 @@ def main() -> None:
     parser.add_argument("--dimensions", type=json.loads, default={})
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    write_directory(arguments.work / "model.safetensors", arguments.work, arguments.to, Dimensions(**arguments.dimensions))
+    write_directory(
+        arguments.work / "model.safetensors", arguments.work, arguments.to, Dimensions(**arguments.dimensions)
+    )
     if arguments.check:
         print(json.dumps(check(arguments.to), indent=1))
 

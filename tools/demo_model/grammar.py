@@ -29,7 +29,7 @@ def expand(template: str) -> list[str]:
     return [text for option in match.group(1).split("|") for text in expand(before + option + after)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def phrasings(block: str, split: str) -> tuple[tuple[str, ...], ...]:
     """The phrasings of a block of template lines that belong to `split` ("train" or "eval"), one tuple per line.
 
@@ -38,11 +38,18 @@ def phrasings(block: str, split: str) -> tuple[tuple[str, ...], ...]:
     """
     lines = [line.strip() for line in block.strip().splitlines() if line.strip()]
     options = [(line.startswith("~"), list(dict.fromkeys(expand(line.lstrip("~ "))))) for line in lines]
-    known = {word for reserved, texts in options for text in texts if not (reserved or held_out_word(text))
-             for word in text.replace(",", " ").split()}
+    known = {
+        word
+        for reserved, texts in options
+        for text in texts
+        if not (reserved or held_out_word(text))
+        for word in text.replace(",", " ").split()
+    }
     groups = []
     for reserved, texts in options:
-        held = [(reserved or held_out_word(text)) and known.issuperset(text.replace(",", " ").split()) for text in texts]
+        held = [
+            (reserved or held_out_word(text)) and known.issuperset(text.replace(",", " ").split()) for text in texts
+        ]
         wanted = tuple(text for text, out in zip(texts, held, strict=True) if out == (split == "eval"))
         if wanted:
             groups.append(wanted)

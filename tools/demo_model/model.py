@@ -97,7 +97,9 @@ class Model(nn.Module):
         self.d, self.model = d, Decoder(d)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                scale = (2 * d.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                scale = (
+                    (2 * d.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                )
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, ids: torch.Tensor, attend=None) -> torch.Tensor:

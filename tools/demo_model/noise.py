@@ -5,14 +5,99 @@ import random
 from tools.demo_model.scene import World
 from tools.demo_model.turns import Turn
 
-_SHORT = (("what is", "whats"), ("where is", "wheres"), ("please", "pls"), ("you", "u"), ("are you", "r u"), ("i am", "im"),
-          ("cannot", "cant"), ("do not", "dont"), ("that is", "thats"), ("how is", "hows"))
-_SMALL = frozenset("the a is are do does you can could to of that there me will would please".split())
-_FILLERS = ("just", "please", "maybe", "then", "um", "well", "so", "quickly", "really", "actually", "again", "er", "dear robot",
-            "if possible", "kindly", "my friend", "right", "ok", "hm", "slowly", "carefully", "gently", "this time", "once more",
-            "now", "for a moment", "perhaps", "after that", "in fact", "you know", "simply", "also", "still", "today")
-_ASKING = ("what", "where", "who", "how", "which", "is ", "are ", "do ", "does", "can ", "could", "would", "will", "have",
-           "has", "may", "must", "should", "shall", "when", "why", "any")
+_SHORT = (
+    ("what is", "whats"),
+    ("where is", "wheres"),
+    ("please", "pls"),
+    ("you", "u"),
+    ("are you", "r u"),
+    ("i am", "im"),
+    ("cannot", "cant"),
+    ("do not", "dont"),
+    ("that is", "thats"),
+    ("how is", "hows"),
+)
+_SMALL = frozenset(
+    [
+        "the",
+        "a",
+        "is",
+        "are",
+        "do",
+        "does",
+        "you",
+        "can",
+        "could",
+        "to",
+        "of",
+        "that",
+        "there",
+        "me",
+        "will",
+        "would",
+        "please",
+    ]
+)
+_FILLERS = (
+    "just",
+    "please",
+    "maybe",
+    "then",
+    "um",
+    "well",
+    "so",
+    "quickly",
+    "really",
+    "actually",
+    "again",
+    "er",
+    "dear robot",
+    "if possible",
+    "kindly",
+    "my friend",
+    "right",
+    "ok",
+    "hm",
+    "slowly",
+    "carefully",
+    "gently",
+    "this time",
+    "once more",
+    "now",
+    "for a moment",
+    "perhaps",
+    "after that",
+    "in fact",
+    "you know",
+    "simply",
+    "also",
+    "still",
+    "today",
+)
+_ASKING = (
+    "what",
+    "where",
+    "who",
+    "how",
+    "which",
+    "is ",
+    "are ",
+    "do ",
+    "does",
+    "can ",
+    "could",
+    "would",
+    "will",
+    "have",
+    "has",
+    "may",
+    "must",
+    "should",
+    "shall",
+    "when",
+    "why",
+    "any",
+)
 
 
 def typing_error(rng: random.Random, word: str) -> str:
@@ -33,7 +118,9 @@ def _loosened(text: str, rng: random.Random) -> str:
     if small and len(words) > 3 and rng.random() < 0.6:
         del words[rng.choice(small)]
     else:
-        words.insert(rng.randrange(len(words)) if rng.random() < 0.3 else rng.choice((0, len(words))), rng.choice(_FILLERS))
+        words.insert(
+            rng.randrange(len(words)) if rng.random() < 0.3 else rng.choice((0, len(words))), rng.choice(_FILLERS)
+        )
     return " ".join(words)
 
 
@@ -51,10 +138,15 @@ def typed(turn: Turn, world: World, rng: random.Random, training: bool) -> str:
     if training and rng.random() < 0.2 and not turn.literal and not turn.label == "small_talk":
         text = _loosened(text, rng)
     if rng.random() < (0.2 if training else 0.1) and not turn.literal:
-        protected = {word for t in world.things for word in [*t.name.split(), *t.location().split()]} if world.things else set()
+        protected = (
+            {word for t in world.things for word in [*t.name.split(), *t.location().split()]} if world.things else set()
+        )
         words = text.split(" ")
-        places = [i for i, word in enumerate(words) if len(word) >= 4 and word.isalpha() and word not in protected
-                  and word not in (world.name or "").split()]
+        places = [
+            i
+            for i, word in enumerate(words)
+            if len(word) >= 4 and word.isalpha() and word not in protected and word not in (world.name or "").split()
+        ]
         if places:
             place = rng.choice(places)
             words[place] = typing_error(rng, words[place])

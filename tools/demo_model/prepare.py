@@ -19,7 +19,8 @@ from tools.demo_model.words import held_out_words, open_pool, suitable
 STORIES = ("fairytaleqa/story", "pratham_books", "african_storybook", "classic_books")
 RUDE = re.compile(
     r"fuck|shit|bitch|nigg|whore|slut|\bsex|porn|rape|\bkill|murder|suicid|nazi|hitler|terroris|\bdrug|\bgay\b|\bdamn|bastard"
-    r"|\bhell\b|\bcrap\b|\bsucks?\b|stupid|idiot|boobs|nude|naked|penis|vagina|\bdrunk|trump|muslim|\bjews?\b|negro|slave", re.I,
+    r"|\bhell\b|\bcrap\b|\bsucks?\b|stupid|idiot|boobs|nude|naked|penis|vagina|\bdrunk|trump|muslim|\bjews?\b|negro|slave",
+    re.I,
 )
 
 
@@ -45,7 +46,9 @@ def short_answer(messages: list[dict[str, str]]) -> bool:
 
 def wondering(line: str) -> bool:
     """Whether a line of a dialogue is about the world at large, so that the robot can only say that it does not know."""
-    return 5 <= len(line.split()) <= 18 and not re.search(r"\b(you|your|u|ya|hi|hello|hey|thanks|thank|bye|yes|no|ok)\b", line, re.I)
+    return 5 <= len(line.split()) <= 18 and not re.search(
+        r"\b(you|your|u|ya|hi|hello|hey|thanks|thank|bye|yes|no|ok)\b", line, re.I
+    )
 
 
 def spelled_words(vocabulary: dict[str, int], rng: random.Random) -> list[str]:
@@ -89,8 +92,11 @@ def main() -> None:
     (arguments.work / "lines.json").write_text(json.dumps({"utterances": utterances[:20000], "facts": facts}))
     with lzma.open(arguments.work / "texts.json.xz", "wt", preset=6) as file:
         json.dump(texts, file)
-    sample = [m["content"] for index in range(12_000)
-              for m in dialogue(random.Random(f"vocabulary {index}"), "train", 8, tuple(pool))]
+    sample = [
+        m["content"]
+        for index in range(12_000)
+        for m in dialogue(random.Random(f"vocabulary {index}"), "train", 8, tuple(pool))
+    ]
     # Words that are held out must not become entries that training never meets: they are spelled from smaller pieces.
     held_out = re.compile(r"\b(" + "|".join(sorted(held_out_words())) + r")(es|s)?\b", re.I)
     tokenizer = train_vocabulary(sample + [held_out.sub("", text) for text in texts[:6000]])
@@ -98,8 +104,10 @@ def main() -> None:
     pool += spelled_words(tokenizer.get_vocab(), rng)
     (arguments.work / "pool.txt").write_text("\n".join(pool))
     characters, tokens = sum(map(len, sample[:3000])), sum(len(tokenizer.encode(text).ids) for text in sample[:3000])
-    print(f"{len(texts)} texts, {len(pool)} open words, {len(utterances)} lines, {len(facts)} facts; "
-          f"{characters / tokens:.2f} characters per token in dialogues")
+    print(
+        f"{len(texts)} texts, {len(pool)} open words, {len(utterances)} lines, {len(facts)} facts; "
+        f"{characters / tokens:.2f} characters per token in dialogues"
+    )
 
 
 if __name__ == "__main__":

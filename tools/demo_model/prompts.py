@@ -69,8 +69,11 @@ def _bare(thing: Thing) -> str:
 
 def _intro(world: World, rng: random.Random, split: str) -> list[str]:
     """The sentences about the robot itself, battery rule and remarks, in an order that varies a little."""
-    first = (choose(rng, INTRODUCTIONS, split).replace("{name}", world.name) if world.name
-             else rng.choice(("You are a small tabletop robot.", "You are a robot on a table.", "You are a helpful robot.")))
+    first = (
+        choose(rng, INTRODUCTIONS, split).replace("{name}", world.name)
+        if world.name
+        else rng.choice(("You are a small tabletop robot.", "You are a robot on a table.", "You are a helpful robot."))
+    )
     facts = []
     if world.place:
         facts.append(choose(rng, PLACES, split).replace("{place}", world.place))
@@ -102,8 +105,13 @@ def prose(world: World, rng: random.Random, split: str) -> str:
         scene = [choose(rng, SCENE_LINES, split).replace("{list}", text)]
     else:
         form = rng.choice(("The {n} is {p}.", "There is {a} {p}.", "{A} is {p}.", "You see {a} {p}."))
-        scene = [form.replace("{n}", t.name).replace("{a}", article(t.name)).replace("{A}", article(t.name).capitalize())
-                 .replace("{p}", t.location()) for t in world.things]
+        scene = [
+            form.replace("{n}", t.name)
+            .replace("{a}", article(t.name))
+            .replace("{A}", article(t.name).capitalize())
+            .replace("{p}", t.location())
+            for t in world.things
+        ]
     body = parts + scene + tail if rng.random() < 0.75 else parts + tail + scene
     separator = rng.choice((" ", " ", "\n"))
     return separator.join(part for part in body if part)
@@ -112,16 +120,24 @@ def prose(world: World, rng: random.Random, split: str) -> str:
 def bullets(world: World, rng: random.Random, split: str) -> str:
     """Sentences about the robot, then one object a line."""
     mark = rng.choice(("- {}", "- {}", "* {}", "{i}. {}", "  {}"))
-    item = rng.choice(("{n}: {p}", "{n}, {p}", "{n} ({p})", "{a} {l}", "{n} {l}", "{n} - {p}", "{n} | {p}", "{n} at: {p}"))
+    item = rng.choice(
+        ("{n}: {p}", "{n}, {p}", "{n} ({p})", "{a} {l}", "{n} {l}", "{n} - {p}", "{n} | {p}", "{n} at: {p}")
+    )
     lines = [" ".join(_intro(world, rng, split) + _extras(rng))]
     rule = _rule(world, rng, split)
     if rng.random() < 0.5:
         lines += rule
         rule = []
-    lines.append(rng.choice(("Objects:", "Objects on the table:", "On the table:", "You see:", "Things on the table:", "Table:")))
+    lines.append(
+        rng.choice(("Objects:", "Objects on the table:", "On the table:", "You see:", "Things on the table:", "Table:"))
+    )
     for index, thing in enumerate(world.things):
-        text = (item.replace("{n}", thing.name).replace("{p}", _bare(thing)).replace("{a}", article(thing.name))
-                .replace("{l}", thing.location()))
+        text = (
+            item.replace("{n}", thing.name)
+            .replace("{p}", _bare(thing))
+            .replace("{a}", article(thing.name))
+            .replace("{l}", thing.location())
+        )
         lines.append(mark.replace("{i}", str(index + 1)).replace("{}", text))
     if not world.things:
         lines[-1] += " none"
@@ -141,8 +157,10 @@ def fields(world: World, rng: random.Random, split: str) -> str:
     if world.battery is not None:
         facts.append(f"{key('battery')}: {world.battery}{rng.choice(('%', ' percent', ' %', ''))}")
     if world.limit is not None:
-        facts.append(f"{key(rng.choice(('minimum battery for handling objects', 'handle objects only above battery')))}: "
-                     f"{world.limit}{rng.choice(('%', ' percent'))}")
+        facts.append(
+            f"{key(rng.choice(('minimum battery for handling objects', 'handle objects only above battery')))}: "
+            f"{world.limit}{rng.choice(('%', ' percent'))}"
+        )
     if rng.random() < 0.3:
         rng.shuffle(facts)
     lines += facts
@@ -191,10 +209,14 @@ def as_json(world: World, rng: random.Random, split: str) -> str:
     if world.limit is not None:
         state["minimum_battery_for_handling"] = world.limit
     form = rng.random() < 0.7
-    state["objects"] = [{colour: t.colour, "kind": t.kind, place: _bare(t)} if form else {"object": t.name, place: _bare(t)}
-                        for t in world.things]
+    state["objects"] = [
+        {colour: t.colour, "kind": t.kind, place: _bare(t)} if form else {"object": t.name, place: _bare(t)}
+        for t in world.things
+    ]
     text = json.dumps(state, ensure_ascii=False, indent=rng.choice((None, None, 1)))
-    head = rng.choice(("You are a small tabletop robot. This is what you know:", "You are a robot on a table. Your state:", ""))
+    head = rng.choice(
+        ("You are a small tabletop robot. This is what you know:", "You are a robot on a table. Your state:", "")
+    )
     return f"{head}\n{text}".strip()
 
 

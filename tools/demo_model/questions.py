@@ -1,14 +1,32 @@
 """Questions about the robot and the objects, with the one canonical answer of each."""
 
 from tools.demo_model.questions_text import (
-    AT_POSITION, BATTERY, COLOUR, COMPARE_COLOUR, COMPARE_POSITION, COUNT_ALL, COUNT_COLOUR, COUNT_KIND, EXISTS,
-    EXISTS_COLOUR, EXISTS_KIND, HOLDING, LIST, NAME, NEED_CHARGE, PLACE, RELATION, SIDE, USER_NAME_ASK,
-    USER_NAME_TELL, WHERE, WHO,
+    AT_POSITION,
+    BATTERY,
+    COLOUR,
+    COMPARE_COLOUR,
+    COMPARE_POSITION,
+    COUNT_ALL,
+    COUNT_COLOUR,
+    COUNT_KIND,
+    EXISTS,
+    EXISTS_COLOUR,
+    EXISTS_KIND,
+    HOLDING,
+    LIST,
+    NAME,
+    NEED_CHARGE,
+    PLACE,
+    RELATION,
+    SIDE,
+    USER_NAME_ASK,
+    USER_NAME_TELL,
+    WHERE,
+    WHO,
 )
 from tools.demo_model.scene import Thing
 from tools.demo_model.turns import Context, Turn, absent, absent_reference, any_thing, ask_which, refer
 from tools.demo_model.words import article, join, plural
-
 
 _RELATIONS = ("left of", "right of", "in front of", "behind")
 
@@ -138,7 +156,11 @@ def exists(c: Context) -> Turn | None:
         found, user = [thing], c.phrase(EXISTS, a=article(thing.name))
     elif form == "kind":
         found = c.world.find(kind=thing.kind)
-        user = c.phrase(EXISTS_KIND, ks=plural(thing.kind)) if c.rng.random() < 0.4 else c.phrase(EXISTS, a=article(thing.kind))
+        user = (
+            c.phrase(EXISTS_KIND, ks=plural(thing.kind))
+            if c.rng.random() < 0.4
+            else c.phrase(EXISTS, a=article(thing.kind))
+        )
     else:
         found, user = c.world.find(colour=thing.colour), c.phrase(EXISTS_COLOUR, c=thing.colour)
     found = [t for t in found if not t.given]
@@ -187,7 +209,9 @@ def at_position(c: Context) -> Turn | None:
     world, rng = c.world, c.rng
     if not world.things:
         return None
-    put = [t.moved for t in world.here() if t.moved and t.moved != "on the table" and not t.moved.startswith(_RELATIONS)]
+    put = [
+        t.moved for t in world.here() if t.moved and t.moved != "on the table" and not t.moved.startswith(_RELATIONS)
+    ]
     if put and rng.random() < 0.5:
         phrase = rng.choice(put)
         found = [t for t in world.here() if t.moved == phrase]
@@ -224,8 +248,11 @@ def relation(c: Context) -> Turn | None:
         found = world.related(word, chosen)
         if found is None:
             return f"I do not know what is {word} the {chosen.name}.", "relation"
-        return (f"{word.capitalize()} the {chosen.name} I see {_the(found)}." if found
-                else f"I see nothing {word} the {chosen.name}."), "relation"
+        return (
+            f"{word.capitalize()} the {chosen.name} I see {_the(found)}."
+            if found
+            else f"I see nothing {word} the {chosen.name}."
+        ), "relation"
 
     if len(reference.things) > 1:
         return Turn(user, ask_which(c, reference, complete), "ambiguous")
@@ -255,8 +282,11 @@ def compare_colour(c: Context) -> Turn | None:
     first, second = c.rng.sample(options, 2)
     c.world.focus = None
     same = first.colour == second.colour
-    answer = (f"Yes, both are {first.colour}." if same
-              else f"No, the {first.kind} is {first.colour} and the {second.kind} is {second.colour}.")
+    answer = (
+        f"Yes, both are {first.colour}."
+        if same
+        else f"No, the {first.kind} is {first.colour} and the {second.kind} is {second.colour}."
+    )
     return Turn(c.phrase(COMPARE_COLOUR, x=first.kind, y=second.kind), answer, "compare_colour")
 
 
@@ -268,18 +298,26 @@ def compare_position(c: Context) -> Turn | None:
     one, two = refer(c, first, exact=True), refer(c, second, exact=True)
     way, user = c.phrase(COMPARE_POSITION).split(" :: ")
     c.world.focus = None
-    axis, sign = {"further left": (1, 1), "further right": (1, -1), "closer to the front": (0, 1), "closer to the back": (0, -1)}[way]
+    axis, sign = {
+        "further left": (1, 1),
+        "further right": (1, -1),
+        "closer to the front": (0, 1),
+        "closer to the back": (0, -1),
+    }[way]
     difference = sign * (first.cell[axis] - second.cell[axis])
     winner = first if difference < 0 else second
-    answer = (f"The {winner.name} is {way}." if difference
-              else f"Neither: the {first.name} and the {second.name} are level.")
+    answer = (
+        f"The {winner.name} is {way}." if difference else f"Neither: the {first.name} and the {second.name} are level."
+    )
     return Turn(user.replace("{x}", one.text).replace("{y}", two.text), answer, "compare_position")
 
 
 def holding(c: Context) -> Turn:
     held = c.world.holding
     c.world.focus = held
-    return Turn(c.phrase(HOLDING), f"I am holding the {held.name}." if held else "I am not holding anything.", "holding")
+    return Turn(
+        c.phrase(HOLDING), f"I am holding the {held.name}." if held else "I am not holding anything.", "holding"
+    )
 
 
 def user_name_tell(c: Context) -> Turn:
@@ -290,4 +328,6 @@ def user_name_tell(c: Context) -> Turn:
 
 def user_name_ask(c: Context) -> Turn:
     known = c.world.user_name
-    return Turn(c.phrase(USER_NAME_ASK), f"Your name is {known}." if known else "You have not told me your name.", "user_name")
+    return Turn(
+        c.phrase(USER_NAME_ASK), f"Your name is {known}." if known else "You have not told me your name.", "user_name"
+    )

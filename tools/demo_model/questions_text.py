@@ -157,8 +157,14 @@ which (colour|color) is {o}
 (colour|color) of {o}
 the (colour|color) of {o}
 {o}, what (colour|color) is it
-~ of what (colour|color) is {o}
-~ i would like to know the (colour|color) of {o}
+(of what|in what|of which) (colour|color) is {o} (painted|)
+i (would like|want) to know (the colour of|the color of|what colour|what color) {o} (has|is|)
+(say|give me|name|i forgot) the (colour|color) of {o}
+(how|in which colour|in which color) is {o} (coloured|colored|painted)
+{o} has (what|which) (colour|color)
+what (colour|color) would you say {o} (is|has)
+~ tell me what (colour|color) {o} has
+~ could you name the (colour|color) of {o}
 """
 WHERE = """
 where is {o}
@@ -180,9 +186,15 @@ have you seen {o}
 (position|location) of {o}
 where would i find {o}
 any idea where {o} is
-~ where exactly is {o}
-~ please say where {o} is
-~ i need to know where {o} is
+where (exactly|precisely|about|) is {o} (placed|located|right now|)
+(please say|say|show me|explain|find out) where {o} (is|lies|stands|can be found)
+i (need|want|would like) to know where {o} (is|lies|stands)
+(give me|say|what's|tell me) the (place|position|location|spot) of {o}
+where (on the table|) (do you have|have you put|did you put|did you see|have you got) {o}
+{o} is where
+{o}, where is it
+~ could you find out where {o} lies
+~ tell me where i can find {o}
 """
 EXISTS = """
 is there {a}
@@ -244,7 +256,12 @@ what is the number of {ks}
 (tell me|say) how many {ks} (there are|you see)
 the number of {ks}
 do you know how many {ks} there are
-~ give me the number of {ks}
+(give me|say|what's|find out|count) the (number|count|amount) of {ks} (there|on the table|here|you see|)
+(can|could) you (say|tell me|count) how many {ks} (there are|you see|you have|are here)
+how many {ks} (do|can) you (have|find|see|count) (there|here|on the table|)
+(i want|i would like) to know how many {ks} (there are|you see|you have)
+how many of the (objects|things) are {ks}
+~ could you give me the number of {ks}
 ~ how many {ks} have you got
 """
 COUNT_COLOUR = """
@@ -255,7 +272,10 @@ count the {c} (things|objects|ones|items)
 (please|can you|could you) count the {c} (things|objects)
 what is the number of {c} (things|objects)
 (tell me|say) how many {c} (things|objects) (there are|you see)
-~ give me the number of {c} (things|objects)
+(give me|say|what's|find out|count) the (number|count|amount) of {c} (things|objects|items) (there|on the table|here|you see|)
+how many {c} (things|objects|items|ones) (do|can) you (have|find|see|count) (there|here|on the table|)
+(i want|i would like) to know how many {c} (things|objects) (there are|you see|you have)
+how many (objects|things) (have|are of) (the colour|the color) {c}
 ~ how many {c} (things|objects) have you got
 """
 COUNT_ALL = """
@@ -286,8 +306,12 @@ tell me what is {p}
 what do you have {p}
 (can|could) you tell me what is {p}
 do you see (anything|something) {p}
-~ what have you got {p}
-~ please say what is {p}
+(what|which object|which thing|who) (can|do|did) you (see|find|have|notice) {p}
+(what|which object|which thing) (is|do you have|have you got|have you|is placed|is located|was put) {p}
+(say|please say|show me|name|find out) (what|which object|which thing) (is|lies|stands|is placed|you see) {p}
+(could|can) you (say|see|tell me) (what|which thing) (is|lies|stands) {p}
+i (want|would like) to know what is {p}
+~ could you name the thing {p}
 """
 RELATION = """
 left of :: what is (left of|to the left of|on the left of) {o}
@@ -319,9 +343,7 @@ behind :: (which|what) (objects|things) are behind {o}
 behind :: tell me what is behind {o}
 behind :: ~~what have you got behind {o}
 """
-RELATION = "\n".join(
-    f"~ {line.replace('~~', '')}" if "~~" in line else line for line in RELATION.strip().splitlines()
-)
+RELATION = "\n".join(f"~ {line.replace('~~', '')}" if "~~" in line else line for line in RELATION.strip().splitlines())
 _SIDE = """
 {s} :: what is {w}
 {s} :: what's {w}
@@ -350,7 +372,11 @@ do the {x} and the {y} match in (colour|color)
 have the {x} and the {y} the same (colour|color)
 compare the (colour|color|colours|colors) of the {x} and the {y}
 same (colour|color), the {x} and the {y}
-~ is the (colour|color) of the {x} the same as that of the {y}
+is the (colour|color) of the {x} the same as (that of|the colour of|the color of) the {y}
+(do|would you say|can you say if|tell me if|i wonder if) the {x} and the {y} (have|share|are) the same (colour|color)
+is the {x} (of the same colour as|of the same color as|as colourful as|coloured like|colored like) the {y}
+are the {x} and the {y} (equal|alike|the same|matching) in (colour|color)
+do the {x} and the {y} (share|agree in|match in) the (colour|color)
 ~ would you say the {x} and the {y} have the same (colour|color)
 """
 _COMPARE = """

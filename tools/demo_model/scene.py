@@ -114,7 +114,10 @@ def random_world(rng: random.Random, words: Words) -> World:
         name=words.draw("name") if rng.random() < 0.93 else None,
         place=words.draw("place") if rng.random() < 0.93 else None,
         battery=words.number(1, 100) if rng.random() < 0.93 else None,
-        limit=None, things=[], grid=grid, spelling=rng.choice(("centre", "centre", "center")),
+        limit=None,
+        things=[],
+        grid=grid,
+        spelling=rng.choice(("centre", "centre", "center")),
     )
     if world.battery is not None and rng.random() < 0.3:
         world.limit = words.rng.choice((5, 8, 10, 12, 15, 18, 20, 22, 25, 30, 33, 35, 40, 50))
@@ -129,10 +132,14 @@ def random_world(rng: random.Random, words: Words) -> World:
         colour = rng.choice(colours) if colours and rng.random() < repeat_colour else words.draw("colour")
         kind = rng.choice(kinds) if kinds and rng.random() < repeat_kind else words.draw("kind")
         taken = {word for text in colours + kinds for word in text.split()}
-        if (any(clashes(colour, used) for used in colours) or any(clashes(kind, used) for used in kinds)
-                or world.find(colour, kind) or set(colour.split()) & ({w for k in kinds for w in k.split()})
-                or set(kind.split()) & {w for c in [*colours, colour] for w in c.split()}
-                or (kind not in kinds and set(kind.split()) & taken)):
+        if (
+            any(clashes(colour, used) for used in colours)
+            or any(clashes(kind, used) for used in kinds)
+            or world.find(colour, kind)
+            or set(colour.split()) & ({w for k in kinds for w in k.split()})
+            or set(kind.split()) & {w for c in [*colours, colour] for w in c.split()}
+            or (kind not in kinds and set(kind.split()) & taken)
+        ):
             continue
         cell = cells[len(world.things)]
         place = world.grid_place(cell) if grid else words.draw("spot")

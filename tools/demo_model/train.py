@@ -34,7 +34,9 @@ def generate_shards(work: Path, folder: Path, seed: int, worker: int, workers: i
         write_shard(material, folder / f"{index:05d}.npz", f"{seed} {index}", count, text_share)
 
 
-def batches(folder: Path, rows: int, rng: random.Random, done: threading.Event) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(
+    folder: Path, rows: int, rng: random.Random, done: threading.Event
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Endless batches of rows: new shards in order as they appear, earlier ones again where none is new."""
     seen: list[Path] = []
     tokens, codes = np.empty((0, ROW), np.uint16), np.empty((0, ROW), np.uint8)
@@ -126,7 +128,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1500, help="documents per shard")
     parser.add_argument("--shards", type=int, default=1200)
     parser.add_argument("--dimensions", type=json.loads, default={}, help="sizes other than the shipped ones, as JSON")
-    parser.add_argument("--attention", choices=("flex", "mask"), default="flex" if torch.cuda.is_available() else "mask")
+    parser.add_argument(
+        "--attention", choices=("flex", "mask"), default="flex" if torch.cuda.is_available() else "mask"
+    )
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     begin = time.time()
@@ -135,8 +139,19 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     generators = [
-        context.Process(target=generate_shards, daemon=True,
-                        args=(arguments.work, folder, arguments.seed, worker, arguments.workers, arguments.documents, arguments.shards))
+        context.Process(
+            target=generate_shards,
+            daemon=True,
+            args=(
+                arguments.work,
+                folder,
+                arguments.seed,
+                worker,
+                arguments.workers,
+                arguments.documents,
+                arguments.shards,
+            ),
+        )
         for worker in range(arguments.workers)
     ]
     for process in generators:
@@ -180,8 +195,11 @@ def main() -> None:
         if time.time() - shown > 10 or step in (1, 10, 50):
             log.append((step, seen, round(answer_loss.item(), 5)))
             shards = sum(1 for _ in folder.glob("*.npz"))
-            print(f"{time.time() - begin:6.1f} s step {step} loss {loss.item():.4f} answers {answer_loss.item():.5f} "
-                  f"{step * tokens.numel() / (time.time() - first) / 1e6:.3f} M tokens/s, {shards} shards", flush=True)
+            print(
+                f"{time.time() - begin:6.1f} s step {step} loss {loss.item():.4f} answers {answer_loss.item():.5f} "
+                f"{step * tokens.numel() / (time.time() - first) / 1e6:.3f} M tokens/s, {shards} shards",
+                flush=True,
+            )
             shown = time.time()
     done.set()
     for process in generators:
@@ -190,9 +208,21 @@ def main() -> None:
     save_file(state, arguments.work / "model.safetensors")
     torch.save({"model": state, "optimizer": optimizer.state(), "tokens": seen}, checkpoint)
     minutes = round((time.time() - begin) / 60, 2)
-    (arguments.work / "training.json").write_text(json.dumps({
-        "steps": step, "tokens": seen, "minutes": minutes, "rows": arguments.rows, "peak": arguments.peak,
-        "seed": arguments.seed, "dimensions": arguments.dimensions, "log": log[::6]}, indent=1))
+    (arguments.work / "training.json").write_text(
+        json.dumps(
+            {
+                "steps": step,
+                "tokens": seen,
+                "minutes": minutes,
+                "rows": arguments.rows,
+                "peak": arguments.peak,
+                "seed": arguments.seed,
+                "dimensions": arguments.dimensions,
+                "log": log[::6],
+            },
+            indent=1,
+        )
+    )
     print(f"{step} steps, {seen / 1e6:.0f} M tokens in {minutes} minutes", flush=True)
 
 

@@ -21,12 +21,19 @@ def train_vocabulary(texts: Iterable[str]) -> Tokenizer:
     """Train on plain texts (without special tokens). All 256 bytes are in the alphabet: any UTF-8 text is encodable."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=2, show_progress=False, max_token_length=16,
+        vocab_size=SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2,
+        show_progress=False,
+        max_token_length=16,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != SIZE:

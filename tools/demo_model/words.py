@@ -59,9 +59,76 @@ SPOTS = """beside the lamp/near the window/next to the laptop/behind the monitor
 /near the stairs/by the fruit stand/next to the cooker/on the blue mat/at marker 1/at marker 2/at marker 9"""
 GRID_ROWS = ("front", "middle", "back")
 GRID_COLUMNS = ("left", "centre", "right")
-_ONSETS = "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sm sn sp st str t th tr v w z".split()
-_VOWELS = "a e i o u a e i o ai ee oo ou".split()
-_CODAS = "b ck d f g l m n nd ng nk nt p r rk rt s sh st t x zz".split() + [""] * 8
+_ONSETS = [
+    "b",
+    "bl",
+    "br",
+    "c",
+    "ch",
+    "cl",
+    "cr",
+    "d",
+    "dr",
+    "f",
+    "fl",
+    "fr",
+    "g",
+    "gl",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "kl",
+    "kr",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pl",
+    "pr",
+    "qu",
+    "r",
+    "s",
+    "sh",
+    "sk",
+    "sl",
+    "sm",
+    "sn",
+    "sp",
+    "st",
+    "str",
+    "t",
+    "th",
+    "tr",
+    "v",
+    "w",
+    "z",
+]
+_VOWELS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ee", "oo", "ou"]
+_CODAS = [
+    "b",
+    "ck",
+    "d",
+    "f",
+    "g",
+    "l",
+    "m",
+    "n",
+    "nd",
+    "ng",
+    "nk",
+    "nt",
+    "p",
+    "r",
+    "rk",
+    "rt",
+    "s",
+    "sh",
+    "st",
+    "t",
+    "x",
+    "zz",
+] + [""] * 8
 _UNSUITABLE = re.compile(
     r"^(u|eu|one$|onc|hono|hour|heir|herb)|nigg|negro|rape|sex|slut|whore|bitch|bastard|damn|fuck|shit|piss|penis|kill"
     r"|murder|corpse|suicid|slave|jew|gyps|savage|naked|breast|harlot|drunk|hang|hell|satan|nazi|ass$|arse|cock|prick"
@@ -90,7 +157,7 @@ LISTS: dict[str, tuple[str, ...]] = {
 CONTAINER_KINDS = frozenset(_listed(CONTAINERS))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def listed(category: str, split: str) -> tuple[str, ...]:
     """The words of a category for a split; a fifth of each list (by checksum) is only ever used for evaluation."""
     return tuple(word for word in LISTS[category] if held_out_word(word, 5) == (split == "eval"))
@@ -114,9 +181,13 @@ def suitable(word: str) -> bool:
 def held_out_words() -> frozenset[str]:
     """Every single word that occurs in a held-out colour, kind, name or person: kept out of the open pool."""
     return frozenset(
-        part.lower() for category in ("colour", "kind", "name", "person") for word in listed(category, "eval")
+        part.lower()
+        for category in ("colour", "kind", "name", "person")
+        for word in listed(category, "eval")
         for part in word.split()
-    ) - frozenset(part.lower() for category in ("colour", "kind") for word in listed(category, "train") for part in word.split())
+    ) - frozenset(
+        part.lower() for category in ("colour", "kind") for word in listed(category, "train") for part in word.split()
+    )
 
 
 def open_pool(texts: Iterable[str], limit: int = 20_000) -> list[str]:
@@ -142,7 +213,7 @@ class Words:
     def draw(self, category: str) -> str:
         """One colour, kind, name, person, place or spot."""
         rng = self.rng
-        if rng.random() < self.open_share and category != "spot" or category == "spot" and rng.random() < 0.3:
+        if (rng.random() < self.open_share and category != "spot") or (category == "spot" and rng.random() < 0.3):
             return self._open_entry(category)
         # The evaluation mixes words never trained on with trained ones in new combinations.
         split = "eval" if self.split == "eval" and (category in ("name", "place") or rng.random() < 0.6) else "train"
@@ -154,12 +225,30 @@ class Words:
             return word.capitalize()
         if category == "place":
             other = self._open_word()
-            return rng.choice((f"the {word} table", f"the {word} {other}", f"{word.capitalize()}'s desk", f"the {word}",
-                               f"the {word} in the {other}", f"{word} {rng.randrange(1, 100)}"))
+            return rng.choice(
+                (
+                    f"the {word} table",
+                    f"the {word} {other}",
+                    f"{word.capitalize()}'s desk",
+                    f"the {word}",
+                    f"the {word} in the {other}",
+                    f"{word} {rng.randrange(1, 100)}",
+                )
+            )
         if category == "spot":
-            return rng.choice((f"beside the {word}", f"near the {word}", f"on the {word}", f"in the {word}",
-                               f"by the {word}", f"under the {word}", f"in {word} {rng.randrange(1, 100)}",
-                               f"at x {rng.randrange(100)} y {rng.randrange(100)}", f"behind the {word}"))
+            return rng.choice(
+                (
+                    f"beside the {word}",
+                    f"near the {word}",
+                    f"on the {word}",
+                    f"in the {word}",
+                    f"by the {word}",
+                    f"under the {word}",
+                    f"in {word} {rng.randrange(1, 100)}",
+                    f"at x {rng.randrange(100)} y {rng.randrange(100)}",
+                    f"behind the {word}",
+                )
+            )
         return word if rng.random() < 0.93 else f"{word} {self._open_word()}"
 
     def number(self, low: int, high: int) -> int:
