@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from edgellm.engines.cuda_device import CudaDevice
-from edgellm.engines.decoder import decoder_weights, head_weight_name
+from edgellm.engines.decoder import EMBEDDING, decoder_weights, head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError, KernelError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
@@ -57,6 +57,7 @@ class CudaDecodeEngine:
         self._config = config
         self._dimensions = decode_dimensions(config, shape)
         self._tensors = _edge(config, shape, dtype)
+        self._unneeded = {"attention_mask"} if config.tie_word_embeddings else {"attention_mask", EMBEDDING}
         self._bound: dict[str, DeviceArray] = {}
         self._layout, self.scratch_bytes = _scratch_layout(self._dimensions, dtype)
         self._scratch: dict[str, DeviceArray] = {}
@@ -110,7 +111,7 @@ class CudaDecodeEngine:
         self._launch()
 
     def _prepare(self) -> Launch:
-        unbound = self._tensors.keys() - self._bound.keys() - {"attention_mask"}
+        unbound = self._tensors.keys() - self._bound.keys() - self._unneeded
         if unbound:
             raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
         if self._device is None or self._table is None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, unsupported
 from edgellm.engines.cuda_device import CudaDevice, DeviceReadback
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
@@ -21,6 +23,7 @@ from edgellm.engines.tensorrt_operations import build_plan
 from edgellm.engines.weights import iterate_weight_parts
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.cuda_kernels import CudaKernels
+from edgellm.kernels.decode_kernels import CudaDecodeKernels
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -42,7 +45,8 @@ class TensorRTBackend:
         )
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
-        self._engines: list[TensorRTEngine] = []
+        self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
+        self._engines: list[TensorRTEngine | CudaDecodeEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -77,7 +81,23 @@ class TensorRTBackend:
         self.device.synchronize()
         return weights
 
-    def load_engine(self, shape: EngineShape) -> TensorRTEngine:
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """The decode kernel where it takes the model (it is faster), otherwise the plan of the shape."""
+        engine = self._decode_kernel_engine(shape) or self._plan_engine(shape)
+        self._engines.append(engine)
+        return engine
+
+    def _decode_kernel_engine(self, shape: EngineShape) -> CudaDecodeEngine | None:
+        config, kernels = self._directory.config, self._decode_kernels
+        if shape.phase != "decode":
+            return None
+        reason = unsupported(config, shape, self.compute_dtype, kernels.shared_limit)
+        if reason is not None:
+            logger.info("%s runs on TensorRT: %s", shape.name, reason)
+            return None
+        return CudaDecodeEngine(kernels, config, shape, self.compute_dtype)
+
+    def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
         config, attention = self._directory.config, self._directory.attention
 
@@ -91,9 +111,7 @@ class TensorRTBackend:
             return build_plan(config, shape, self.compute_dtype, attention, self._platform.compute_capability)
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
-        engine = TensorRTEngine(self._library, self._runtime, plan, shape)
-        self._engines.append(engine)
-        return engine
+        return TensorRTEngine(self._library, self._runtime, plan, shape)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
