@@ -1,69 +1,47 @@
-"""The decode step as one hand-written kernel that reads every weight once, at the speed of memory.
+"""The decode step as hand-written kernels: five a layer, each reading its weights once at the speed of memory.
 
 It stands behind the same edge as the TensorRT engine of phase "decode" and writes the same KV rows, so that prefill
 and decode engines share caches and weights. `attention_mask` is accepted and not read: the rows that attention sees
-follow from `kvcache_start_index`, so a step costs what the sequence's length asks for, not what the capacity does.
-A sequence's logits are the same bits in every batch.
+follow from `kvcache_start_index`, so a step costs what the sequence's length asks for, not what the capacity does. A
+sequence's logits are the same bits in every batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.decoder import EMBEDDING, decoder_weights, head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.engines.errors import EngineError, KernelError
+from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode_kernels import (
+    MAX_BATCH,
     CudaDecodeKernels,
-    DecodeDimensions,
-    DecodeLayer,
-    DecodeStep,
     Launch,
-    layer_table,
-    shared_memory,
+    attention_partials,
 )
 
 _ALIGNMENT = 256
-
-#: Weight names of a layer by the kernel's names of them.
-_LAYER_WEIGHTS = {
-    "input_norm": "input_layernorm.weight",
-    "qkv": "self_attn.qkv_proj.weight",
-    "qkv_bias": "self_attn.qkv_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "o": "self_attn.o_proj.weight",
-    "o_bias": "self_attn.o_proj.bias",
-    "post_attention_norm": "post_attention_layernorm.weight",
-    "gate_up": "mlp.gate_up_proj.weight",
-    "gate_up_bias": "mlp.gate_up_proj.bias",
-    "down": "mlp.down_proj.weight",
-    "down_bias": "mlp.down_proj.bias",
-}
 
 
 class CudaDecodeEngine:
     """One decode step of `shape.batch` sequences. Not thread-safe: enqueue from the thread that owns the stream."""
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
-        reason = unsupported(config, shape, dtype, kernels.shared_limit)
+        reason = unsupported(config, shape, dtype)
         if reason is not None:
             raise EngineError(f"{shape.name}: {reason}")
         self.shape = shape
+        self.config = config
         self._kernels = kernels
-        self._config = config
-        self._dimensions = decode_dimensions(config, shape)
+        self._dtype = dtype
         self._tensors = _edge(config, shape, dtype)
         self._unneeded = {"attention_mask"} if config.tie_word_embeddings else {"attention_mask", EMBEDDING}
         self._bound: dict[str, DeviceArray] = {}
-        self._layout, self.scratch_bytes = _scratch_layout(self._dimensions, dtype)
         self._scratch: dict[str, DeviceArray] = {}
-        self._device: CudaDevice | None = None
-        self._table: DeviceArray | None = None
-        self._launch: Launch | None = None
+        self._layout, self.scratch_bytes = _scratch_layout(config, shape, dtype)
+        self._launches: list[Launch] = []
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -74,106 +52,146 @@ class CudaDecodeEngine:
         """Use `scratch` (at least `scratch_bytes`, shared with other engines) and the device's stream."""
         if scratch.nbytes < self.scratch_bytes:
             raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
-        self._device = device
         self._scratch = {
             name: DeviceArray(scratch.pointer + offset, shape, dtype, scratch)
             for name, (offset, shape, dtype) in self._layout.items()
         }
-        # Their own memory, since other engines write the shared scratch: they must keep their values between steps.
-        self._scratch["counters"] = device.zeros((self.shape.batch, self._dimensions.kv_heads), "uint32")
-        self._scratch["barrier"] = device.zeros((1,), "uint64")
-        self._table = device.empty((self._dimensions.num_layers, len(DecodeLayer.__dataclass_fields__)), "uint64")
-        self._launch = None
+        # Not in the shared scratch: the counters must be zero between steps.
+        self._scratch["counters"] = device.zeros((self.shape.batch, self.config.num_kv_heads), "uint32")
+        self._launches = []
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
         """See `Engine.bind`."""
         for name, array in bindings.items():
             if name not in self._tensors:
                 raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
-            expected_shape, expected_dtype = self._tensors[name]
-            if array.shape != expected_shape or array.dtype != expected_dtype:
+            expected = self._tensors[name]
+            if (array.shape, array.dtype) != expected:
                 raise EngineError(
                     f"{self.shape.name}: {name} is {array.dtype} {array.shape}, "
-                    f"the engine expects {expected_dtype} {expected_shape}"
+                    f"the engine expects {expected[1]} {expected[0]}"
                 )
-            if array.pointer % 16 and name not in ("attention_mask", "kvcache_start_index"):
-                raise EngineError(f"{self.shape.name}: {name} is not aligned to 16 bytes; allocate it on its own")
             self._bound[name] = array
-        self._launch = None
+        self._launches = []
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound.
+        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
+        if not self._launches:
+            self._launches = self._prepare()
+        for launch in self._launches:
+            launch()
 
-        The first call after `bind` uploads a table of addresses: make one before capturing a graph.
-        """
-        if self._launch is None:
-            self._launch = self._prepare()
-        self._launch()
-
-    def _prepare(self) -> Launch:
+    def _prepare(self) -> list[Launch]:
         unbound = self._tensors.keys() - self._bound.keys() - self._unneeded
         if unbound:
             raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
-        if self._device is None or self._table is None:
+        if not self._scratch:
             raise EngineError(f"{self.shape.name}: attach was not called")
-        bound = self._bound
-        step = DecodeStep(
-            dimensions=self._dimensions,
-            epsilon=self._config.rms_norm_eps,
-            layers=tuple(self._layer(index) for index in range(self._dimensions.num_layers)),
-            embeddings=bound["inputs_embeds"],
-            cos_sin=bound["rope_rotary_cos_sin"],
-            start_index=bound["kvcache_start_index"],
-            norm=bound["model.norm.weight"],
-            head=bound[head_weight_name(self._config)],
-            logits=bound["logits"],
-            **self._scratch,
+        for kind in ("k", "v"):
+            for index in range(self.config.num_layers):
+                present, cache = (self._bound[f"{prefix}{kind}_cache_{index}"] for prefix in ("present_", ""))
+                if present.pointer != cache.pointer:
+                    raise EngineError(
+                        f"{self.shape.name}: present_{kind}_cache_{index} must be bound to the memory of its cache"
+                    )
+        launches: list[Launch] = []
+        hidden = self._bound["inputs_embeds"]
+        for index in range(self.config.num_layers):
+            hidden = self._layer(index, hidden, launches)
+        launches.append(
+            self._kernels.norm_linear(
+                hidden,
+                self._bound["model.norm.weight"],
+                self.config.rms_norm_eps,
+                self._bound[head_weight_name(self.config)],
+                None,
+                self._bound["logits"],
+            )
         )
-        self._device.upload(self._table, layer_table(step))
-        return self._kernels.prepare(step, self._table)
+        if self._kernels.can_overlap:
+            for launch in launches[1:]:
+                launch.overlap_previous()
+        return launches
 
-    def _layer(self, index: int) -> DecodeLayer:
-        weights = {name: self._bound.get(f"model.layers.{index}.{source}") for name, source in _LAYER_WEIGHTS.items()}
-        caches = {}
-        for name in ("k_cache", "v_cache"):
-            caches[name] = self._bound[f"{name}_{index}"]
-            if self._bound[f"present_{name}_{index}"].pointer != caches[name].pointer:
-                raise EngineError(f"{self.shape.name}: present_{name}_{index} must be bound to the memory of its cache")
-        return DecodeLayer(**weights, **caches)
+    def _layer(self, index: int, hidden: DeviceArray, launches: list[Launch]) -> DeviceArray:
+        kernels, bound, scratch, epsilon = self._kernels, self._bound, self._scratch, self.config.rms_norm_eps
+        layer = f"model.layers.{index}."
+        attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        launches.append(
+            kernels.norm_linear(
+                hidden,
+                bound[f"{layer}input_layernorm.weight"],
+                epsilon,
+                bound[f"{attention}qkv_proj.weight"],
+                bound.get(f"{attention}qkv_proj.bias"),
+                scratch["qkv"],
+            )
+        )
+        launches.append(
+            kernels.attention(
+                scratch["qkv"],
+                bound.get(f"{attention}q_norm.weight"),
+                bound.get(f"{attention}k_norm.weight"),
+                epsilon,
+                bound["rope_rotary_cos_sin"],
+                bound["kvcache_start_index"],
+                bound[f"k_cache_{index}"],
+                bound[f"v_cache_{index}"],
+                scratch["partial"],
+                scratch["counters"],
+                scratch["context"],
+            )
+        )
+        launches.append(
+            kernels.linear_residual(
+                scratch["context"],
+                bound[f"{attention}o_proj.weight"],
+                bound.get(f"{attention}o_proj.bias"),
+                hidden,
+                scratch["hidden"],
+            )
+        )
+        launches.append(
+            kernels.norm_gate_up(
+                scratch["hidden"],
+                bound[f"{layer}post_attention_layernorm.weight"],
+                epsilon,
+                bound[f"{mlp}gate_up_proj.weight"],
+                bound.get(f"{mlp}gate_up_proj.bias"),
+                scratch["activation"],
+            )
+        )
+        launches.append(
+            kernels.linear_residual(
+                scratch["activation"],
+                bound[f"{mlp}down_proj.weight"],
+                bound.get(f"{mlp}down_proj.bias"),
+                scratch["hidden"],
+                scratch["hidden"],
+            )
+        )
+        return scratch["hidden"]
 
 
-def decode_dimensions(config: DecoderConfig, shape: EngineShape) -> DecodeDimensions:
-    """The kernel's sizes for a model and an engine shape."""
-    return DecodeDimensions(
-        num_layers=config.num_layers,
-        batch=shape.batch,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_size=config.head_dim,
-        rotary=config.rotary_dim,
-        kv_rows=shape.kv_rows,
-    )
-
-
-def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no such engine can be made on a GPU with `shared_limit` bytes of shared memory a block, or None if it can."""
+def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str) -> str | None:
+    """Why no such engine can be made, or None if it can."""
     if dtype not in ("float16", "bfloat16"):
-        return f"the decode kernel computes in float16 and bfloat16, not {dtype}"
-    if shape.tokens != 1:
-        return f"the decode kernel takes one token of each sequence, not {shape.tokens}"
+        return f"decode kernels compute in float16 and bfloat16, not {dtype}"
+    if shape.tokens != 1 or not 1 <= shape.batch <= MAX_BATCH:
+        return f"decode kernels take one token of 1 to {MAX_BATCH} sequences, not {shape.tokens} of {shape.batch}"
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "query size": config.query_size,
+        "head_dim": config.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % 8:
+            return f"decode kernels need {name} to be a multiple of 8, not {size}"
+    if config.head_dim > 256 or config.num_heads > 16 * config.num_kv_heads:
+        return f"decode attention takes head_dim up to 256 and 16 query heads a key-value head, not {config}"
     if config.feature_layers:
-        return "the decode kernel does not output hidden_states"
-    dimensions = decode_dimensions(config, shape)
-    problem = dimensions.problem()
-    if problem is not None:
-        return problem
-    try:
-        shared_memory(dimensions, shared_limit)
-    except KernelError as error:
-        return str(error)
+        return "decode kernels do not output hidden_states"
     return None
 
 
@@ -197,20 +215,23 @@ def _edge(config: DecoderConfig, shape: EngineShape, dtype: str) -> dict[str, tu
 
 
 def _scratch_layout(
-    dimensions: DecodeDimensions, dtype: str
+    config: DecoderConfig, shape: EngineShape, dtype: str
 ) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
     """Offset, shape and dtype of every intermediate result, and the bytes of all."""
-    batch = dimensions.batch
+    batch = shape.batch
+    partials = attention_partials(batch, config.num_heads, config.num_kv_heads, shape.kv_rows, config.head_dim)
     arrays: dict[str, tuple[tuple[int, ...], str]] = {
-        "hidden": ((batch, dimensions.hidden_size), "float32"),
-        "qkv": ((batch, dimensions.qkv_size), "float32"),
-        "context": ((batch, dimensions.query_size), dtype),
-        "activation": ((batch, dimensions.intermediate_size), dtype),
-        "partial": (dimensions.partial_shape, "float32"),
+        "hidden": ((batch, config.hidden_size), "float32"),
+        "qkv": ((batch, config.query_size + 2 * config.kv_size), "float32"),
+        "context": ((batch, config.query_size), dtype),
+        "activation": ((batch, config.intermediate_size), dtype),
+        "partial": ((partials,), "float32"),
     }
-    layout: dict[str, tuple[int, tuple[int, ...], str]] = {}
-    offset = 0
-    for name, (shape, kind) in arrays.items():
-        layout[name] = (offset, shape, kind)
-        offset += -(-math.prod(shape) * ITEM_SIZES[kind] // _ALIGNMENT) * _ALIGNMENT
+    layout, offset = {}, 0
+    for name, (dimensions, kind) in arrays.items():
+        layout[name] = (offset, dimensions, kind)
+        size = ITEM_SIZES[kind]
+        for dimension in dimensions:
+            size *= dimension
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return layout, offset

@@ -17,6 +17,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.plan_files import Platform, load_or_build_plan
+from edgellm.engines.runtime_cache import RuntimeCache
 from edgellm.engines.tensorrt_engine import TensorRTEngine
 from edgellm.engines.tensorrt_library import load_tensorrt
 from edgellm.engines.tensorrt_operations import build_plan
@@ -45,6 +46,7 @@ class TensorRTBackend:
         )
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
+        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
         self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
         self._engines: list[TensorRTEngine | CudaDecodeEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
@@ -91,7 +93,7 @@ class TensorRTBackend:
         config, kernels = self._directory.config, self._decode_kernels
         if shape.phase != "decode":
             return None
-        reason = unsupported(config, shape, self.compute_dtype, kernels.shared_limit)
+        reason = unsupported(config, shape, self.compute_dtype)
         if reason is not None:
             logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
@@ -111,7 +113,7 @@ class TensorRTBackend:
             return build_plan(config, shape, self.compute_dtype, attention, self._platform.compute_capability)
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
-        return TensorRTEngine(self._library, self._runtime, plan, shape)
+        return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
@@ -119,6 +121,7 @@ class TensorRTBackend:
 
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
+        self._runtime_cache.save()  # by now every engine is loaded
         free, total = self.device.free_memory()
         if plan.total > free:
             raise DeviceMemoryError(
@@ -141,6 +144,7 @@ class TensorRTBackend:
     def close(self) -> None:
         """Free engines and scratch, then leave the context."""
         self._engines.clear()
+        self._runtime = None
         self._runtime = None
         self._scratch = None
         self.device.close()

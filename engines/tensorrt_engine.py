@@ -8,6 +8,7 @@ from typing import Any
 from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.errors import EngineError, PlanError
+from edgellm.engines.runtime_cache import RuntimeCache
 from edgellm.engines.tensorrt_library import TensorRTLibrary
 from edgellm.kernels.arrays import DeviceArray
 
@@ -17,7 +18,9 @@ _DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT3
 class TensorRTEngine:
     """One engine with one execution context. Not thread-safe: enqueue from the thread that owns the stream."""
 
-    def __init__(self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape) -> None:
+    def __init__(
+        self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape, cache: RuntimeCache
+    ) -> None:
         trt = library.module
         self.shape = shape
         self._engine = runtime.deserialize_cuda_engine(plan)
@@ -28,6 +31,7 @@ class TensorRTEngine:
             )
         configuration = self._engine.create_runtime_config()
         configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        cache.attach(configuration)
         self._context = self._engine.create_execution_context(configuration)
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
         self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -1,33 +1,73 @@
-"""The decode step in NumPy, float32: the twin of cuda/decode_step.cu and the definition of what it computes.
-
-Written phase by phase as the kernel is, so that a test can compare each intermediate result.
-"""
+"""The kernels of the decode step in NumPy, float32: the twins of `CudaDecodeKernels` and the definition of each."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.decode_kernels import DecodeLayer, DecodeStep
+
+def norm_linear(
+    hidden: np.ndarray,
+    norm_weight: np.ndarray,
+    epsilon: float,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    output: np.ndarray,
+) -> None:
+    """`output` [B, N] = rms_norm(hidden [B, K]) times the transpose of `weight` [N, K], plus `bias` [N]."""
+    output.reshape(-1, len(weight))[...] = linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias)
 
 
-def decode_step(step: DecodeStep) -> None:
-    """Compute `step.logits` and the new token's KV rows, all arrays float32 (start_index int32).
+def norm_gate_up(
+    hidden: np.ndarray,
+    norm_weight: np.ndarray,
+    epsilon: float,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    output: np.ndarray,
+) -> None:
+    """`output` [B, F] = silu(gate) * up of rms_norm(hidden [B, K]), `weight` [2F, K] and `bias` [2F] gate then up."""
+    gate_up = linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias)
+    gate, up = np.split(gate_up, 2, axis=-1)
+    output[...] = gate / (1 + np.exp(-gate)) * up
 
-    Every scratch array is left as the last layer's phases leave it; `partial`, `counters` and `barrier`, which
-    serve the order of the kernel's blocks, are not used.
+
+def linear_residual(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, residual: np.ndarray, output: np.ndarray
+) -> None:
+    """`output` [B, N] = `residual` [B, N] + x [B, K] times the transpose of `weight` [N, K], plus `bias` [N]."""
+    output[...] = residual.reshape(output.shape) + linear(_rows(x, weight), weight, bias)
+
+
+def attention(
+    qkv: np.ndarray,
+    q_norm: np.ndarray | None,
+    k_norm: np.ndarray | None,
+    epsilon: float,
+    rope_rotary_cos_sin: np.ndarray,
+    kvcache_start_index: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    context: np.ndarray,
+) -> None:
+    """Attention of one new token a sequence: [q/k norm,] rotation, its KV row, softmax over rows 0..start_index[b].
+
+    `qkv` [B, (n_q + 2 n_kv) D], caches [B, n_kv, rows, D] of which row start_index[b] is written, `context` [B, n_q D].
     """
-    d = step.dimensions
-    hidden = step.embeddings.reshape(d.batch, d.hidden_size)
-    for layer in step.layers:
-        step.qkv[...] = linear(rms_norm(hidden, layer.input_norm, step.epsilon), layer.qkv, layer.qkv_bias)
-        step.context[...] = attention(step, layer, step.qkv)
-        step.hidden[...] = hidden + linear(step.context, layer.o, layer.o_bias)
-        normed = rms_norm(step.hidden, layer.post_attention_norm, step.epsilon)
-        step.activation[...] = silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias))
-        step.hidden[...] += linear(step.activation, layer.down, layer.down_bias)
-        hidden = step.hidden
-    normed = rms_norm(hidden, step.norm, step.epsilon)
-    step.logits[...] = linear(normed, step.head, None).reshape(step.logits.shape)
+    batch, kv_heads, _, size = k_cache.shape
+    query_heads = qkv.shape[1] // size - 2 * kv_heads
+    heads = qkv.reshape(batch, -1, size)
+    query, key, value = np.split(heads, (query_heads, query_heads + kv_heads), axis=1)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, epsilon), rms_norm(key, k_norm, epsilon)
+    cos_sin = rope_rotary_cos_sin.reshape(batch, -1)
+    query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
+    query = query.reshape(batch, kv_heads, -1, size) * np.float32(size**-0.5)
+    for b, position in enumerate(kvcache_start_index.tolist()):
+        k_cache[b, :, position], v_cache[b, :, position] = key[b], value[b]
+        scores = query[b] @ k_cache[b, :, : position + 1].swapaxes(-1, -2)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = weights / weights.sum(axis=-1, keepdims=True) @ v_cache[b, :, : position + 1]
+        context[b] = attended.reshape(-1)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -39,12 +79,6 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
     """[B, K] times the transpose of [N, K], plus [N]."""
     product = x @ weight.T
     return product if bias is None else product + bias
-
-
-def silu_mul(gate_up: np.ndarray) -> np.ndarray:
-    """silu(first half) * second half over the last axis: [B, 2F] to [B, F]."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
 
 
 def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
@@ -59,22 +93,5 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
 
 
-def attention(step: DecodeStep, layer: DecodeLayer, qkv: np.ndarray) -> np.ndarray:
-    """Write the new token's row start_index[b] of both caches, then attend to rows 0..start_index[b]: [B, n_q D]."""
-    d = step.dimensions
-    heads = qkv.reshape(d.batch, d.heads + 2 * d.kv_heads, d.head_size)
-    query, key, value = np.split(heads, (d.heads, d.heads + d.kv_heads), axis=1)
-    if layer.q_norm is not None:
-        query = rms_norm(query, layer.q_norm, step.epsilon)
-        key = rms_norm(key, layer.k_norm, step.epsilon)
-    cos_sin = step.cos_sin.reshape(d.batch, d.rotary)
-    query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
-    query = query.reshape(d.batch, d.kv_heads, d.heads // d.kv_heads, d.head_size) * np.float32(d.head_size**-0.5)
-    context = np.empty_like(query)
-    for b, position in enumerate(step.start_index.tolist()):
-        layer.k_cache[b, :, position] = key[b]
-        layer.v_cache[b, :, position] = value[b]
-        scores = query[b] @ layer.k_cache[b, :, : position + 1].swapaxes(-1, -2)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        context[b] = weights / weights.sum(axis=-1, keepdims=True) @ layer.v_cache[b, :, : position + 1]
-    return context.reshape(d.batch, d.query_size)
+def _rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x.reshape(-1, weight.shape[1])

@@ -1,4 +1,4 @@
-// What the phases of the decode step share: conversions, reductions, the matrix instruction and the grid's barrier.
+// What the kernels of the decode step share: conversions, loads with cache hints, and programmatic dependent launch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,8 +8,20 @@ namespace decode {
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
 
-constexpr int WARPS = 16;
-constexpr int THREADS = 32 * WARPS;
+// Lets the next kernel of the stream start its independent prologue; it waits in wait_for_previous_kernel.
+__device__ __forceinline__ void launch_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns once the previous kernel has finished and its writes are visible. Every block calls it, also idle ones: so
+// a finished kernel implies that all kernels before it have finished too.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -49,8 +61,8 @@ template <typename T> __device__ __forceinline__ uint4 pack8(const float (&value
                       pack<T>(values[6], values[7]));
 }
 
-// Activations were written by other blocks: always read from the second-level cache, never through a first-level line
-// that an earlier phase left behind.
+// Activations come from the previous kernel, which may still run when this one starts: always from the second-level
+// cache, never through a first-level line that an earlier kernel left behind.
 __device__ __forceinline__ void load8_float(const float* pointer, float (&values)[8]) {
     const float4 low = __ldcg(reinterpret_cast<const float4*>(pointer));
     const float4 high = __ldcg(reinterpret_cast<const float4*>(pointer) + 1);
@@ -75,34 +87,14 @@ __device__ __forceinline__ float warp_max(float value) {
 #define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
     __device__ __forceinline__ void multiply_add(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1,  \
                                                  T) {                                                                  \
-        [[maybe_unused]] float unused0, unused1;                                                                                        \
+        float lower[2];                                                                                                \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%9,%10,%11,%11};"                                        \
-                     : "=f"(sum[0]), "=f"(sum[1]), "=f"(unused0), "=f"(unused1)                                        \
+                     : "=f"(sum[0]), "=f"(sum[1]), "=f"(lower[0]), "=f"(lower[1])                                      \
                      : "r"(a0), "r"(0u), "r"(a2), "r"(b0), "r"(b1), "f"(sum[0]), "f"(sum[1]), "f"(0.f));               \
     }
 DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DECODE_MULTIPLY_ADD
-
-// All blocks of the grid wait for each other, and see what each wrote before. The counter only ever grows, by the number
-// of blocks a barrier, so nothing resets it between launches; 64 bits do not run over.
-struct GridBarrier {
-    unsigned long long* counter;
-
-    __device__ void wait() {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            const unsigned long long before = atomicAdd(counter, 1ull);
-            const unsigned long long target = (before / gridDim.x + 1) * gridDim.x;
-            unsigned long long seen;
-            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
-            while (seen < target);
-            __threadfence();
-        }
-        __syncthreads();
-    }
-};
 
 }  // namespace decode

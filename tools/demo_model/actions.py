@@ -18,8 +18,9 @@ def acting(sentence: str, action: str, **arguments: object) -> str:
 
 def command(c: Context, phrase: str) -> str:
     """The bare command with a polite, curt or addressing frame around it."""
-    prefix = c.phrase(text.FIRST_PREFIXES, name=c.world.name or "robot")
-    suffix = c.phrase(text.SUFFIXES, name=c.world.name or "robot")
+    name = c.world.name or "robot"
+    prefix = c.phrase(text.PREFIXES, name=name) if c.rng.random() < 0.5 else ""
+    suffix = c.phrase(text.SUFFIXES, name=name) if c.rng.random() < 0.35 else ""
     if (
         phrase.startswith(("can ", "could ", "may ", "i ", "i'", "let ", "the ", "would you ", "you ", "it "))
         or phrase[0].isdigit()
@@ -230,7 +231,7 @@ def place(c: Context) -> Turn | None:
     if c.rng.random() < 0.08 and not missing:  # the target is absent instead
         reference = refer(c, thing, exact=True)
         absent, missing = absent_reference(c)
-        phrase, literal = phrase.replace(target.text, absent.text), True
+        phrase = phrase.replace(target.text, absent.text)
         if absent.text not in phrase:
             return None
     user = command(c, phrase.replace("{x}", reference.text))

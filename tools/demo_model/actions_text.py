@@ -345,7 +345,7 @@ leave the table
 (open|close|lock) the (window|door|fridge|garage|gate)
 (cook|make) (me|us|) (dinner|lunch|breakfast|a soup|some coffee|a cup of tea|a sandwich|pancakes)
 (turn on|turn off|switch on|switch off) the (light|lights|heating|oven|tv|radio|music)
-(play|sing) (me|us|) (a song|some music|the news)
+play (me|us|) (a song|some music|the news)
 (call|phone|text) (my mother|the police|a taxi|my friend|a doctor)
 (send|write) (an email|a letter|a message) (to my boss|to my friend|for me)
 (order|buy) (me|us|) (a pizza|some milk|a new phone|flowers|tickets)
@@ -362,7 +362,7 @@ leave the table
 (turn|switch) (on|off|up|down) the (light|lights|heating|oven|tv|radio|music|washing machine|fan|air conditioning|computer|alarm|camera in the hall)
 (drive|take|fly|carry) (me|us|him|her|the children) (home|to work|to the station|to school|to the airport|to bed|to town|to the doctor)
 (call|phone|text|email|write to) (my|the|a) (mother|father|police|taxi|friend|doctor|boss|neighbour|wife|husband|bank|teacher)
-(play|sing|put on|stream) (me|us|) (a song|some music|the news|a video|the radio|a film|a podcast)
+(play|put on|stream) (me|us|) (a song|some music|the news|a video|the radio|a film|a podcast)
 (do|finish|check) my (homework|taxes|shopping|work|laundry|exams|emails|bank account)
 (fly|swim|dive|ski|skate|surf|gallop|levitate|disappear|become invisible|time travel|teleport|explode|grow taller|lay an egg)
 ~ walk through the (window|garden|city)
@@ -370,8 +370,7 @@ leave the table
 ~ (repair|open) the roof
 ~ buy me (a car|some bread)
 """
-FIRST_PREFIXES = """
-(|||||)
+PREFIXES = """
 (please|please|) (robot,|)
 (could|can|would|will) you (please|)
 (could|can|would) you
@@ -401,22 +400,11 @@ let's see you
 ~ be so good and quickly
 """
 SUFFIXES = """
-(|||||||||)
 (please|for me|now|thanks|right now|if you can|, please|, thanks|, would you)
 (, thank you|, if you please|if you please|, will you|will you|, my friend|, robot|, ok|, okay|, right|, buddy|, {name})
 (as soon as you can|when you can|if you like|if possible|quickly|carefully|slowly|gently|again|immediately|at once|this time|then)
 (, would you please|, could you|, can you|and thank you|and be careful|and hurry)
 ~ (, thank you robot|if you can now)
-"""
-QUESTION_PREFIXES = """
-(||||||||||)
-{name},
-(hey|ok|okay|so|hi|well|hello|robot|now|and|hm|sorry|excuse me|please|tell me|one question|question|quick question),
-(hey|hi|hello) (robot|{name}),
-(just wondering|next question|let me ask|let me see|another question|by the way|i wonder|i forgot|one more thing|look),
-(good|great|thanks|fine|nice|thank you|perfect)(,|, and|, now|, but)
-(my friend|little robot|dear robot|buddy),
-(can you say|do you know this|please|kindly),
 """
 IT_PLACE = """
 in :: (put|place|drop) it (in|into|inside) {y}

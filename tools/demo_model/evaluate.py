@@ -4,7 +4,7 @@ Usage: python -m tools.demo_model.evaluate --model DIR [--count 300] [--seed 7] 
 
 The items come from `evaluation_items` and know nothing of the model, so that any program that answers messages can be
 measured with them. By default an item counts as right where every token of an accepted answer, its end included, is the
-model's most probable one given those before: exactly when greedy decoding gives that answer. `--decode` decodes instead.
+model's most probable one given those before: exactly when greedy decoding gives that answer. `--decode` decodes.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _prepared(rng: random.Random, label: str) -> Dialogue:
 
 
 def evaluation_items(seed: int, count_per_skill: int) -> list[dict]:
-    """Items {skill, messages, accepted}: messages end with the user's line, accepted lists the answers that are right."""
+    """Items {skill, messages, accepted}: messages end with the user's line, accepted lists the right answers."""
     items = []
     for label, skills in SOURCES.items():
         found, attempt = 0, 0
@@ -207,9 +207,8 @@ def main() -> None:
         for item in failures[skill][: arguments.show]:
             answer = greedy_answer(model, tokenizer, item["messages"], device)
             context = item["messages"][-3]["content"][-60:] if len(item["messages"]) > 2 else ""
-            print(
-                f"    [{context!r}] {item['messages'][-1]['content']!r}\n      want {item['accepted'][0]!r}\n      got  {answer!r}"
-            )
+            print(f"    [{context!r}] {item['messages'][-1]['content']!r}")
+            print(f"      want {item['accepted'][0]!r}\n      got  {answer!r}")
     mean = sum(map(sum, scores.values())) / len(items)
     print(f"{'all':20} {100 * mean:6.2f} %  ({time.time() - begin:.0f} s)")
     arguments.results.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ from tools.demo_model.model import Dimensions, Model, load_model
 from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT
 from tools.demo_model.vocabulary import CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, TEXT_END, load_vocabulary, render
 
+RESULTS = Path(__file__).parent / "results"
+
 
 def configuration(d: Dimensions, ids: dict[str, int]) -> dict:
     """config.json."""
@@ -49,6 +51,7 @@ def write_directory(weights: Path, work: Path, target: Path, dimensions: Dimensi
     shutil.copyfile(work / "tokenizer.json", target / "tokenizer.json")
     state = {name: value.to(torch.float16).contiguous() for name, value in load_file(weights).items()}
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)
 
     def write(name: str, content: dict) -> None:
         (target / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -147,12 +150,20 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--dimensions", type=json.loads, default={})
     parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--record", action="store_true", help="keep the check and the training record for the model card"
+    )
     arguments = parser.parse_args()
     write_directory(
         arguments.work / "model.safetensors", arguments.work, arguments.to, Dimensions(**arguments.dimensions)
     )
     if arguments.check:
-        print(json.dumps(check(arguments.to), indent=1))
+        found = json.dumps(check(arguments.to), indent=1)
+        print(found)
+        if arguments.record:
+            (RESULTS / "checks.json").write_text(found + "\n")
+            stage = json.loads((arguments.work / "training.json").read_text())
+            (RESULTS / "training.json").write_text(json.dumps({"stages": [stage]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def typed(turn: Turn, world: World, rng: random.Random, training: bool) -> str:
             if f" {full} " in f" {text} ":
                 text = f" {text} ".replace(f" {full} ", f" {short} ").strip()
                 break
-    if training and rng.random() < 0.2 and not turn.literal and not turn.label == "small_talk":
+    if training and rng.random() < 0.2 and not turn.literal and turn.label != "small_talk":
         text = _loosened(text, rng)
     if rng.random() < (0.2 if training else 0.1) and not turn.literal:
         protected = (

@@ -17,9 +17,10 @@ from tools.demo_model.vocabulary import train_vocabulary
 from tools.demo_model.words import held_out_words, open_pool, suitable
 
 STORIES = ("fairytaleqa/story", "pratham_books", "african_storybook", "classic_books")
+# Rude words, and subjects (violence, drugs, sexuality, religion, politics) that a household robot need not bring up.
 RUDE = re.compile(
-    r"fuck|shit|bitch|nigg|whore|slut|\bsex|porn|rape|\bkill|murder|suicid|nazi|hitler|terroris|\bdrug|\bgay\b|\bdamn|bastard"
-    r"|\bhell\b|\bcrap\b|\bsucks?\b|stupid|idiot|boobs|nude|naked|penis|vagina|\bdrunk|trump|muslim|\bjews?\b|negro|slave",
+    r"fuck|shit|bitch|nigg|whore|slut|porn|\bdamn|bastard|\bhell\b|\bcrap\b|\bsucks?\b|stupid|idiot|boobs|nude|naked|penis"
+    r"|vagina|\bsex|\bgay\b|rape|\bkill|murder|suicid|\bdrug|\bdrunk|negro|slave|nazi|hitler|terroris|trump|muslim|\bjews?\b",
     re.I,
 )
 
@@ -45,14 +46,14 @@ def short_answer(messages: list[dict[str, str]]) -> bool:
 
 
 def wondering(line: str) -> bool:
-    """Whether a line of a dialogue is about the world at large, so that the robot can only say that it does not know."""
+    """Whether a line of a dialogue is about the world at large, which the robot knows nothing of."""
     return 5 <= len(line.split()) <= 18 and not re.search(
         r"\b(you|your|u|ya|hi|hello|hey|thanks|thank|bye|yes|no|ok)\b", line, re.I
     )
 
 
 def spelled_words(vocabulary: dict[str, int], rng: random.Random) -> list[str]:
-    """Words made of entries of the vocabulary, alone and joined, so that every entry is met as part of a copied word."""
+    """Words made of entries of the vocabulary, alone and joined, so that each is met as part of a copied word."""
     heads = [entry[1:] for entry in sorted(vocabulary) if re.fullmatch("\u0120[a-z]{2,9}", entry)]
     tails = [entry for entry in sorted(vocabulary) if re.fullmatch("[a-z]{1,6}", entry)]
     words = [head for head in heads if len(head) > 2]

@@ -33,9 +33,14 @@ Battery: {battery} (%|percent).
 """
 RULES = """
 (Do not|Never|You must not) (handle|move|touch) objects (when|if|while) (the|your) battery is below {limit} percent.
-(When|If) (the|your) battery is below {limit} percent, (do not handle|do not touch|leave) (any objects|objects)(.| and ask to be charged.)
+(When|If) (the|your) battery is below {limit} percent, (do not handle|do not touch|leave) (any objects|objects).
+(When|If) your battery is below {limit} percent, do not handle objects and ask to be charged.
 Below {limit}% battery you (may not|must not) handle objects.
 Minimum battery for handling objects: {limit}%.
+(Never|Do not) (handle|touch|pick up|move) (objects|things|anything) below {limit} (percent|percent battery|% battery|%).
+(Never|Do not) (handle|touch|move) (objects|things|anything) under {limit} (percent|percent battery|%).
+No (handling of objects|object handling) below {limit} percent (battery|).
+(You may|You can) handle objects only (above|from) {limit} percent battery.
 ~ Handle objects only with at least {limit} percent battery.
 """
 EXTRAS = """
@@ -49,7 +54,8 @@ You (can|may) (pick up, move and hand over|move) objects.
 Only talk about (what you know|objects in the list).
 """
 SCENE_LINES = """
-(On the table you see|You see|In front of you are|On the table there are|Objects on the table|The objects are|You can see) {list}.
+(On the table you see|You see|In front of you are|On the table there are) {list}.
+(Objects on the table|The objects are|You can see) {list}.
 (These|The following) objects are (here|on the table|in front of you|around you): {list}.
 (On the table|Objects|Things on the table|You see): {list}.
 ~ (Within reach are|Around you there are) {list}.

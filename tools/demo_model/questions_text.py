@@ -53,7 +53,7 @@ where are you
 where are you (standing|working|located|right now|now|at the moment|currently)
 what is your (location|place|position)
 (which|what) place are you (at|in)
-where do you (work|live|stand)
+where do you (work|stand)
 (can|could) you tell me where you are
 tell me where you are
 in which place are you
@@ -64,7 +64,7 @@ where am i
 where are we
 your (location|place)
 (where|in which place|at which place|in what place|at what place) (have they|did they|have people) (put|placed|set) you
-(where|at which place|in which place|in what place) (are you|do you|are we|am i) (now|working|standing|work|stand|live|)
+(where|at which place|in which place|in what place) (are you|are we|am i) (now|working|standing|)
 (tell me|say|do you know) (the place|your place|your location|where we are|where this is|the place you are at)
 (which|what) (place|location|room) (is this|are you at|are you in|are we in)
 (what is|what's|give me|name) (the|your) (place|location|current place|current location)
@@ -78,7 +78,7 @@ BATTERY = """
 how much battery (do you have|is left|have you got|do you have left)
 what is your battery (level|charge|status|)
 how (full|charged) is your battery
-(battery|charge) (level|status|)
+battery (level|status|)
 how charged are you
 what's your (battery|charge|battery level)
 tell me your battery (level|charge|)

@@ -12,7 +12,7 @@ from tools.demo_model.words import GRID_COLUMNS, GRID_ROWS, Words
 
 @dataclass
 class Thing:
-    """One object: `place` is a grid name ("front left") with its `cell` (row, column), or a phrase ("beside the lamp")."""
+    """One object; `place` is a grid name ("front left") with its `cell` (row, column), or a phrase ("by the lamp")."""
 
     colour: str
     kind: str

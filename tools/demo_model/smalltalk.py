@@ -17,7 +17,7 @@ what is {a} (plus|+) {b}
 
 @functools.lru_cache(maxsize=1)
 def intents() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(block of phrasings, accepted answers) of every intent. An answer ends an intent, a phrasing after it begins one."""
+    """(block of phrasings, accepted answers) of every intent; a phrasing after an answer begins the next intent."""
     found, questions, answers = [], [], []
     for line in [*SMALL_TALK.strip().splitlines(), "?"]:
         if line.startswith("?"):

@@ -216,7 +216,7 @@ SMALL_TALK = """
 ? (maybe|perhaps|i do not know|i don't know|not sure|hm|hmm|well|let me think|wait a moment|one moment|just a moment)
 = Take your time.
 
-? (what|huh|pardon me|what did you say|can you repeat that|repeat that|say that again|i do not understand|i don't understand|come again)
+? (huh|pardon me|what did you say|can you repeat that|repeat that|say that again|i do not understand|i don't understand|come again)
 = Please ask me again in other words.
 
 ? (are you|can you) (listening|there|hear me|see me|ready|understand me|awake now|still there|working)

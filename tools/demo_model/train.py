@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tools.demo_model.documents import FIRST, ROW, WEIGHTS, load_material, write_shard
 from tools.demo_model.model import Dimensions, Model
@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument(
         "--attention", choices=("flex", "mask"), default="flex" if torch.cuda.is_available() else "mask"
     )
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--start", type=Path, help="begin with the weights of this safetensors file")
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt, optimizer included")
     arguments = parser.parse_args()
     begin = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,6 +162,8 @@ def main() -> None:
     model = Model(Dimensions(**arguments.dimensions)).to(device)
     optimizer = Optimizer(model)
     checkpoint, step, seen = arguments.work / "checkpoint.pt", 0, 0
+    if arguments.start:
+        model.load_state_dict({name: value.float() for name, value in load_file(arguments.start).items()})
     if arguments.resume:
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -211,6 +214,8 @@ def main() -> None:
     (arguments.work / "training.json").write_text(
         json.dumps(
             {
+                "name": "training",
+                "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "CPU cores",
                 "steps": step,
                 "tokens": seen,
                 "minutes": minutes,

@@ -59,8 +59,8 @@ class Setting:
     def __init__(self, weights, batch=1, rows=1024, length=500, dtype=torch.float16):
         self.batch, self.rows, self.length, self.dtype = batch, rows, length, dtype
 
-        def make(*shape):
-            return torch.randn(*shape, device="cuda", dtype=dtype)
+        def make(*sizes):
+            return torch.randn(*sizes, device="cuda", dtype=dtype)
 
         self.x = make(batch, 1, CONFIG.hidden_size)
         cache = (batch, CONFIG.num_kv_heads, rows, CONFIG.head_dim)
@@ -138,10 +138,8 @@ def kernel_times(step, device, title, repeats=5, ordered=0):
         one = events[len(events) // repeats * 2 :][: len(events) // repeats]
         middle = len(one) // 2
         for event in one[middle : middle + ordered]:
-            print(
-                f"   {event.time_range.start - one[middle].time_range.start:9.2f} +{event.device_time:6.2f}  "
-                f"{event.name[:110]}"
-            )
+            after = event.time_range.start - one[middle].time_range.start
+            print(f"   {after:9.2f} +{event.device_time:6.2f}  {event.name[:110]}")
 
 
 def error(setting, expected):
@@ -175,8 +173,9 @@ def torch_compile(setting):
         )
 
 
-def cuda_engine(device, kernels, setting, label, expected=None, times=True):
+def cuda_engine(device, kernels, setting, label, expected=None, overlap=True, blocks=2):
     shape = EngineShape("decode", setting.batch, 1, setting.rows, setting.rows)
+    kernels.can_overlap, kernels.blocks_per_multiprocessor = overlap, blocks
     engine = CudaDecodeEngine(kernels, CONFIG, shape, "float16" if setting.dtype == torch.float16 else "bfloat16")
     scratch = device.empty((engine.scratch_bytes,), "uint8")
     engine.attach(device, scratch)
@@ -185,8 +184,6 @@ def cuda_engine(device, kernels, setting, label, expected=None, times=True):
     torch.cuda.synchronize()
     engine.enqueue()
     device.synchronize()
-    if not times:
-        return engine
     difference = error(setting, expected) if expected is not None else float("nan")
     graph = device.capture(engine.enqueue, label)
     us = timed(graph, device.stream)
@@ -195,17 +192,45 @@ def cuda_engine(device, kernels, setting, label, expected=None, times=True):
     return engine, graph, us
 
 
-def decode_kernels(device):
-    """The decode kernel alone, compiled now."""
+def decode_kernels(device, depth=4):
+    """The decode kernels alone, compiled now, with `depth` copies of a thread in flight."""
     from edgellm.kernels import compiler
 
-    everything = compiler._sources()
+    sources, options = compiler._sources, compiler._OPTIONS
+    everything = sources()
     compiler._sources = lambda: {name: text for name, text in everything.items() if name.startswith("decode_")}
+    compiler._OPTIONS = (*options, f"--define-macro=DECODE_DEPTH={depth}")
     try:
         cubin = compiler.compile_kernels(device.compute_capability)
     finally:
-        compiler._sources = lambda: everything
-    return CudaDecodeKernels(device.compute_capability, device.stream.handle, cubin)
+        compiler._sources, compiler._OPTIONS = sources, options
+    kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle, cubin)
+    kernels.depth = depth
+    return kernels
+
+
+def parts(device, engine, label):
+    """Each kind of kernel alone: its launches of all layers, one after the other."""
+    config, launches = CONFIG, engine._launches
+    sizes = {
+        "qkv": config.hidden_size * (config.query_size + 2 * config.kv_size),
+        "attention": 0,
+        "o": config.hidden_size * config.query_size,
+        "gate_up": 2 * config.hidden_size * config.intermediate_size,
+        "down": config.hidden_size * config.intermediate_size,
+    }
+    line = f"   {label}:"
+    for index, (name, size) in enumerate(sizes.items()):
+        chosen = launches[index : 5 * config.num_layers : 5]
+
+        def step(chosen=chosen):
+            for launch in chosen:
+                launch()
+
+        us = timed(device.capture(step, name), device.stream) / len(chosen)
+        line += f" {name} {us:.2f} us ({size * 2 / us / 1e6:.2f} TB/s)"
+    us = timed(device.capture(launches[-1], "head"), device.stream)
+    print(line + f" head {us:.1f} us ({config.vocab_size * config.hidden_size * 2 / us / 1e6:.2f} TB/s)", flush=True)
 
 
 def main():
@@ -221,27 +246,27 @@ def main():
     if wanted & {"cuda", "sweep", "batch"}:
         kernels = decode_kernels(device)
         print(f"kernels compiled and loaded in {time.time() - begin:.1f} s")
-        engine, *_ = cuda_engine(device, kernels, setting, "length 500", expected)
+        engine, *_ = cuda_engine(device, kernels, setting, "no overlap", expected, overlap=False)
+        parts(device, engine, "no overlap")
+        engine, graph, _ = cuda_engine(device, kernels, setting, "overlap", expected)
+        parts(device, engine, "overlap")
+        kernel_times(graph, device, "overlap", ordered=12)
         begin = time.time()
         for _ in range(20):
             engine.enqueue()
         print(f"   host time of one uncaptured step {(time.time() - begin) / 20 * 1e6:.0f} us")
         device.synchronize()
     if "sweep" in wanted:
-        from edgellm.kernels import decode_kernels as module
-
-        depths = module._DEPTHS
-        for depth in (16, 12, 8, 4):
-            module._DEPTHS = (depth,)
-            cuda_engine(device, kernels, setting, f"depth {depth}", expected)
-        module._DEPTHS = depths
+        for depth in (2, 3, 4, 6, 8):
+            other = decode_kernels(device, depth)
+            for blocks in (1, 2, 3):
+                for overlap in (False, True):
+                    label = f"depth {depth} blocks {blocks} {'overlap' if overlap else ''}"
+                    cuda_engine(device, other, setting, label, expected, overlap, blocks)
         for length in (15, 100, 1000):
-            other = Setting(weights, length=length)
-            cuda_engine(device, kernels, other, f"length {length}", other.reference())
-        other = Setting(weights, rows=8192, length=8000)
-        cuda_engine(device, kernels, other, "length 8000", other.reference())
-        other = Setting({n: t.bfloat16() for n, t in weights.items()}, dtype=torch.bfloat16)
-        cuda_engine(device, kernels, other, "bfloat16", other.reference())
+            setting.start.fill_(length)
+            cuda_engine(device, kernels, setting, f"length {length}")
+        setting.start.fill_(500)
     if "batch" in wanted:
         for batch in (2, 4, 8):
             many = Setting(weights, batch)
@@ -255,7 +280,13 @@ def main():
                 for i in range(CONFIG.num_layers):
                     one.k[i].copy_(many.k[i][b : b + 1])
                     one.v[i].copy_(many.v[i][b : b + 1])
-                cuda_engine(device, kernels, one, "", times=False)
+                shape = EngineShape("decode", 1, 1, 1024, 1024)
+                engine = CudaDecodeEngine(kernels, CONFIG, shape, "float16")
+                engine.attach(device, device.empty((engine.scratch_bytes,), "uint8"))
+                engine.bind(one.bindings())
+                torch.cuda.synchronize()
+                engine.enqueue()
+                device.synchronize()
                 same &= bool(torch.equal(one.logits[0], logits[b]))
             print(f"   each sequence bitwise as alone: {same}", flush=True)
     if "torch" in wanted:
