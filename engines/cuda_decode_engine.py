@@ -20,6 +20,7 @@ from edgellm.kernels.decode_kernels import (
     CudaDecodeKernels,
     Launch,
     attention_partials,
+    shared_bytes,
 )
 
 _ALIGNMENT = 256
@@ -29,7 +30,7 @@ class CudaDecodeEngine:
     """One decode step of `shape.batch` sequences. Not thread-safe: enqueue from the thread that owns the stream."""
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
-        reason = unsupported(config, shape, dtype)
+        reason = unsupported(config, shape, dtype, kernels.shared_limit)
         if reason is not None:
             raise EngineError(f"{shape.name}: {reason}")
         self.shape = shape
@@ -173,8 +174,11 @@ class CudaDecodeEngine:
         return scratch["hidden"]
 
 
-def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str) -> str | None:
-    """Why no such engine can be made, or None if it can."""
+def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
+    """Why no such engine can be made, or None if it can.
+
+    `shared_limit` is the shared memory that a block may have on the GPU, in bytes (None: not checked).
+    """
     if dtype not in ("float16", "bfloat16"):
         return f"decode kernels compute in float16 and bfloat16, not {dtype}"
     if shape.tokens != 1 or not 1 <= shape.batch <= MAX_BATCH:
@@ -192,6 +196,12 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str) -> str | 
         return f"decode attention takes head_dim up to 256 and 16 query heads a key-value head, not {config}"
     if config.feature_layers:
         return "decode kernels do not output hidden_states"
+    needed = shared_bytes(shape.batch, config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads)
+    if shared_limit is not None and needed > shared_limit:
+        return (
+            f"decode kernels need {needed} bytes of shared memory for {shape.batch} sequences of width "
+            f"{config.hidden_size}, the GPU has {shared_limit}"
+        )
     return None
 
 

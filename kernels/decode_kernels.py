@@ -154,7 +154,7 @@ class CudaDecodeKernels:
     ) -> Launch:
         batch, rows, columns = self._sizes(hidden, weight, tiles)
         steps = _steps(columns)
-        shared = self._linear_bytes(tiles) + batch * (_WARPS * steps * _STEP * 4 + 64)
+        shared = _norm_bytes(tiles, batch, columns, self.depth)
         arguments = (
             _pointer(weight),
             _pointer(bias),
@@ -178,7 +178,7 @@ class CudaDecodeKernels:
         """See `numpy_decode_kernels.linear_residual`."""
         batch, rows, columns = self._sizes(x, weight, 1)
         steps = _steps(columns)
-        staged = self._linear_bytes(1) + batch * (_WARPS * steps * _STEP * 2 + 64)
+        staged = _linear_bytes(1, self.depth) + batch * (_WARPS * steps * _STEP * 2 + 64)
         stage = staged <= self.shared_limit
         arguments = (
             _pointer(weight),
@@ -190,7 +190,7 @@ class CudaDecodeKernels:
             *map(ctypes.c_int, (batch, rows, columns, steps, stage)),
         )
         name = f"decode_linear_residual_{weight.dtype}"
-        return self._linear(name, rows, staged if stage else self._linear_bytes(1), arguments)
+        return self._linear(name, rows, staged if stage else _linear_bytes(1, self.depth), arguments)
 
     def _sizes(self, x: DeviceArray, weight: DeviceArray, tiles: int) -> tuple[int, int, int]:
         columns = weight.shape[1]
@@ -205,10 +205,6 @@ class CudaDecodeKernels:
     def _linear(self, name: str, rows: int, shared_bytes: int, arguments: Sequence[Any]) -> Launch:
         blocks = min(-(-rows // _UNIT), self.multiprocessors * self.blocks_per_multiprocessor)
         return Launch(self, name, (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
-
-    def _linear_bytes(self, tiles: int) -> int:
-        """Shared memory for the ring and the partial sums."""
-        return self.depth * 32 * _WARPS * 16 + (2 * _WARPS * tiles * 64 + _UNIT * _WARPS) * 4
 
     def attention(
         self,
@@ -236,8 +232,7 @@ class CudaDecodeKernels:
                 f"decode attention takes head sizes up to 256 (multiples of 8) and up to 16 query heads a key-value "
                 f"head, found head size {size}, {heads} query heads, {kv_heads} key-value heads"
             )
-        warps = max(4, group)
-        shared = 2 * _STAGES * _KEY_TILE * (size + _PADDING) * 2 + (group * size + size + warps * _KEY_TILE) * 4
+        shared = _attention_bytes(group, size)
         arguments = (
             _pointer(qkv),
             _pointer(q_norm),
@@ -255,7 +250,8 @@ class CudaDecodeKernels:
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
         grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch)
-        return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, 32 * warps, shared, arguments)
+        threads = 32 * _attention_warps(group)
+        return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, threads, shared, arguments)
 
 
 def attention_splits(kv_heads: int, kv_rows: int) -> int:
@@ -266,6 +262,33 @@ def attention_splits(kv_heads: int, kv_rows: int) -> int:
 def attention_partials(batch: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
     """Number of float32 values that the splits of one attention layer leave for the merge."""
     return batch * heads * attention_splits(kv_heads, kv_rows) * (size + 2)
+
+
+def shared_bytes(batch: int, hidden_size: int, head_size: int, group: int) -> int:
+    """The most shared memory that a block of any of the kernels needs.
+
+    Widths other than the hidden size do not count: `linear_residual` reads what does not fit from global memory.
+    """
+    return max(_norm_bytes(2, batch, hidden_size, _DEPTH), _attention_bytes(group, head_size))
+
+
+def _norm_bytes(tiles: int, batch: int, columns: int, depth: int) -> int:
+    """Ring, partial sums, and the activations, which are float before they are normalized."""
+    return _linear_bytes(tiles, depth) + batch * (_WARPS * _steps(columns) * _STEP * 4 + 64)
+
+
+def _linear_bytes(tiles: int, depth: int) -> int:
+    """Ring and partial sums."""
+    return depth * 32 * _WARPS * 16 + (2 * _WARPS * tiles * 64 + _UNIT * _WARPS) * 4
+
+
+def _attention_warps(group: int) -> int:
+    return max(4, group)
+
+
+def _attention_bytes(group: int, size: int) -> int:
+    tiles = 2 * _STAGES * _KEY_TILE * (size + _PADDING) * 2
+    return tiles + (group * size + size + _attention_warps(group) * _KEY_TILE) * 4
 
 
 def _steps(columns: int) -> int:

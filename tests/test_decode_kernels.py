@@ -147,3 +147,18 @@ def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, re
     config = replace(LLAMA, **changes)
     found = unsupported(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype)
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize(("batch", "limit"), [(8, 232_448), (8, 166_912), (4, 101_376)])
+def test_llama_1b_fits_into_shared_memory(batch: int, limit: int) -> None:
+    """H200, Jetson Orin and an RTX PC."""
+    config = replace(LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64)
+    shape = EngineShape("decode", batch, 1, 64, 64)
+    assert unsupported(config, shape, "float16", limit) is None
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_is_refused() -> None:
+    config = replace(LLAMA, hidden_size=2048)
+    found = unsupported(config, EngineShape("decode", 8, 1, 64, 64), "float16", 101_376)
+    assert found is not None
+    assert found.endswith("bytes of shared memory for 8 sequences of width 2048, the GPU has 101376")

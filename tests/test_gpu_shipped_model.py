@@ -49,6 +49,12 @@ def spacing(value: float, dtype: str) -> float:
     return 2.0 ** (np.floor(np.log2(abs(value))) - mantissa)
 
 
+def until_end(tokens: list[int], directory: EngineDirectory) -> list[int]:
+    """The tokens up to the first that ends the answer, that one included: the model means nothing by what follows."""
+    ends = [index for index, token in enumerate(tokens) if token in directory.eos_token_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
 @pytest.fixture(scope="module", params=["float16", "bfloat16"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineDirectory:
     target = tmp_path_factory.mktemp("engines") / request.param
@@ -68,18 +74,18 @@ def prompts() -> list[list[int]]:
 
 def test_logits_and_greedy_answers_agree_with_numpy(directory: EngineDirectory, prompts: list[list[int]]) -> None:
     with open_runner("numpy", directory) as runner:
-        answers = [greedy_tokens(runner, prompt, ANSWER_TOKENS) for prompt in prompts]
+        answers = [until_end(greedy_tokens(runner, prompt, ANSWER_TOKENS), directory) for prompt in prompts]
         expected = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, answers, strict=True)]
     with open_runner("tensorrt", directory) as runner:
         found = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, answers, strict=True)]
-        greedy = [greedy_tokens(runner, prompt, ANSWER_TOKENS) for prompt in prompts]
+        greedy = [greedy_tokens(runner, *pair) for pair in zip(prompts, map(len, answers), strict=True)]
     largest = max(np.abs(logits).max() for logits in expected)
     difference = max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
     print(f"\n{directory.dtype}: max |difference of logits| is {difference / largest:.3%} of max |logit| {largest:.2f}")
     assert difference <= LOGIT_TOLERANCES[directory.dtype] * largest
     different = 0
     for question, reference, answer, logits in zip(QUESTIONS, answers, greedy, expected, strict=True):
-        first = next((index for index in range(ANSWER_TOKENS) if reference[index] != answer[index]), None)
+        first = next((index for index in range(len(reference)) if reference[index] != answer[index]), None)
         if first is None:
             continue
         different += 1
@@ -147,7 +153,7 @@ def test_capture_failure_costs_one_warning_and_no_function(
 def test_a_damaged_plan_is_refused_and_built_again(
     directory: EngineDirectory, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plans = sorted(Path(directory.path).glob("plans/*/base.decode-*.engine"))
+    plans = sorted(Path(directory.path).glob("plans/*/base.prefill-*.engine"))
     assert plans, "the build on this GPU made no plans"
     damaged = bytearray(plans[0].read_bytes())
     damaged[len(damaged) // 2] ^= 1

@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
+from random_checkpoint import LLAMA_3_2_1B
 
 from edgellm.engines.comparison import open_runner
-from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 
@@ -54,12 +53,12 @@ def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
     }
 
 
-def gpu_milliseconds(stream: Any, step: Any, repeats: int = REPEATS) -> float:
-    """Median over five series of the GPU time of one `step`."""
+def gpu_milliseconds(stream: Any, step: Any, repeats: int = REPEATS, series: int = 5) -> float:
+    """Median over the series of the GPU time of one `step`."""
     import pycuda.driver as cuda
 
     spans = []
-    for _ in range(5):
+    for _ in range(series):
         begin, end = cuda.Event(), cuda.Event()
         begin.record(stream)
         for _ in range(repeats):
@@ -86,14 +85,17 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
 
         fill()
         shape = next(shape for shape in directory.limits.engine_shapes() if shape.phase == "decode")
-        engine = runner._engine(EngineShape("decode", 1, 1, shape.key_range, shape.kv_rows), slice(0, 1))
+        engine = runner._engine(shape, slice(0, 1))
+        results["decode_engine"] = type(engine).__name__
         bare = backend.capture(engine.enqueue, "the bare engine")
         bare()
         results["bare_engine_ms"] = gpu_milliseconds(stream, bare)
-        fill()
         step = runner._steps[(1, shape.key_range, True)]
-        results["decode_step_ms"] = gpu_milliseconds(stream, step, 50)
-        fill()
+        spans = []
+        for _ in range(5):  # each series begins at the same length, which grows with every step
+            fill()
+            spans.append(gpu_milliseconds(stream, step, 20, series=1))
+        results["decode_step_ms"] = statistics.median(spans)
         loops = []
         for _ in range(5):
             fill()
@@ -138,7 +140,8 @@ def main() -> None:
     checkpoint, engines = arguments.work / "checkpoint", arguments.work / "engines"
     results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
     if not (checkpoint / "model.safetensors").exists():
-        write_checkpoint(checkpoint, LLAMA_3_2_1B)
+        # In a process of its own: a child's peak memory would count what its parent held when it was started.
+        subprocess.run([sys.executable, str(Path(__file__).parent / "random_checkpoint.py"), checkpoint], check=True)
     results["build"] = run_build(checkpoint, engines)
     directory = EngineDirectory.open(engines)
     results |= measure_steps(directory)

@@ -1,9 +1,9 @@
 """Phrasings as small grammars: `(a|b|)` lists alternatives, `{slot}` is filled later.
 
-A phrasing is one fully expanded line, slots unfilled. About a sixth of all phrasings are held out from training: every
-phrasing of a line that begins with `~`, and those of other lines whose checksum says so. The split depends on the text
-alone, so it never changes with a seed. A phrasing goes to training after all where it has a word that no training
-phrasing of its block has, or where another line trains it: held-out phrasings are new ways to say things, in known words.
+A phrasing is one fully expanded line, slots unfilled. About a sixth of all phrasings are held out from training:
+every phrasing of a line that begins with `~`, and those of other lines whose checksum says so. The split depends on the
+text alone, so it never changes with a seed. A phrasing goes to training after all where it has a word that no training
+phrasing of its block has, or where another line trains it: held-out phrasings are new ways to say known words.
 """
 
 import functools
@@ -33,8 +33,8 @@ def expand(template: str) -> list[str]:
 def phrasings(block: str, split: str) -> tuple[tuple[str, ...], ...]:
     """The phrasings of a block of template lines that belong to `split` ("train" or "eval"), one tuple per line.
 
-    Lines without a phrasing in the split are left out. `choose` picks a line first, then a phrasing within it, so that a
-    line with many alternatives does not crowd out the others.
+    Lines without a phrasing in the split are left out. `choose` picks a line first, then a phrasing within it, so that
+    a line with many alternatives does not crowd out the others.
     """
     lines = [line.strip() for line in block.strip().splitlines() if line.strip()]
     options = [(line.startswith("~"), list(dict.fromkeys(expand(line.lstrip("~ "))))) for line in lines]

@@ -32,12 +32,13 @@ Battery: {battery} (%|percent).
 ~ Your battery is charged to {battery} percent.
 """
 RULES = """
-(Do not|Never|You must not) (handle|move|touch) objects (when|if|while) (the|your) battery is below {limit} percent.
+(Do not|Never|You must not) (handle|touch) objects (when|if|while) (the|your) battery is below {limit} percent.
 (When|If) (the|your) battery is below {limit} percent, (do not handle|do not touch|leave) (any objects|objects).
 (When|If) your battery is below {limit} percent, do not handle objects and ask to be charged.
 Below {limit}% battery you (may not|must not) handle objects.
 Minimum battery for handling objects: {limit}%.
-(Never|Do not) (handle|touch|pick up|move) (objects|things|anything) below {limit} (percent|percent battery|% battery|%).
+(Never|Do not) (handle|touch|pick up|move) (objects|things) below {limit} (percent|percent battery|% battery|%).
+(Never|Do not) (handle|touch|pick up|move) anything below {limit} (percent|percent battery|% battery|%).
 (Never|Do not) (handle|touch|move) (objects|things|anything) under {limit} (percent|percent battery|%).
 No (handling of objects|object handling) below {limit} percent (battery|).
 (You may|You can) handle objects only (above|from) {limit} percent battery.
