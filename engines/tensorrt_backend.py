@@ -93,7 +93,7 @@ class TensorRTBackend:
         config, kernels = self._directory.config, self._decode_kernels
         if shape.phase != "decode":
             return None
-        reason = unsupported(config, shape, self.compute_dtype)
+        reason = unsupported(config, shape, self.compute_dtype, kernels.shared_limit)
         if reason is not None:
             logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
