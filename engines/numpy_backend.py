@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
+from edgellm.engines.blas_threads import one_blas_thread
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder import DecoderDescription
+from edgellm.engines.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
@@ -17,6 +20,9 @@ from edgellm.engines.numpy_operations import NumpyOperations
 from edgellm.engines.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_kernels import NumpyKernels
+
+#: Models of fewer parameters compute on one thread (see `blas_threads`).
+_SMALL_MODEL = 100_000_000
 
 
 class NumpyReadback:
@@ -38,6 +44,8 @@ class NumpyEngine:
         self._bindings: dict[str, np.ndarray] = {}
         operations = NumpyOperations(self._bindings, self._bindings)
         self._description = DecoderDescription(operations, config, shape)
+        parameters = sum(math.prod(spec.shape) for spec in decoder_weights(config))
+        self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
@@ -45,7 +53,8 @@ class NumpyEngine:
 
     def enqueue(self) -> None:
         """Compute; outputs are written into their bound arrays."""
-        self._description.describe()
+        with self._threads():
+            self._description.describe()
 
 
 class NumpyBackend:

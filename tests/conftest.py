@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.gpu import find_gpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Take Ctrl-C as a terminal's program does, also where the tests were started with it ignored (nohup, `&`)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
