@@ -1,8 +1,8 @@
 """How many threads NumPy's OpenBLAS uses for the products of a small model: one.
 
-A product of a small matrix takes microseconds, and threads that wait for each other in between cost more than they give:
-where other programs keep the cores busy, a token took 3 to 20 times as long with two threads as with one. The library
-has no argument for it, only a setting of the process, which is put back after each step.
+A product of a small matrix takes microseconds, and threads that wait for each other in between cost more than they
+give: where other programs keep the cores busy, a token took 3 to 20 times as long with two threads as with one. The
+library has no argument for it, only a setting of the process, which is put back after each step.
 """
 
 from __future__ import annotations

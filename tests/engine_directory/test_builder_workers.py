@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,23 @@ def directory(plain_directory: Path) -> EngineDirectory:
     return EngineDirectory.open(plain_directory)
 
 
-def children() -> set[int]:
+def every_child() -> set[int]:
     """Processes that this one started, from the kernel's list."""
     tasks = Path("/proc/self/task").glob("*/children")
     return {int(number) for task in tasks for number in task.read_text().split()}
 
 
+@pytest.fixture
+def children() -> Callable[[], set[int]]:
+    """The processes that were started since the test began."""
+    before = every_child()
+    return lambda: every_child() - before
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3, None])
-def test_every_shape_is_built_once(directory: EngineDirectory, workers: int | None) -> None:
+def test_every_shape_is_built_once(
+    directory: EngineDirectory, workers: int | None, children: Callable[[], set[int]]
+) -> None:
     shapes = directory.limits.engine_shapes()
     plans = list(build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=workers))
     assert sorted(plan.shape.name for plan in plans) == sorted(shape.name for shape in shapes)
@@ -41,14 +51,16 @@ def test_every_shape_is_built_once(directory: EngineDirectory, workers: int | No
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_refusals_of_tensorrt_arrive(directory: EngineDirectory, workers: int) -> None:
+def test_refusals_of_tensorrt_arrive(
+    directory: EngineDirectory, workers: int, children: Callable[[], set[int]]
+) -> None:
     shapes = directory.limits.engine_shapes()
     with pytest.raises(BuildError, match="sm_87"):
         list(build_plans(directory.config, shapes, "float16", "auto", "sm_87", workers=workers))
     assert not children()
 
 
-def test_killed_worker_is_an_error(directory: EngineDirectory) -> None:
+def test_killed_worker_is_an_error(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
     with pytest.raises(BuildError, match=r"ended: exit code -9 \(killed, perhaps for want of memory\)"):
         for _ in build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=1):
@@ -57,7 +69,7 @@ def test_killed_worker_is_an_error(directory: EngineDirectory) -> None:
     assert not children()
 
 
-def test_building_in_vain_ends_early(directory: EngineDirectory) -> None:
+def test_building_in_vain_ends_early(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
     built: list[str] = []
     for plan in build_plans(directory.config, shapes, "float16", "auto", "sm_86", lambda: len(built) >= 2, workers=1):
@@ -66,7 +78,7 @@ def test_building_in_vain_ends_early(directory: EngineDirectory) -> None:
     assert not children()
 
 
-def test_leaving_the_iteration_ends_the_workers(directory: EngineDirectory) -> None:
+def test_leaving_the_iteration_ends_the_workers(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
     plans = build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=2)
     next(plans)
