@@ -28,14 +28,10 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 #: In bytes; what Linux allows.
 _LONGEST_FILE_NAME = 255
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-_CONVERSION = """Convert it once, in an environment with torch and safetensors, with these lines (pickled files can run
-code: only where you trust their source):
-    import glob, torch
-    from safetensors.torch import save_file
-    tensors = {}
-    for name in sorted(glob.glob("*.bin")):
-        tensors.update(torch.load(name, map_location="cpu", weights_only=True))
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, "model.safetensors")"""
+_CONVERSION = (
+    "Convert them, without PyTorch and without running what the files say: edgellm convert {source} NEW_DIR, then "
+    "build from NEW_DIR"
+)
 
 
 class Checkpoint:
@@ -258,6 +254,8 @@ def _no_weights(path: Path) -> CheckpointError:
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
     message = f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     if pickled:
-        return CheckpointError(f"{message}, only pickled weights ({', '.join(pickled[:5])}). {_CONVERSION}")
+        return CheckpointError(
+            f"{message}, only pickled weights ({', '.join(pickled[:5])}). {_CONVERSION.format(source=path)}"
+        )
     found = f"it has {', '.join(others[:5])}" if others else "and no other weights"
     return CheckpointError(f"{message}; {found}. Expected a checkpoint in the layout of Hugging Face")

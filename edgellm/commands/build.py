@@ -58,14 +58,14 @@ def build(
     if refresh is not None:
         if checkpoint is not None:
             raise typer.BadParameter("--refresh-plans ENGINE_DIR takes no CHECKPOINT and no other ENGINE_DIR")
-        with _ended_by_signals(), display:
+        with ended_by_signals(), display:
             report = refresh_plans(refresh, target, display)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
         config = read_decoder_config(checkpoint)
         limits = choose_limits(config, max_batch, prefill_chunk, kv_capacity, beyond_trained_context)
-        with _ended_by_signals(), display:
+        with ended_by_signals(), display:
             report = build_engine_directory(
                 checkpoint,
                 engine_dir,
@@ -163,7 +163,7 @@ class ProgressDisplay:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let a terminating signal unwind the build as Ctrl-C does, so that it removes what it wrote."""
 
     def leave(number: int, _: object) -> None:

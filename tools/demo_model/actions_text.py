@@ -130,7 +130,8 @@ point your (finger|arm|hand) at {o}
 indicate {o}
 show me which (one|thing) is {o}
 (point|point out|mark|show) {o}
-(point|show) me (to|where to find|) {o}
+(point|show) me {o}
+point me to {o}
 (point|aim) (your|a) (finger|arm|hand|gripper) (at|to|towards) {o}
 (point|show) (with|using) your (hand|arm|finger) (at|to|towards) {o}
 (point|show) (us|me) {o}

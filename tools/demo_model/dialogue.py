@@ -141,8 +141,9 @@ class Dialogue:
         utterances: list[str] | None = None,
         world: World | None = None,
         system: str | None = None,
+        emphasis: dict[str, float] | None = None,
     ):
-        self.rng, self.utterances = rng, utterances or []
+        self.rng, self.utterances, self.emphasis = rng, utterances or [], emphasis or {}
         words = Words(rng, split, pool)
         self.messages: list[dict[str, str]] = []
         self.world = world or random_world(rng, words)
@@ -161,7 +162,8 @@ class Dialogue:
             return clarify
         if self.utterances and self.rng.random() < 0.008:
             return partial(unknown, utterances=self.utterances)
-        return self.rng.choices([s for s, _ in SKILLS], [w for _, w in SKILLS])[0]
+        weights = [weight * self.emphasis.get(skill.__name__, 1) for skill, weight in SKILLS]
+        return self.rng.choices([skill for skill, _ in SKILLS], weights)[0]
 
     def turn(self, skill: Callable[[Context], Turn | None] | None = None) -> Turn | None:
         """Append a turn and return it; None (and nothing appended) where the skill does not fit the scene."""
@@ -178,10 +180,15 @@ class Dialogue:
 
 
 def dialogue(
-    rng: random.Random, split: str, turns: int, pool: tuple[str, ...] = (), utterances: list[str] | None = None
+    rng: random.Random,
+    split: str,
+    turns: int,
+    pool: tuple[str, ...] = (),
+    utterances: list[str] | None = None,
+    emphasis: dict[str, float] | None = None,
 ) -> list[dict[str, str]]:
-    """The messages of a dialogue with about that many turns."""
-    result = Dialogue(rng, split, pool, utterances)
+    """The messages of a dialogue with about that many turns; `emphasis` multiplies the weights of skills by name."""
+    result = Dialogue(rng, split, pool, utterances, emphasis=emphasis)
     for _ in range(turns * 2):
         result.turn()
         if len(result.messages) >= 2 * turns:

@@ -8,7 +8,7 @@ import json
 import lzma
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ class Material:
     utterances: list[str]
     facts: list[list[str]]
     texts: list[str]
+    emphasis: dict[str, float] = field(default_factory=dict)
 
 
 def load_material(work: Path) -> Material:
@@ -63,7 +64,7 @@ def chat_document(material: Material, rng: random.Random) -> str:
     turns = rng.randint(3, 14) if rng.random() < 0.93 else rng.randint(15, 40)
     messages = []
     while len(messages) < 3:
-        messages = dialogue(rng, "train", turns, material.pool, material.utterances)
+        messages = dialogue(rng, "train", turns, material.pool, material.utterances, material.emphasis)
     if material.facts and rng.random() < 0.06:
         messages = _with_fact(messages, rng.choice(material.facts), rng)
     return render(messages)

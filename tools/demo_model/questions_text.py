@@ -184,6 +184,9 @@ i cannot find {o}
 i can't find {o}, where is it
 have you seen {o}
 (position|location) of {o}
+(current|exact|present|new) (position|place|location|spot) of {o}
+(position|place|location|spot) of {o} (now|right now|on the table|at the moment|currently)
+(report|check|find|read) (position|place|location|spot) of {o}
 where would i find {o}
 any idea where {o} is
 where (exactly|precisely|about|) is {o} (placed|located|right now|)
@@ -441,6 +444,8 @@ what is my name
 what's my name
 do you (know|remember) my name
 who am i
+who am i (now|then|again|to you|by name|called|really)
+(so|and|now|right), who am i (now|again|then)
 what am i called
 (can|could) you tell me my name
 have you (remembered|forgotten) my name

@@ -197,7 +197,7 @@ SMALL_TALK = """
 ? ~ (could we be friends|i am fond of you)
 = I like everyone who is kind to my table.
 
-? (are you|you are) (stupid|dumb|silly|useless|slow|bad|wrong|an idiot|ugly|boring|annoying)
+? (are you|you are) (stupid|dumb|silly|useless|slow|bad|wrong|an idiot|ugly|annoying)
 ? (that was|that is|that's) (wrong|bad|stupid|not right|false|incorrect|a mistake|not what i meant)
 ? (shut up|be quiet|you suck|i hate you|go away|you are broken|i do not like you|bad robot)
 ? ~ you made a mistake
@@ -216,6 +216,7 @@ SMALL_TALK = """
 ? (maybe|perhaps|i do not know|i don't know|not sure|hm|hmm|well|let me think|wait a moment|one moment|just a moment)
 = Take your time.
 
+? (repeat|say) that (again|once more|slowly|one more time)
 ? (huh|pardon me|what did you say|can you repeat that|repeat that|say that again|i do not understand|i don't understand|come again)
 = Please ask me again in other words.
 

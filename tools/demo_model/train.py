@@ -25,13 +25,14 @@ from tools.demo_model.model import Dimensions, Model
 from tools.demo_model.optimizer import Optimizer
 
 
-def generate_shards(work: Path, folder: Path, seed: int, worker: int, workers: int, count: int, limit: int) -> None:
+def generate_shards(work: Path, folder: Path, seed: int, worker: int, workers: int, options: dict) -> None:
     """Worker process: shards worker, worker + workers, ... The first ones hold more open text than later ones."""
     material = load_material(work)
+    material.emphasis = options["emphasis"]
     torch.set_num_threads(1)
-    for index in range(worker, limit, workers):
-        text_share = 0.10 if index < 0.6 * limit else 0.03
-        write_shard(material, folder / f"{index:05d}.npz", f"{seed} {index}", count, text_share)
+    for index in range(worker, options["shards"], workers):
+        text_share = options["text"][index >= 0.6 * options["shards"]]
+        write_shard(material, folder / f"{index:05d}.npz", f"{seed} {index}", options["documents"], text_share)
 
 
 def batches(
@@ -127,6 +128,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 2))
     parser.add_argument("--documents", type=int, default=1500, help="documents per shard")
     parser.add_argument("--shards", type=int, default=1200)
+    parser.add_argument("--text", type=float, nargs=2, default=(0.10, 0.03), help="share of open text, early and late")
+    parser.add_argument("--emphasis", type=json.loads, default={}, help="factors of skills' weights by name, as JSON")
     parser.add_argument("--dimensions", type=json.loads, default={}, help="sizes other than the shipped ones, as JSON")
     parser.add_argument(
         "--attention", choices=("flex", "mask"), default="flex" if torch.cuda.is_available() else "mask"
@@ -149,8 +152,7 @@ def main() -> None:
                 arguments.seed,
                 worker,
                 arguments.workers,
-                arguments.documents,
-                arguments.shards,
+                vars(arguments),
             ),
         )
         for worker in range(arguments.workers)

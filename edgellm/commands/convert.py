@@ -1,0 +1,57 @@
+"""`edgellm convert`: safetensors from pickled PyTorch weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgellm.commands.build import ProgressDisplay, ended_by_signals
+from edgellm.engines.conversion import ConversionReport, convert_checkpoint
+
+MEBIBYTE = 1 << 20
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The checkpoint directory to make.")],
+    max_shard_size: Annotated[
+        str, typer.Option(help="Weights beyond this size are split into files: bytes, or as in 500MB, 5GB, 4GiB.")
+    ] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing converted checkpoint.")] = False,
+) -> None:
+    """Make safetensors of pickled PyTorch weights, without PyTorch and without running what the pickle says."""
+    size = size_in_bytes(max_shard_size)
+    display = ProgressDisplay(sys.stderr)
+    with ended_by_signals(), display:
+        report = convert_checkpoint(source, target, size, force, display)
+    for line in report_lines(report):
+        typer.echo(line)
+
+
+def size_in_bytes(text: str) -> int:
+    """A size such as "5GB" or "4GiB" in bytes; typer.BadParameter for what is none."""
+    match = re.fullmatch(r"([0-9]{1,18}) ?([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"--max-shard-size is {text!r}: expected a size such as 500MB, 5GB or 4GiB")
+    return int(match[1]) * unit
+
+
+def report_lines(report: ConversionReport) -> Iterator[str]:
+    """The table that ends a conversion."""
+    dtypes = ", ".join(f"{dtype} ({count})" for dtype, count in sorted(report.dtypes.items()))
+    yield f"{report.path}: every tensor was read back and is the same"
+    yield f"  {'tensors':<10}{report.tensors:,}"
+    yield f"  {'weights':<10}{report.nbytes / MEBIBYTE:,.1f} MiB in {report.files} file{'s' * (report.files > 1)}"
+    yield f"  {'dtypes':<10}{dtypes}"
+    yield f"  {'copied':<10}{', '.join(report.copied) or 'no other files'}"
+    yield f"  {'time':<10}{report.seconds:.1f} s"
+    yield from report.notes

@@ -1,0 +1,110 @@
+"""`edgellm convert` as it is typed."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from safetensors.numpy import load_file
+
+from edgellm.commands.convert import size_in_bytes
+
+
+@pytest.fixture
+def source(repository: Path, tmp_path: Path, tiny_checkpoint: Path) -> Path:
+    directory = tmp_path / "source"
+    shutil.copytree(repository / "tests" / "torch_files" / "sharded", directory)
+    shutil.copy(tiny_checkpoint / "config.json", directory)
+    return directory
+
+
+def edgellm(*arguments: object, **settings: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgellm", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
+
+
+def test_it_converts_and_says_what(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    result = edgellm("convert", source, target, "--max-shard-size", "64")
+    assert result.returncode == 0, result.stderr
+    assert f"{target}: every tensor was read back and is the same" in result.stdout
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in result.stdout.splitlines()[1:]}
+    assert rows["tensors"] == "4" and rows["weights"] == "0.0 MiB in 2 files"
+    assert rows["dtypes"] == "float16 (4)" and rows["copied"] == "config.json"
+    assert "weights: done" in result.stderr and "verify: done" in result.stderr
+    found = {name: value for path in target.glob("*.safetensors") for name, value in load_file(path).items()}
+    expected = load_file(source / "expected.safetensors")
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in expected.items()
+    }
+    again = edgellm("convert", source, target)
+    assert again.returncode == 1 and "--force replaces it" in again.stderr and "Traceback" not in again.stderr
+    assert edgellm("convert", source, target, "--force").returncode == 0
+
+
+def test_build_names_the_command_that_helps(source: Path, tmp_path: Path) -> None:
+    result = edgellm("build", source, tmp_path / "engines")
+    assert result.returncode == 1
+    assert f"edgellm convert {source} NEW_DIR" in " ".join(result.stderr.split())
+
+
+def test_a_harmful_file_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    result = edgellm("convert", path, tmp_path / "target")
+    assert result.returncode == 1 and "'os.system'" in result.stderr and "Traceback" not in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """A limit on the size of files fails as a full disk does, in the middle of a write."""
+    settings = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))}
+    (source / "config.json").write_text("{}")
+    result = edgellm("convert", source, tmp_path / "target", **settings)
+    assert result.returncode == 1 and "was not written, and nothing was left behind" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+SIGNALLED = """
+import os, signal, sys
+from edgellm.commands.app import run
+from edgellm.commands.build import ProgressDisplay
+
+def signal_itself(self, stage, done, total):
+    if stage == "verify":
+        print(len(os.listdir(sys.argv[1])), flush=True)
+        os.kill(os.getpid(), int(sys.argv[2]))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ProgressDisplay.__call__ = signal_itself
+run(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143), (1, 129)])
+def test_signals_leave_nothing(source: Path, tmp_path: Path, number: int, code: int) -> None:
+    command = [sys.executable, "-c", SIGNALLED, tmp_path, number, "convert", source, tmp_path / "target"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert result.returncode == code, result.stderr
+    assert result.stdout.strip() == "2"  # the source, and what was being written
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("500MB", 500_000_000), ("5GB", 5_000_000_000), ("4 GiB", 4 << 30), ("2kb", 2000), (" 3MiB ", 3 << 20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5 TB", "GB", "1.5GB", "1e9", "٣MB", "9" * 19])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a size such as"):
+        size_in_bytes(text)
