@@ -333,6 +333,10 @@ let {o} go
 (unload|unhand|loosen|free|leave) {o}
 you can (let go of|release|put down|drop) {o}
 (let|get) (loose|go of|rid of) {o}
+(drop|release|lower) {o} (now|again|gently|onto the table|at once|here)
+(just|simply|carefully|slowly) (drop|release|lower) {o}
+(now|then|and then) (drop|release) {o}
+(place|lay|set) (down|back down) {o} (again|now|gently|carefully)
 ~ lay {o} back on the table
 ~ do not hold {o}
 """
