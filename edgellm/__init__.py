@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm.errors import EdgeLLMError, RequestError
-    from edgellm.llm import LLM, Stream
+    from edgellm.llm import LLM
     from edgellm.responses import Chunk, Response
     from edgellm.sampling_params import SamplingParams
+    from edgellm.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -19,7 +20,7 @@ __all__ = ["LLM", "Chunk", "EdgeLLMError", "RequestError", "Response", "Sampling
 
 _MODULES = {
     "LLM": "edgellm.llm",
-    "Stream": "edgellm.llm",
+    "Stream": "edgellm.stream",
     "Chunk": "edgellm.responses",
     "Response": "edgellm.responses",
     "SamplingParams": "edgellm.sampling_params",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from edgellm.decoding import Clock, KVContents, decode
-from edgellm.engines.backend import open_backend
+from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, PlainRunner, Runner
+from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
+from edgellm.drafting_statistics import DraftingTally
+from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import RequestError
-from edgellm.responses import Chunk, Response, Usage
+from edgellm.responses import Response
 from edgellm.sampling_params import SamplingParams
+from edgellm.stream import Stream, finished_response
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 
@@ -28,9 +33,12 @@ Messages = Sequence[dict[str, Any]]
 class LLM:
     """A language model, opened from an engine directory (by default the one that ships with the package).
 
-    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". One request runs at a time;
-    the KV cache of the latest is kept, so that a next prompt with the same beginning prefills only what is new. Use it
-    as a context manager, or call `close`. Raises EdgeLLMError subclasses that say what is wrong.
+    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
+    draft; "auto" drafts where the directory has a draft model, adaptively, with trees as large as it was built for;
+    None loads no draft model. Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy,
+    or `sampled`). One request runs at a time; the KV cache of the latest is kept, so that a next prompt with the same
+    beginning prefills only what is new. Use it as a context manager, or call `close`. Raises EdgeLLMError subclasses
+    that say what is wrong.
     """
 
     def __init__(
@@ -38,21 +46,24 @@ class LLM:
         engine_directory: str | Path | None = None,
         *,
         backend: str = "auto",
+        drafting: DraftingConfig | Literal["auto"] | None = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.directory = EngineDirectory.open(SHIPPED_MODEL if engine_directory is None else Path(engine_directory))
-        config, limits = self.directory.config, self.directory.limits
-        self.tokenizer = Tokenizer.from_directory(self.directory.path, config.vocab_size)
+        self.drafting = _drafting_for(self.directory, drafting)
+        plan = None if self.drafting is None else self.drafting.plan(self.directory.limits)
+        self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._busy = threading.Lock()
-        self._contents = KVContents()
-        self._runner: BaseEngineRunner | None = None
+        self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
+        self._runner: Runner | None = None
         opened = open_backend(backend, self.directory)
         try:
-            checkpoint = self.directory.checkpoint()
-            try:
-                self._runner = BaseEngineRunner(opened, config, limits, checkpoint, progress)
-            finally:
-                checkpoint.close()
+            self._runner = _open_runner(opened, self.directory, plan is not None, progress)
+            self._chooser: PlanChooser = FixedDrafting(plan)
+            if self.drafting is not None and self.drafting.adaptive:
+                from edgellm.drafting_controller import adaptive_drafting
+
+                self._chooser = adaptive_drafting(self.drafting, self.directory, self._runner)
         except BaseException:
             opened.close()
             raise
@@ -85,6 +96,21 @@ class LLM:
         clock = Clock()
         return self._stream(self.tokenizer.encode_chat(messages), params, clock)
 
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
+    ) -> list[Response]:
+        """Complete several prompts, as many at a time as the engines were built for; each as `generate` would."""
+        params = (params or SamplingParams()).seeded()
+        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        sequences = [self._sequence(prompt_ids, params, Clock()) for prompt_ids in encoded]
+        self._acquire()
+        try:
+            for _ in self._loop().run(sequences):
+                pass
+        finally:
+            self._busy.release()
+        return [finished_response(sequence) for sequence in sequences]
+
     def close(self) -> None:
         """Free all memory; the object cannot be used afterwards."""
         if self._runner is not None:
@@ -99,13 +125,27 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open_runner(self) -> BaseEngineRunner:
+    def _open_runner(self) -> Runner:
         if self._runner is None:
             raise RequestError("this LLM is closed: open a new one")
         return self._runner
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams | None, clock: Clock) -> Stream:
-        runner, params = self._open_runner(), (params or SamplingParams()).seeded()
+        params = (params or SamplingParams()).seeded()
+        sequence = self._sequence(prompt_ids, params, clock)
+        self._acquire()
+        return Stream(self._loop().run([sequence]), sequence, params, self._busy.release)
+
+    def _loop(self) -> DecodingLoop:
+        return DecodingLoop(self._open_runner(), self._contents, self._chooser)
+
+    def _acquire(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RequestError("another request of this LLM is running: finish, cancel or close its stream first")
+
+    def _sequence(self, prompt_ids: list[int], params: SamplingParams, clock: Clock) -> DecodingSequence:
+        """A request, checked; raises RequestError."""
+        runner = self._open_runner()
         if not prompt_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         if len(prompt_ids) >= self.context_length:
@@ -130,117 +170,28 @@ class LLM:
             params.frequency_penalty,
             params.seed or 0,
         )
-        if not self._busy.acquire(blocking=False):
-            raise RequestError("another request of this LLM is running: finish, cancel or close its stream first")
-        reused = self._contents.reusable(prompt_ids)
-        steps = decode(runner, self._contents, prompt_ids, sampling, answer, clock, params.max_tokens)
-        return Stream(steps, answer, clock, len(prompt_ids), reused, params, self._busy.release)
+        tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
+        return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally)
 
 
-class Stream:
-    """An answer as it grows: iterate over its `Chunk`s; afterwards `response` is there.
-
-    It must be finished, cancelled or closed before the next request starts; leaving a `with` block closes it.
-    """
-
-    def __init__(
-        self,
-        steps: Iterator[tuple[int, str]],
-        answer: Answer,
-        clock: Clock,
-        prompt_tokens: int,
-        reused_tokens: int,
-        params: SamplingParams,
-        release: Callable[[], None],
-    ) -> None:
-        self.params = params
-        self._answer, self._clock = answer, clock
-        self._prompt_tokens, self._reused_tokens = prompt_tokens, reused_tokens
-        self._steps, self._release = steps, release
-        self._cancelled = threading.Event()
-        self._open = True
-        self._response: Response | None = None
-
-    @property
-    def response(self) -> Response:
-        """The whole answer; raises RequestError while it is still growing, or if it failed."""
-        if self._response is None:
-            raise RequestError("the answer is not finished: iterate to the end, or call finish() or cancel()")
-        return self._response
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Chunk:
-        if not self._open:
-            raise StopIteration
-        if self._cancelled.is_set():
-            return self._cancelled_chunk()
-        try:
-            token, text = next(self._steps)
-        except StopIteration:
-            self._end()
-            raise
-        except Exception:
-            self._end(failed=True)
-            raise
-        except BaseException:  # an interrupt leaves a partial answer that the caller may want
-            self.close()
-            raise
-        return Chunk(text, (token,))
-
-    def cancel(self) -> None:
-        """End the answer at the next token with finish reason "cancelled"; may be called from any thread."""
-        self._cancelled.set()
-
-    def finish(self) -> Response:
-        """Read to the end and return the response."""
-        for _ in self:
-            pass
-        return self.response
-
-    def close(self) -> None:
-        """End the answer now, as cancelled if it was still growing."""
-        if self._open:
-            self._answer.finish("cancelled")
-            self._end()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
-
-    def _cancelled_chunk(self) -> Chunk:
-        """The text that was held back, as a last chunk."""
-        text = self._answer.finish("cancelled")
-        self._end()
-        if not text:
-            raise StopIteration
-        return Chunk(text, ())
-
-    def _end(self, failed: bool = False) -> None:
-        self._open = False
-        try:
-            self._steps.close()
-        finally:
-            self._release()
-        if failed:
-            return
-        if self._clock.started == 0.0:  # closed before it began
-            self._clock.started = self._clock.accepted
-        answer = self._answer
-        self._response = Response(
-            answer.text,
-            answer.token_ids,
-            answer.finish_reason or "cancelled",
-            Usage(self._prompt_tokens, self._reused_tokens, answer.token_count),
-            self._clock.timings(),
-            answer.stop_match,
+def _drafting_for(
+    directory: EngineDirectory, drafting: DraftingConfig | Literal["auto"] | None
+) -> DraftingConfig | None:
+    """What "auto" means for a directory; raises RequestError where drafting is asked for without a draft model."""
+    if drafting == "auto":
+        return None if directory.draft is None else DraftingConfig.largest(directory.limits, adaptive=True)
+    if drafting is not None and directory.draft is None:
+        raise RequestError(
+            f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
+            "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
+    return drafting
+
+
+def _open_runner(
+    backend: Backend, directory: EngineDirectory, with_draft: bool, progress: Callable[[int, int], None] | None
+) -> Runner:
+    if with_draft:
+        return EagleRunner.open(backend, directory, progress)
+    with closing(directory.checkpoint()) as checkpoint:
+        return PlainRunner(BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, progress))

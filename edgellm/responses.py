@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgellm.drafting_statistics import DraftingStatistics
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -46,7 +48,7 @@ class Response:
 
     `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
     capacity is used up) or "cancelled". `text` excludes the stop string; `token_ids` are all that were generated and
-    count towards usage, the ending one included.
+    count towards usage, the ending one included. `drafting` says what drafting did, where a draft model is loaded.
     """
 
     text: str
@@ -55,3 +57,4 @@ class Response:
     usage: Usage
     timings: Timings
     stop_match: str | int | None = field(default=None)
+    drafting: DraftingStatistics | None = field(default=None)

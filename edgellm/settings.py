@@ -23,7 +23,8 @@ DEFAULTS = "defaults.yaml"
 class Settings:
     """All settings; `configs/defaults.yaml` says what each means. `sampling` holds only what a file sets.
 
-    `model` and `chat_template` are paths, relative ones already resolved against the folder of their file.
+    `model` and `chat_template` are paths, relative ones already resolved against the folder of their file. `drafting`
+    holds fields of `DraftingConfig`, "draft" (True: there must be a draft, False: none is used) and "preset".
     """
 
     model: Path | None = None
@@ -33,6 +34,7 @@ class Settings:
     history: bool = True
     stats: bool | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    drafting: dict[str, Any] = field(default_factory=dict)
 
 
 def load_settings(path: str | Path | None = None) -> Settings:
@@ -44,7 +46,8 @@ def load_settings(path: str | Path | None = None) -> Settings:
     user_file = Path(path).expanduser() if path is not None else _user_file()
     if user_file is not None:
         own = _checked(_read(user_file), str(user_file), user_file.parent)
-        own["sampling"] = values.get("sampling", {}) | own.get("sampling", {})
+        for section in ("sampling", "drafting"):
+            own[section] = values.get(section, {}) | own.get(section, {})
         values |= own
     return Settings(**values)
 
@@ -102,6 +105,8 @@ def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
 def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
     if key == "sampling":
         return _checked_sampling({} if value is None else value, origin)
+    if key == "drafting":
+        return _checked_drafting({} if value is None else value, origin, folder)
     if key in ("model", "chat_template"):
         if value is not None and not (isinstance(value, str) and value):
             raise _wrong(origin, key, value, "a path, or null")
@@ -124,6 +129,17 @@ def _checked_sampling(values: Any, origin: str) -> dict[str, Any]:
         return {key: checked_value(_known(key, SAMPLING_KEYS, f"sampling in {origin}"), values[key]) for key in values}
     except RequestError as error:
         raise SettingsError(f"sampling in {origin}: {error}") from error
+
+
+def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "drafting", values, "keys and values")
+    from edgellm.drafting_presets import checked_drafting  # it takes longer to load than all else here
+
+    try:
+        return checked_drafting(values, folder)
+    except RequestError as error:
+        raise SettingsError(f"drafting in {origin}: {error}") from error
 
 
 def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:

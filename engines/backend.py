@@ -17,7 +17,9 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.memory_plan import MemoryPlan
+from edgellm.kernels.acceptance_interface import AcceptanceKernels
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.draft_tree_interface import DraftTreeKernels
 from edgellm.kernels.interface import Kernels
 
 BACKENDS = ("auto", "numpy", "tensorrt")
@@ -27,6 +29,8 @@ class Engine(Protocol):
     """A loaded engine of fixed shapes."""
 
     shape: EngineShape
+    #: False where the engine takes `attention_mask` but sees the rows before `kvcache_start_index` without reading it
+    reads_attention_mask: bool
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Give memory to inputs and outputs, by name; later calls replace single ones.
@@ -39,10 +43,10 @@ class Engine(Protocol):
 
 
 class Readback(Protocol):
-    """A copy of a device array to the host that is under way."""
+    """Values of a device array that are on their way to the host."""
 
     def wait(self) -> np.ndarray:
-        """The values, once everything enqueued before the copy is done."""
+        """The values, once everything enqueued before the reading is done."""
 
 
 class Backend(Protocol):
@@ -56,6 +60,16 @@ class Backend(Protocol):
     steps_ahead: int
     #: True where engines exist for certain shapes only, False where any T and L will do
     fixed_shapes: bool
+    #: True where a call is done when it returns, so that its time can be taken by the clock
+    computes_at_once: bool
+
+    @property
+    def draft_tree(self) -> DraftTreeKernels:
+        """The kernels of the draft's tree, loaded when first asked for."""
+
+    @property
+    def acceptance(self) -> AcceptanceKernels:
+        """The kernels of acceptance, loaded when first asked for."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Array:
         """Uninitialized memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
@@ -63,11 +77,21 @@ class Backend(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory."""
 
+    def host_visible(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory for small results: kernels write it, and reading it copies nothing on the device.
+
+        `Readback.wait` gives what is there by then, so what is read must not be written again until it was waited for:
+        a ring, written a place at a time.
+        """
+
     def upload(self, array: Array, values: np.ndarray) -> None:
         """Set `array` from host values of its shape, in order with the other work."""
 
+    def copy(self, target: Array, source: Array) -> None:
+        """Set `target` from a device array of its shape and dtype that does not overlap it, in order with the rest."""
+
     def read(self, array: Array) -> Readback:
-        """Start copying a small array to the host."""
+        """Start bringing a small array to the host; at most 8 of the same shape may be unread at a time."""
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -104,7 +128,7 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     if name == "numpy" or (name == "auto" and find_gpu() is None):
         from edgellm.engines.numpy_backend import NumpyBackend
 
-        return NumpyBackend(directory.config)
+        return NumpyBackend(directory.config, directory.draft.config if directory.draft else None)
     from edgellm.engines.tensorrt_backend import TensorRTBackend
 
     return TensorRTBackend(directory)

@@ -1,14 +1,15 @@
 """Runs the base model's engines: prefill of one slot, decode steps of the leading slots, on either backend.
 
 State lives in device arrays that kernels advance, so a decode step is one captured launch: embedding lookup, positions
-and mask, the engine, selection of the token, advance. The host only reads the tokens. Invariants (DESIGN 5): the last
-token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
+and mask, the engine, selection of the token, advance. The host only reads the tokens, from memory that it sees.
+Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,20 +17,50 @@ from edgellm.engines.backend import Backend, Engine, Readback
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import EngineError
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.interface import SequenceState
 
+#: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.
+_EMITTED_PLACES = 8
+_PHASES = ("prefill", "decode")
 #: Key ranges of engines that take any shape are rounded up to this, so that few different ones occur.
 _KEY_RANGE_STEP = 64
+
+
+class EmittedTokens:
+    """The tokens that a step emits: for each of n sequences the one at its place of its ring."""
+
+    def __init__(self, ring: Readback, places: Sequence[int]) -> None:
+        """`ring` reads [n, E] int32."""
+        self._ring, self._places = ring, tuple(places)
+
+    def wait(self) -> np.ndarray:
+        """[n] int32, once the step is done."""
+        return self._ring.wait()[np.arange(len(self._places)), self._places]
+
+
+class FeatureUser(Protocol):
+    """What goes along with the base model and takes its features, as a draft model does."""
+
+    def take_chunk(self, slot: int, prompt_ids: np.ndarray, position: int, tokens: int, features: Array) -> None:
+        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N] from `position` on."""
+
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
+        """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
 
 
 class BaseEngineRunner:
     """Owns engines, weights, KV caches and device state of one base model.
 
-    `limits.max_batch` slots each hold one sequence. Not thread-safe.
+    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, and a
+    `feature_user` is given what the engines put out for it; what it needs besides is public: `weights`, `caches`,
+    `embedding`, `rotary` and `offsets` [S] (position less row), `sampling`, `lengths` (the committed rows of each
+    slot, as the host knows them, never too few; 0 for an idle one).
     """
 
     def __init__(
@@ -39,27 +70,31 @@ class BaseEngineRunner:
         limits: EngineLimits,
         checkpoint: Checkpoint,
         progress: Callable[[int, int], None] | None = None,
+        draft: DraftConfig | None = None,
+        feature_user: FeatureUser | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
+        self._feature_user = feature_user
         self._engines: dict[EngineShape, Engine] = {}
         if backend.fixed_shapes:
             for shape in limits.engine_shapes():
-                self._engines[shape] = backend.load_engine(shape)
+                if shape.model == "base" and shape.phase in _PHASES:
+                    self._engines[shape] = backend.load_engine(shape)
         specs = decoder_weights(config)
-        self.memory_plan = plan_memory(config, limits, specs, backend.compute_dtype, backend.scratch_bytes())
+        self.memory_plan = plan_memory(config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft)
         backend.check_memory(self.memory_plan)
-        self._weights = backend.load_weights(checkpoint, specs, progress)
-        self._embedding = self._weights[EMBEDDING]
-        self._rotary = self._constant(rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        self.weights = backend.load_weights(checkpoint, specs, progress)
+        self.embedding = self.weights[EMBEDDING]
+        self.rotary = self._constant(rotary_table(config, limits.kv_rows, limits.kv_capacity))
         cache = kv_cache_shape(config, limits)
-        self._caches = {
+        self.caches = {
             f"{kind}_cache_{index}": backend.zeros(cache, "compute")
             for index in range(config.num_layers)
             for kind in ("k", "v")
         }
         self._allocate_state()
         self._steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
-        self._lengths = [0] * limits.max_batch
+        self.lengths = [0] * limits.max_batch
         self._warm: set[tuple[int, int, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
 
@@ -81,24 +116,26 @@ class BaseEngineRunner:
         position = reused
         for tokens, chunk in self._plan_chunks(count - reused):
             self._prefill(slot, ids[position : position + tokens], position, chunk)
+            if self._feature_user is not None:
+                self._feature_user.take_chunk(slot, ids, position, tokens, self._features_of(1, chunk))
             position += tokens
-        self._sampling.set(slot, sampling, prompt_ids)
+        self.sampling.set(slot, sampling, prompt_ids)
         for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
-        self._select_and_advance(one, self._sampling.plain(one))
-        self._lengths[slot] = count
-        return self.backend.read(self._emitted[one])
+        self._select(one, self.sampling.plain(one), self._row_features(tokens - 1))
+        self.lengths[slot] = count
+        return self._read_emitted(one, one)
 
     def decode(self, batch: int) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
 
         Raises EngineError where a sequence has no KV row left.
         """
-        longest = max(self._lengths[:batch]) + 1
+        longest = max(self.lengths[:batch]) + 1
         if longest > self.limits.kv_rows:
             raise EngineError(f"the KV cache of {self.limits.kv_rows} rows is full")
         bucket = min(size for size in self.limits.batches if size >= batch)
-        key = (bucket, self._key_range(longest), self._sampling.plain(slice(0, batch)))
+        key = (bucket, self._key_range(longest), self.sampling.plain(slice(0, batch)))
         if key in self._warm and key not in self._steps:
             self._steps[key] = self.backend.capture(lambda: self._decode_step(*key), f"the decode step {key}")
         if key in self._steps:
@@ -107,8 +144,8 @@ class BaseEngineRunner:
             self._decode_step(*key)
             self._warm.add(key)
         for slot in range(batch):
-            self._lengths[slot] += 1
-        return self.backend.read(self._emitted[:batch])
+            self.lengths[slot] += 1 if self.lengths[slot] else 0
+        return self._read_emitted(slice(0, batch), slice(0, bucket))
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -117,7 +154,20 @@ class BaseEngineRunner:
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
         self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
-        self._lengths[slot] = 0
+        self.lengths[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then.
+
+        Everything must have been waited for.
+        """
+        state = self.sequences(slice(0, self.limits.max_batch))
+        arrays = [*self.caches.values(), state.token_ids, state.kvcache_start_index, state.positions, state.active]
+        for array in (*arrays, self.offsets, self._logits):
+            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        self.sampling.move(source, target)
+        self.lengths[target] = self.lengths[source]
+        self.stop(source)
 
     def logits(self, slot: int) -> np.ndarray:
         """The logits [V] float32 of the slot's latest step (waits for it)."""
@@ -128,14 +178,16 @@ class BaseEngineRunner:
         self.backend.synchronize()
         self._steps.clear()
         self._engines.clear()
-        self._weights.clear()
-        self._caches.clear()
+        self.weights.clear()
+        self.caches.clear()
         self.backend.close()
 
     def _allocate_state(self) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
         rows = max(slots, limits.prefill_chunk)
+        self._feature_size = len(config.feature_layers) * config.hidden_size
+        self._features_buffer = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds_buffer = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin_buffer = backend.zeros((rows * config.rotary_dim,), "compute")
         self._mask_buffer = backend.zeros((rows * max(limits.key_ranges),), "bool")
@@ -144,13 +196,15 @@ class BaseEngineRunner:
         self._last_token_ids = backend.zeros((1, 1), "int32")
         self._token_ids = backend.zeros((slots, 1), "int32")
         self._start = backend.zeros((slots,), "int32")
-        self._offsets = backend.zeros((slots,), "int32")
+        self.offsets = backend.zeros((slots,), "int32")
         self._positions = backend.zeros((slots,), "int32")
         self._active = backend.zeros((slots,), "int32")
         self._tokens = backend.zeros((slots,), "int32")
-        self._emitted = backend.zeros((slots,), "int32")
+        self._emitted_index = backend.zeros((slots,), "int32")
+        self._emitted = backend.host_visible((slots, _EMITTED_PLACES), "int32")
+        self._next_places = [0] * slots  # the values of `_emitted_index`
         self._logits = backend.zeros((slots, vocab), "float32")
-        self._sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
 
     def _constant(self, values: np.ndarray) -> Array:
         array = self.backend.empty(values.shape, values.dtype.name)
@@ -182,21 +236,23 @@ class BaseEngineRunner:
             if self.backend.fixed_shapes or shape.phase == "decode":  # prompts come in any length: not worth keeping
                 self._engines[shape] = engine
         if bound is None:
-            bindings |= self._engine_weights() | self._step_inputs(shape)
+            bindings |= self.engine_weights() | self._step_inputs(shape)
         if bound != slots:
-            for name, cache in self._caches.items():
+            for name, cache in self.caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
             bindings["logits"] = self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)
+            if self._feature_size:
+                bindings["hidden_states"] = self._features_of(shape.batch, shape.tokens)
         if bindings:
             engine.bind(bindings)
             self._bound[shape] = slots
         return engine
 
-    def _engine_weights(self) -> dict[str, Array]:
+    def engine_weights(self) -> dict[str, Array]:
         """All weights but an embedding table that only the lookup kernel reads."""
         if self.config.tie_word_embeddings:
-            return self._weights
-        return {name: weight for name, weight in self._weights.items() if name != EMBEDDING}
+            return self.weights
+        return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
     def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
         """The inputs that embedding lookup and `prepare_attention` fill, as views of buffers that all shapes share."""
@@ -212,19 +268,6 @@ class BaseEngineRunner:
             inputs["last_token_ids"] = self._last_token_ids
         return inputs
 
-    def _run(self, shape: EngineShape, slots: slice, token_ids: Array, offsets: Array) -> None:
-        """Embedding lookup, positions and mask, engine."""
-        engine, inputs, kernels = self._engine(shape, slots), self._step_inputs(shape), self.backend.kernels
-        kernels.embedding_lookup(self._embedding, token_ids, inputs["inputs_embeds"])
-        kernels.prepare_attention(
-            inputs["kvcache_start_index"],
-            offsets,
-            self._rotary,
-            inputs["rope_rotary_cos_sin"],
-            inputs["attention_mask"],
-        )
-        engine.enqueue()
-
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
         padded = np.full((1, chunk), -1, np.int32)
@@ -235,27 +278,69 @@ class BaseEngineRunner:
         self.backend.upload(self._last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         shape = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
         one = slice(slot, slot + 1)
-        self._run(shape, one, token_ids, self._offsets[one])
+        engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
+        kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
+        kernels.prepare_attention(
+            inputs["kvcache_start_index"],
+            self.offsets[one],
+            self.rotary,
+            inputs["rope_rotary_cos_sin"],
+            inputs["attention_mask"],
+        )
+        engine.enqueue()
 
     def _decode_step(self, batch: int, key_range: int, plain: bool) -> None:
         """One token for each of the leading slots, from device state to device state."""
         slots = slice(0, batch)
         shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
-        self._run(shape, slots, self._token_ids[slots], self._offsets[slots])
-        self._select_and_advance(slots, plain)
+        engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
+        mask = inputs["attention_mask"]
+        self.backend.kernels.prepare_step(
+            self.embedding,
+            self._token_ids[slots],
+            inputs["inputs_embeds"],
+            inputs["kvcache_start_index"],
+            self.offsets[slots],
+            self.rotary,
+            inputs["rope_rotary_cos_sin"],
+            mask if engine.reads_attention_mask else _leading(self._mask_buffer, (batch, 1, 1, 0)),
+        )
+        engine.enqueue()
+        self._select(slots, plain, self._features_of(batch, 1))
 
-    def _select_and_advance(self, slots: slice, plain: bool) -> None:
-        tokens = self._tokens[slots]
-        self._sampling.select(slots, self._logits[slots], self._positions[slots], tokens, plain)
-        self.backend.kernels.advance_state(
-            tokens,
+    def _select(self, slots: slice, plain: bool, features: Array) -> None:
+        """Choose the slots' tokens from their logits and advance their state; `features` [n, 1, F] led to them."""
+        self.sampling.select(slots, self._logits[slots], self._tokens[slots], self.sequences(slots), plain)
+        if self._feature_user is not None:
+            self._feature_user.take_tokens(slots, self._tokens[slots], features)
+
+    def sequences(self, slots: slice) -> SequenceState:
+        """The state of the slots."""
+        return SequenceState(
             self._active[slots],
             self._token_ids[slots],
             self._start[slots],
             self._positions[slots],
-            self._sampling.token_counts[slots],
+            self.sampling.token_counts[slots],
+            self._emitted_index[slots],
             self._emitted[slots],
         )
+
+    def _features_of(self, batch: int, tokens: int) -> Array:
+        """The engines' output `hidden_states` [B, T, F]; F is 0 for a base model without a draft."""
+        return _leading(self._features_buffer, (batch, tokens, self._feature_size))
+
+    def _row_features(self, row: int) -> Array:
+        """The features [1, 1, F] of one row of the latest prefill."""
+        size = self._feature_size
+        return self._features_buffer[row * size : (row + 1) * size].reshape(1, 1, size)
+
+    def _read_emitted(self, slots: slice, advanced: slice) -> EmittedTokens:
+        """Read what a step that advanced the slots `advanced` emitted for `slots`."""
+        emitted = EmittedTokens(self.backend.read(self._emitted[slots]), self._next_places[slots])
+        for slot in range(advanced.start, advanced.stop):
+            self._next_places[slot] = (self._next_places[slot] + 1) % _EMITTED_PLACES
+        return emitted
 
 
 def _leading(buffer: Array, shape: tuple[int, ...]) -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.plan_files import Platform, present_platform
@@ -22,7 +22,14 @@ PREFILL_CHUNK_STEP = 16
 DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_KV_CAPACITY = 4096
 
-#: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1).
+#: EAGLE-2's and EAGLE-3's usual tree.
+DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
+#: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
+DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
+
+#: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with
+#: fused attention 2 MB beside.
+_PLAN_BYTES = 2 << 20
 _PLAN_BYTES_PER_LAYER = 1 << 20
 _SPARE_DISK_BYTES = 16 << 20
 _JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
@@ -34,6 +41,10 @@ def choose_limits(
     prefill_chunk: int | None = None,
     kv_capacity: int | None = None,
     beyond_trained_context: bool = False,
+    has_draft: bool = False,
+    draft_top_k: int | None = None,
+    draft_steps: int | None = None,
+    verify_tree_size: int | None = None,
 ) -> EngineLimits:
     """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range."""
     trained = config.max_position_embeddings
@@ -42,13 +53,19 @@ def choose_limits(
     if prefill_chunk is None:
         fitting = min(DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
-    limits = EngineLimits(1 if max_batch is None else max_batch, prefill_chunk, kv_capacity)
-    check_limits(config, limits, beyond_trained_context)
+    drafting = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
+    for name, asked in drafting.items():
+        if asked is None:
+            drafting[name] = DRAFT_DEFAULTS[name] if has_draft else 0
+    limits = EngineLimits(1 if max_batch is None else max_batch, prefill_chunk, kv_capacity, **drafting)
+    check_limits(config, limits, beyond_trained_context, has_draft)
     return limits
 
 
-def check_limits(config: DecoderConfig, limits: EngineLimits, beyond_trained_context: bool = False) -> None:
-    """Raise BuildError that names option, value and range."""
+def check_limits(
+    config: DecoderConfig, limits: EngineLimits, beyond_trained_context: bool = False, has_draft: bool = False
+) -> None:
+    """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft."""
     if not 1 <= limits.max_batch <= LARGEST_BATCH:
         raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
     chunk = limits.prefill_chunk
@@ -63,6 +80,12 @@ def check_limits(config: DecoderConfig, limits: EngineLimits, beyond_trained_con
             f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
             "positions that the model was made for; --beyond-trained-context lifts this bound)"
         )
+    for name, (smallest, largest) in DRAFT_RANGES.items():
+        value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
+        if has_draft and not smallest <= value <= largest:
+            raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
+        if not has_draft and value != 0:
+            raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
 
 
 def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:
@@ -151,9 +174,10 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
         )
 
 
-def plan_bytes_bound(config: DecoderConfig, plans: int) -> int:
-    """A generous estimate of the size of so many plans, in bytes."""
-    return plans * config.num_layers * _PLAN_BYTES_PER_LAYER
+def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], platforms: int) -> int:
+    """A generous estimate of the size of the plans of all shapes for so many platforms, in bytes."""
+    layers = sum(config.num_layers if shape.model == "base" else 1 for shape in shapes)
+    return platforms * (len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER)
 
 
 def check_disk_space(folder: Path, needed: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.plan_building import PlanBytes
 from edgellm.engines.plan_files import Platform
 
@@ -22,7 +23,7 @@ class BuiltPlan:
 
 @dataclass
 class BuildReport:
-    """What was built. Sizes in bytes; `seconds` by stage, of which "weights" and "plans" run side by side.
+    """What was built. Sizes in bytes, of base and draft together; `seconds` by stage (weights and plans side by side).
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
     upper bound, as they share libraries. `notes` are what a user should know.
@@ -32,6 +33,7 @@ class BuildReport:
     config: DecoderConfig
     dtype: str
     limits: EngineLimits
+    draft: DraftConfig | None = None
     weight_bytes: int = 0
     published_bytes: int = 0
     weights: str = "copy"

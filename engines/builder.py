@@ -14,26 +14,22 @@ from edgellm.engines.build_checks import (
     check_limits,
     check_places,
     check_settings,
-    check_tokenizer,
     choose_limits,
     choose_platforms,
     plan_bytes_bound,
 )
+from edgellm.engines.build_inputs import BuildInputs, own_files, read_decoder_config, read_inputs
 from edgellm.engines.build_report import BuildReport, BuiltPlan
-from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.engine_directory import (
-    PUBLISHED_FILES,
-    WEIGHT_INDEX,
+    DRAFT_FOLDER,
     EngineDirectory,
     described_file_names,
     description_bytes,
     write_description,
 )
 from edgellm.engines.errors import BuildError
-from edgellm.engines.families import decoder_config
 from edgellm.engines.network_digest import network_digest
 from edgellm.engines.plan_building import build_plans
 from edgellm.engines.plan_files import (
@@ -58,30 +54,18 @@ Progress = Callable[[str, int, int], None]
 class _Job:
     """A build whose input was found good."""
 
-    source: Path
     target: Path
-    config: DecoderConfig
+    inputs: BuildInputs
     dtype: str
     attention: str
     limits: EngineLimits
     platforms: tuple[Platform, ...]
-    weight_files: tuple[Path, ...]
     weights: str
     replace: bool
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.weight_files)
-
-    @property
     def plan_count(self) -> int:
         return len(self.platforms) * len(self.limits.engine_shapes())
-
-
-def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
-    """A checkpoint's dimensions; raises CheckpointError, and UnsupportedModelError for an unknown family."""
-    with Checkpoint.open(checkpoint) as opened:
-        return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
 
 
 def build_engine_directory(
@@ -95,12 +79,14 @@ def build_engine_directory(
     force: bool = False,
     beyond_trained_context: bool = False,
     progress: Progress | None = None,
+    draft: str | Path | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
     `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
-    where that is float32); `weights` is "copy" or "link". With `force` an existing engine directory is replaced, once
-    the new one is complete. Raises BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
+    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, for which
+    `limits` must have room. With `force` an existing engine directory is replaced, once the new one is complete.
+    Raises BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     progress("check", 0, 1)
@@ -108,17 +94,17 @@ def build_engine_directory(
     check_places(source, target, force)
     config = read_decoder_config(source)
     if limits is None:
-        limits = choose_limits(config)
-    check_limits(config, limits, beyond_trained_context)
+        limits = choose_limits(config, has_draft=draft is not None)
+    check_limits(config, limits, beyond_trained_context, draft is not None)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
-    files = _checked_weight_files(source, config)
-    check_tokenizer(source, config.vocab_size)
-    job = _Job(source, target, config, dtype, attention, limits, platforms, files, weights, force)
-    copied = job.weight_bytes if weights == "copy" else 0
-    check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, job.plan_count))
-    report = BuildReport(target, config, dtype, limits, job.weight_bytes, weights=weights)
+    inputs = read_inputs(source, None if draft is None else Path(draft), config)
+    job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
+    copied = inputs.weight_bytes if weights == "copy" else 0
+    plans = plan_bytes_bound(config, limits.engine_shapes(), len(platforms))
+    check_disk_space(target.absolute().parent, copied + plans)
+    report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.notes += [note] if note else []
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
@@ -129,8 +115,8 @@ def build_engine_directory(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
             + (f" ({error.filename})" if error.filename else "")
         ) from error
-    for path in files:
-        remember_digest(target / path.name, digests[path.name])
+    for name, digest in digests.items():
+        remember_digest(target / name, digest)
     return _finished(report, started)
 
 
@@ -148,10 +134,10 @@ def refresh_plans(
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
-    report = BuildReport(directory.path, config, dtype, directory.limits)
+    report = BuildReport(directory.path, config, dtype, directory.limits, directory.draft and directory.draft.config)
     shapes = directory.limits.engine_shapes()
     total = len(platforms) * len(shapes)
-    check_disk_space(directory.path, plan_bytes_bound(config, total))
+    check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms)))
     networks = {shape: directory_network(directory, shape) for shape in shapes}
     for platform in platforms:
         missing = []
@@ -162,7 +148,7 @@ def refresh_plans(
             else:
                 report.plans.append(BuiltPlan(platform, shape, len(plan), 0.0))
         progress("plans", len(report.plans), total)
-        with closing(build_plans(config, missing, dtype, attention, platform.compute_capability)) as built:
+        with closing(build_plans(directory.models, missing, dtype, attention, platform.compute_capability)) as built:
             for plan in built:
                 if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
                     raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
@@ -181,27 +167,39 @@ def describe_in_place(
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
-    Raises CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
+    A folder `draft` beside them is the checkpoint of an EAGLE head. Raises CheckpointError, UnsupportedModelError, and
+    BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
-    limits = limits or choose_limits(config)
-    check_limits(config, limits, beyond_trained_context)
+    draft = directory / DRAFT_FOLDER
+    has_draft = draft.exists()
+    limits = limits or choose_limits(config, has_draft=has_draft)
+    check_limits(config, limits, beyond_trained_context, has_draft)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
-    _checked_weight_files(directory, config)
-    check_tokenizer(directory, config.vocab_size)
-    files = {name: current_digest(directory / name, trust_memory=False) for name in described_file_names(directory)}
+    inputs = read_inputs(directory, draft if has_draft else None, config)
+    names = described_file_names(directory)
+    if has_draft:
+        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(draft)]
+    files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
-        write_description(directory, description_bytes(config, dtype, attention, limits, files))
+        write_description(directory, _description(inputs, dtype, attention, limits, files))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
     return EngineDirectory.open(directory)
 
 
+def _description(
+    inputs: BuildInputs, dtype: str, attention: str, limits: EngineLimits, files: dict[str, FileDigest]
+) -> bytes:
+    draft = inputs.draft_description(files)
+    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft)
+
+
 def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:
     """Write the directory beside its place and put it there; the digests of the weights."""
-    copied, total = 0, job.weight_bytes
+    copied, total = 0, job.inputs.weight_bytes
 
     def advance(count: int) -> None:
         nonlocal copied
@@ -210,8 +208,10 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 
     with StagedDirectory(job.target) as staged:
         started = time.perf_counter()
+        if job.inputs.draft is not None:
+            (staged.path / DRAFT_FOLDER).mkdir()
         published = _copy_published(job, staged.path)
-        transfer = WeightTransfer(job.weight_files, staged.path, job.weights == "link", advance)
+        transfer = WeightTransfer(job.inputs.weights, staged.path, job.weights == "link", advance)
         transfer.start()
         try:
             _write_plans(job, staged.path / "plans", report, transfer, progress)
@@ -222,7 +222,7 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         report.seconds["weights"] = transfer.seconds
         progress("finish", 0, 1)
         files = {**published, **digests}
-        write_description(staged.path, description_bytes(job.config, job.dtype, job.attention, job.limits, files))
+        write_description(staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files))
         staged.commit(job.replace)
     report.published_bytes = sum(digest.size for digest in published.values())
     progress("finish", 1, 1)
@@ -230,12 +230,12 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 
 
 def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
-    shapes = job.limits.engine_shapes()
+    shapes, models = job.limits.engine_shapes(), job.inputs.models
     for platform in job.platforms:
         target, has_failed = platform.compute_capability, transfer.has_failed
-        with closing(build_plans(job.config, shapes, job.dtype, job.attention, target, has_failed)) as built:
+        with closing(build_plans(models, shapes, job.dtype, job.attention, target, has_failed)) as built:
             for plan in built:
-                network = network_digest(job.config, plan.shape, job.dtype, job.attention)
+                network = network_digest(models[plan.shape.model], plan.shape, job.dtype, job.attention)
                 manifest = PlanManifest.of(plan.data, plan.shape, platform, network, job.dtype, job.attention)
                 write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
                 report.add_plan(platform, plan)
@@ -243,17 +243,8 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
 
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
-    names = [name for name in PUBLISHED_FILES if (job.source / name).exists()]
-    if len(job.weight_files) > 1:
-        names.append(WEIGHT_INDEX)
     never = threading.Event()
-    return {name: copy_hashed(job.source / name, destination / name, never) for name in names}
-
-
-def _checked_weight_files(source: Path, config: DecoderConfig) -> tuple[Path, ...]:
-    with Checkpoint.open(source) as checkpoint:
-        checkpoint.check(decoder_weights(config))
-        return tuple(checkpoint.files)
+    return {name: copy_hashed(path, destination / name, never) for name, path in job.inputs.published.items()}
 
 
 def _engine_dtype(config: DecoderConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+#: Those whose every value an int64 holds.
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 #: In bytes; what Linux allows.
 _LONGEST_FILE_NAME = 255
@@ -118,9 +120,32 @@ class Checkpoint:
             raise overflow_error(self.info(name), dtype, overflowed)
         return values
 
+    def integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
+        info = self.info(name)
+        if info.dtype not in _INTEGERS:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has the dtype {info.dtype}, expected one of {', '.join(_INTEGERS)}"
+            )
+        return self.raw_bytes(name).view(info.dtype).reshape(info.shape).astype(np.int64)
+
     def check(self, specs: Sequence[WeightSpec]) -> None:
-        """One CheckpointError that lists every missing, unknown and mis-shaped tensor, and dtypes of no use."""
-        wanted = {name: tuple(shape) for spec in specs for name, shape in spec.parts}
+        """One CheckpointError that lists all `problems`."""
+        problems = self.problems(specs)
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise CheckpointError(
+                f"{self.path}: the weights do not fit config.json ({len(problems)} differences):\n{listed}\n"
+                "Take config.json and weights of one and the same model; adapters and quantized weights are not "
+                "checkpoints of their own."
+            )
+
+    def problems(self, specs: Sequence[WeightSpec], integers: Mapping[str, tuple[int, ...]] | None = None) -> list[str]:
+        """One line for every missing, unknown and mis-shaped tensor, and for dtypes of no use.
+
+        `integers` are the names and shapes of tensors of whole numbers or truth values that are there beside `specs`.
+        """
+        wanted = {name: tuple(shape) for spec in specs for name, shape in spec.parts} | dict(integers or {})
         problems = [f"missing: {name} {_written(shape)}" for name, shape in wanted.items() if name not in self.tensors]
         for name, info in self.tensors.items():
             if name not in wanted:
@@ -131,15 +156,10 @@ class Checkpoint:
                 continue
             if info.shape != wanted[name]:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {_written(wanted[name])}")
-            if info.dtype not in STORAGE:
-                problems.append(f"wrong dtype: {name} is {info.dtype}, expected one of {', '.join(STORAGE)}")
-        if problems:
-            listed = "\n".join(f"  {problem}" for problem in problems)
-            raise CheckpointError(
-                f"{self.path}: the weights do not fit config.json ({len(problems)} differences):\n{listed}\n"
-                "Take config.json and weights of one and the same model; adapters and quantized weights are not "
-                "checkpoints of their own."
-            )
+            dtypes = _INTEGERS if name in (integers or {}) else STORAGE
+            if info.dtype not in dtypes:
+                problems.append(f"wrong dtype: {name} is {info.dtype}, expected one of {', '.join(dtypes)}")
+        return problems
 
     def close(self) -> None:
         """Unmap the files; views that are still in use stay valid."""

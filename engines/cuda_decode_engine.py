@@ -1,9 +1,12 @@
-"""The decode step as hand-written kernels: five a layer, each reading its weights once at the speed of memory.
+"""Decode and verify steps as hand-written kernels: five a layer, each reading its weights once at the speed of memory.
 
-It stands behind the same edge as the TensorRT engine of phase "decode" and writes the same KV rows, so that prefill
-and decode engines share caches and weights. `attention_mask` is accepted and not read: the rows that attention sees
-follow from `kvcache_start_index`, so a step costs what the sequence's length asks for, not what the capacity does. A
-sequence's logits are the same bits in every batch.
+They stand behind the same edge as the TensorRT engines of phases "decode" and "verify" and write the same KV rows, so
+that all engines share caches and weights. Each new token sees the committed rows, itself, and in a verify step the new
+tokens that `attention_mask` lets it see; nothing else of the mask is read, so a step costs what the sequences' lengths
+ask for, not what the capacity does.
+
+A token's logits and features are the same bits in every batch, in every tree that has its ancestors in order of depth,
+and in the decode step that computes it alone: whether a draft is accepted cannot depend on which of them verified it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode_kernels import (
-    MAX_BATCH,
+    MAX_ROWS,
     CudaDecodeKernels,
     Launch,
     attention_partials,
@@ -27,7 +30,10 @@ _ALIGNMENT = 256
 
 
 class CudaDecodeEngine:
-    """One decode step of `shape.batch` sequences. Not thread-safe: enqueue from the thread that owns the stream."""
+    """One step of `shape.batch` sequences by `shape.tokens` tokens each.
+
+    Not thread-safe: enqueue from the thread that owns the stream.
+    """
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
         reason = unsupported(config, shape, dtype, kernels.shared_limit)
@@ -38,7 +44,10 @@ class CudaDecodeEngine:
         self._kernels = kernels
         self._dtype = dtype
         self._tensors = _edge(config, shape, dtype)
-        self._unneeded = {"attention_mask"} if config.tie_word_embeddings else {"attention_mask", EMBEDDING}
+        self.reads_attention_mask = shape.phase == "verify"
+        self._unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
+        if not self.reads_attention_mask:
+            self._unneeded.add("attention_mask")
         self._bound: dict[str, DeviceArray] = {}
         self._scratch: dict[str, DeviceArray] = {}
         self._layout, self.scratch_bytes = _scratch_layout(config, shape, dtype)
@@ -58,7 +67,7 @@ class CudaDecodeEngine:
             for name, (offset, shape, dtype) in self._layout.items()
         }
         # Not in the shared scratch: the counters must be zero between steps.
-        self._scratch["counters"] = device.zeros((self.shape.batch, self.config.num_kv_heads), "uint32")
+        self._scratch["counters"] = device.zeros((_rows(self.shape), self.config.num_kv_heads), "uint32")
         self._launches = []
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
@@ -107,11 +116,11 @@ class CudaDecodeEngine:
                 self._bound[head_weight_name(self.config)],
                 None,
                 self._bound["logits"],
+                *self._feature(self.config.num_layers),
             )
         )
-        if self._kernels.can_overlap:
-            for launch in launches[1:]:
-                launch.overlap_previous()
+        for launch in launches:
+            launch.overlap_previous()
         return launches
 
     def _layer(self, index: int, hidden: DeviceArray, launches: list[Launch]) -> DeviceArray:
@@ -126,6 +135,8 @@ class CudaDecodeEngine:
                 bound[f"{attention}qkv_proj.weight"],
                 bound.get(f"{attention}qkv_proj.bias"),
                 scratch["qkv"],
+                # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
+                next_early=index > 0,
             )
         )
         launches.append(
@@ -136,6 +147,7 @@ class CudaDecodeEngine:
                 epsilon,
                 bound["rope_rotary_cos_sin"],
                 bound["kvcache_start_index"],
+                bound["attention_mask"] if self.reads_attention_mask else None,
                 bound[f"k_cache_{index}"],
                 bound[f"v_cache_{index}"],
                 scratch["partial"],
@@ -150,6 +162,7 @@ class CudaDecodeEngine:
                 bound.get(f"{attention}o_proj.bias"),
                 hidden,
                 scratch["hidden"],
+                *self._feature(index),
             )
         )
         launches.append(
@@ -173,6 +186,12 @@ class CudaDecodeEngine:
         )
         return scratch["hidden"]
 
+    def _feature(self, layer: int) -> tuple[DeviceArray | None, int]:
+        """Where what enters `layer` (or leaves the final norm) belongs in `hidden_states`, if anywhere."""
+        if layer not in self.config.feature_layers:
+            return None, 0
+        return self._bound["hidden_states"], self.config.feature_layers.index(layer)
+
 
 def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
     """Why no such engine can be made, or None if it can.
@@ -181,8 +200,13 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
     """
     if dtype not in ("float16", "bfloat16"):
         return f"decode kernels compute in float16 and bfloat16, not {dtype}"
-    if shape.tokens != 1 or not 1 <= shape.batch <= MAX_BATCH:
-        return f"decode kernels take one token of 1 to {MAX_BATCH} sequences, not {shape.tokens} of {shape.batch}"
+    if shape.phase not in ("decode", "verify") or (shape.phase == "decode" and shape.tokens != 1):
+        return f"decode kernels decode one token or verify some, not {shape.tokens} in the phase {shape.phase}"
+    if not 1 <= _rows(shape) <= MAX_ROWS or shape.selected != shape.tokens:
+        return (
+            f"decode kernels take 1 to {MAX_ROWS} tokens and give logits of all, not {shape.selected} of "
+            f"{shape.tokens} tokens of {shape.batch} sequences"
+        )
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -194,24 +218,28 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
             return f"decode kernels need {name} to be a multiple of 8, not {size}"
     if config.head_dim > 256 or config.num_heads > 16 * config.num_kv_heads:
         return f"decode attention takes head_dim up to 256 and 16 query heads a key-value head, not {config}"
-    if config.feature_layers:
-        return "decode kernels do not output hidden_states"
-    needed = shared_bytes(shape.batch, config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads)
+    group = config.num_heads // config.num_kv_heads
+    needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, group)
     if shared_limit is not None and needed > shared_limit:
         return (
-            f"decode kernels need {needed} bytes of shared memory for {shape.batch} sequences of width "
+            f"decode kernels need {needed} bytes of shared memory for {_rows(shape)} tokens of width "
             f"{config.hidden_size}, the GPU has {shared_limit}"
         )
     return None
 
 
+def _rows(shape: EngineShape) -> int:
+    """New tokens of all sequences."""
+    return shape.batch * shape.tokens
+
+
 def _edge(config: DecoderConfig, shape: EngineShape, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor at the engine's edge."""
-    batch = shape.batch
+    batch, tokens = shape.batch, shape.tokens
     tensors: dict[str, tuple[tuple[int, ...], str]] = {
-        "inputs_embeds": ((batch, 1, config.hidden_size), dtype),
-        "rope_rotary_cos_sin": ((batch, 1, config.rotary_dim), dtype),
-        "attention_mask": ((batch, 1, 1, shape.key_range), "bool"),
+        "inputs_embeds": ((batch, tokens, config.hidden_size), dtype),
+        "rope_rotary_cos_sin": ((batch, tokens, config.rotary_dim), dtype),
+        "attention_mask": ((batch, 1, tokens, shape.key_range), "bool"),
         "kvcache_start_index": ((batch,), "int32"),
     }
     for spec in decoder_weights(config):
@@ -220,7 +248,9 @@ def _edge(config: DecoderConfig, shape: EngineShape, dtype: str) -> dict[str, tu
     for index in range(config.num_layers):
         for name in ("k_cache", "v_cache", "present_k_cache", "present_v_cache"):
             tensors[f"{name}_{index}"] = (cache, dtype)
-    tensors["logits"] = ((batch, 1, config.vocab_size), "float32")
+    tensors["logits"] = ((batch, tokens, config.vocab_size), "float32")
+    if config.feature_layers:
+        tensors["hidden_states"] = ((batch, tokens, len(config.feature_layers) * config.hidden_size), dtype)
     return tensors
 
 
@@ -228,13 +258,13 @@ def _scratch_layout(
     config: DecoderConfig, shape: EngineShape, dtype: str
 ) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
     """Offset, shape and dtype of every intermediate result, and the bytes of all."""
-    batch = shape.batch
-    partials = attention_partials(batch, config.num_heads, config.num_kv_heads, shape.kv_rows, config.head_dim)
+    rows = _rows(shape)
+    partials = attention_partials(rows, config.num_heads, config.num_kv_heads, shape.kv_rows, config.head_dim)
     arrays: dict[str, tuple[tuple[int, ...], str]] = {
-        "hidden": ((batch, config.hidden_size), "float32"),
-        "qkv": ((batch, config.query_size + 2 * config.kv_size), "float32"),
-        "context": ((batch, config.query_size), dtype),
-        "activation": ((batch, config.intermediate_size), dtype),
+        "hidden": ((rows, config.hidden_size), "float32"),
+        "qkv": ((rows, config.query_size + 2 * config.kv_size), "float32"),
+        "context": ((rows, config.query_size), dtype),
+        "activation": ((rows, config.intermediate_size), dtype),
         "partial": ((partials,), "float32"),
     }
     layout, offset = {}, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,15 +29,29 @@ def host_dtype(dtype: str) -> np.dtype:
     return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
 
 
+class HostVisibleMemory:
+    """Pinned host memory at `pointer` of the device's address space; the owner of the arrays in it."""
+
+    def __init__(self, cuda: Any, shape: tuple[int, ...], dtype: str) -> None:
+        mapped = cuda.host_alloc_flags.DEVICEMAP
+        self._values = cuda.pagelocked_zeros((math.prod(shape),), host_dtype(dtype), mem_flags=mapped)
+        self.pointer = int(self._values.base.get_device_pointer())
+
+    def view(self, array: DeviceArray) -> np.ndarray:
+        """The host's view of an array in this memory."""
+        first = (array.pointer - self.pointer) // self._values.itemsize
+        return self._values[first : first + array.size].reshape(array.shape)
+
+
 class DeviceReadback:
-    """A copy into pinned memory, with the event that ends it."""
+    """Values in pinned memory, with the event after which they are complete."""
 
     def __init__(self, values: np.ndarray, event: Any) -> None:
         self._values = values
         self._event = event
 
     def wait(self) -> np.ndarray:
-        """The values, once the copy is done."""
+        """The values, once the event has come."""
         self._event.synchronize()
         return self._values.copy()
 
@@ -63,8 +78,7 @@ class CudaDevice:
         self.compute_capability = f"sm_{major}{minor}"
         self.name = device.name()
         self.stream = cuda.Stream()
-        self._readbacks: dict[tuple[tuple[int, ...], str], list[tuple[np.ndarray, Any]]] = {}
-        self._next_readback = 0
+        self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
 
     def free_memory(self) -> tuple[int, int]:
@@ -100,6 +114,15 @@ class CudaDevice:
         if array.nbytes:
             self._cuda.memcpy_htod_async(array.pointer, values, self.stream)
 
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        """Copy device memory of the same shape and dtype."""
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise EngineError(
+                f"cannot copy a device array of {source.dtype} {source.shape} to one of {target.dtype} {target.shape}"
+            )
+        if source.nbytes:
+            self._cuda.memcpy_dtod_async(target.pointer, source.pointer, source.nbytes, self.stream)
+
     def download(self, array: DeviceArray) -> np.ndarray:
         """Wait for all work and copy the values to the host."""
         values = np.empty(array.shape, host_dtype(array.dtype))
@@ -107,17 +130,29 @@ class CudaDevice:
         self._cuda.memcpy_dtoh(values, array.pointer)
         return values
 
+    def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed pinned host memory that kernels write directly; see `Backend.host_visible`."""
+        memory = HostVisibleMemory(self._cuda, tuple(shape), dtype)
+        return DeviceArray(memory.pointer, tuple(shape), dtype, memory)
+
     def read(self, array: DeviceArray) -> DeviceReadback:
-        """Start copying a small array into one of a ring of pinned buffers; at most 8 may be unread at a time."""
-        ring = self._readbacks.setdefault((array.shape, array.dtype), [])
+        """Start copying a small array into one of a ring of pinned buffers; at most 8 may be unread at a time.
+
+        An array of `host_visible` memory needs no copy, only the event.
+        """
+        visible = isinstance(array.owner, HostVisibleMemory)
+        ring = self._readbacks.setdefault((array.pointer if visible else None, array.shape, array.dtype), deque())
         if len(ring) < _PINNED_SLOTS:
-            pinned = self._cuda.pagelocked_empty(array.shape, host_dtype(array.dtype))
-            ring.append((pinned, self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)))
-            values, event = ring[-1]
+            if visible:
+                values = array.owner.view(array)
+            else:
+                values = self._cuda.pagelocked_empty(array.shape, host_dtype(array.dtype))
+            ring.append((values, self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)))
         else:
-            self._next_readback = (self._next_readback + 1) % _PINNED_SLOTS
-            values, event = ring[self._next_readback]
-        self._cuda.memcpy_dtoh_async(values, array.pointer, self.stream)
+            ring.rotate(-1)  # the oldest is used again
+        values, event = ring[-1]
+        if not visible:
+            self._cuda.memcpy_dtoh_async(values, array.pointer, self.stream)
         event.record(self.stream)
         return DeviceReadback(values, event)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.engines.strict_json import ADDED_LATER
+
+_KEY_RANGES = (1024, 4096, 16384, 65536)
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -12,7 +16,8 @@ class DecoderConfig:
 
     `dtype` is the checkpoint's own ("float16", "bfloat16" or "float32"). `rope_scaling` is the published dictionary
     (None: unscaled); `rotary_dim` is the part of `head_dim` that is rotated. `feature_layers` names the layers whose
-    input is output as `hidden_states` (none: no such output); drafting sets it.
+    input is output as `hidden_states` (none: no such output), `num_layers` standing for the last hidden state after the
+    final norm; drafting sets it.
     """
 
     family: str
@@ -65,7 +70,8 @@ class WeightSpec:
 class EngineShape:
     """The fixed shapes of one engine: its phase, B sequences, T tokens of each, L key rows read, C rows held.
 
-    `phase` is "prefill", "decode" or, once drafting exists, "verify". Names a plan: `base.decode-b1-t1-l1024`.
+    `selected` is how many of the T rows get logits. `model` is "base" or "draft"; `phase` "prefill", "decode" or
+    "verify" of the base, "prefill", "accept" or "propose" of the draft. Names a plan: `base.decode-b1-t1-l1024`.
     """
 
     phase: str
@@ -74,11 +80,12 @@ class EngineShape:
     key_range: int
     kv_rows: int
     selected: int = 1
+    model: str = field(default="base", metadata=ADDED_LATER)
 
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
-        return f"base.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        return f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
 
 
 @dataclass(frozen=True)
@@ -86,17 +93,38 @@ class EngineLimits:
     """What an engine directory is built for.
 
     `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
-    of context for each sequence (prompt and answer together).
+    of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
+    `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
+    without one.
     """
 
     max_batch: int = 1
     prefill_chunk: int = 512
     kv_capacity: int = 4096
+    draft_top_k: int = field(default=0, metadata=ADDED_LATER)
+    draft_steps: int = field(default=0, metadata=ADDED_LATER)
+    verify_tree_size: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there are engines of a draft model."""
+        return self.draft_steps > 0
+
+    @property
+    def tree_rows(self) -> int:
+        """KV rows beyond the committed ones that a round may write, base or draft, rounded up to 16; 0 without a draft.
+
+        The base writes the verified nodes, `propose` K rows in each step but the first, `accept` the tokens of a round.
+        """
+        if not self.has_draft:
+            return 0
+        rows = max(self.verify_sizes[-1], (self.draft_steps - 1) * self.draft_top_k, self.accept_tokens)
+        return _rounded_up(rows, 16)
 
     @property
     def kv_rows(self) -> int:
-        """Physical rows of a KV cache: a padded last chunk may reach past the context by less than a chunk."""
-        return self.kv_capacity + self.prefill_chunk
+        """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
+        return self.kv_capacity + max(self.prefill_chunk, self.tree_rows)
 
     @property
     def prefill_chunks(self) -> tuple[int, ...]:
@@ -106,24 +134,68 @@ class EngineLimits:
     @property
     def key_ranges(self) -> tuple[int, ...]:
         """How many KV rows attention reads, ascending; the largest covers every row a query may see."""
-        return tuple(size for size in (1024, 4096, 16384, 65536) if size < self.kv_capacity) + (self.kv_capacity,)
+        return tuple(size for size in _KEY_RANGES if size < self.kv_capacity) + (self.kv_capacity,)
+
+    @property
+    def tree_key_ranges(self) -> tuple[int, ...]:
+        """The key ranges of `verify`, `propose` and `accept`: the largest covers a tree at the end of the context."""
+        return self.key_ranges[:-1] + (self.kv_capacity + self.tree_rows,)
 
     @property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes that decode engines exist for."""
         return tuple(size for size in (1, 2, 4, 8) if size < self.max_batch) + (self.max_batch,)
 
+    @property
+    def verify_sizes(self) -> tuple[int, ...]:
+        """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
+        if not self.has_draft:
+            return ()
+        return tuple(size for size in (8, 16, 32) if size < self.verify_tree_size) + (
+            _rounded_up(self.verify_tree_size, 8),
+        )
+
+    @property
+    def propose_widths(self) -> tuple[int, ...]:
+        """Tokens of the propose engines, ascending: a chain's and a tree's. Empty where one step is all."""
+        return tuple(sorted({1, self.draft_top_k})) if self.draft_steps > 1 else ()
+
+    @property
+    def accept_tokens(self) -> int:
+        """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
+        return self.draft_steps + 1
+
     def engine_shapes(self) -> list[EngineShape]:
-        """Every engine of a directory with these limits: decode first, then prefill (one sequence at a time)."""
-        decode = [
+        """Every engine of a directory: of the base decode, prefill (one sequence at a time), verify; of the draft
+        accept, propose, prefill."""
+        shapes = [
             EngineShape("decode", batch, 1, key_range, self.kv_rows)
             for batch in self.batches
             for key_range in self.key_ranges
         ]
-        prefill = [
-            EngineShape("prefill", 1, chunk, key_range, self.kv_rows)
+        shapes += self._prefill_shapes("base")
+        if not self.has_draft:
+            return shapes
+        for batch in self.batches:
+            for key_range in self.tree_key_ranges:
+                shapes += [
+                    EngineShape("verify", batch, size, key_range, self.kv_rows, size) for size in self.verify_sizes
+                ]
+                shapes.append(EngineShape("accept", batch, self.accept_tokens, key_range, self.kv_rows, 1, "draft"))
+                shapes += [
+                    EngineShape("propose", batch, width, key_range, self.kv_rows, width, "draft")
+                    for width in self.propose_widths
+                ]
+        return shapes + self._prefill_shapes("draft")
+
+    def _prefill_shapes(self, model: str) -> list[EngineShape]:
+        return [
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model)
             for chunk in self.prefill_chunks
             for key_range in self.key_ranges
             if chunk <= key_range
         ]
-        return decode + prefill
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.strict_json import JSONObject
+from edgellm.engines.strict_json import JSONObject, plain_values
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
+#: Where the draft head lies in an engine directory.
+DRAFT_FOLDER = "draft"
 DTYPES = ("float16", "bfloat16", "float32")
 ATTENTION_SETTINGS = ("auto", "native", "composed")
 
@@ -37,6 +42,20 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
+_DRAFT_KEY = "draft"
+
+
+@dataclass(frozen=True, eq=False)
+class EngineDraft:
+    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`."""
+
+    path: Path
+    config: DraftConfig
+    files: Mapping[str, FileDigest]
+
+    def checkpoint(self) -> Checkpoint:
+        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
+        return Checkpoint.open(self.path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +63,8 @@ class EngineDirectory:
     """What `edgellm.json` says. `dtype` is the compute dtype of the engines, `files` the digests by file name.
 
     `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
-    `description_sha256` the digest of `edgellm.json` itself.
+    `description_sha256` the digest of `edgellm.json` itself. With a `draft`, `config.feature_layers` are those that it
+    takes.
     """
 
     path: Path
@@ -55,6 +75,7 @@ class EngineDirectory:
     files: Mapping[str, FileDigest]
     created_with: str
     description_sha256: str
+    draft: EngineDraft | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -113,33 +134,60 @@ class EngineDirectory:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         return Checkpoint.open(self.path)
 
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The configuration of each model that has engines, by `EngineShape.model`."""
+        return {"base": self.config} | ({"draft": self.draft.config} if self.draft else {})
+
+    def model_config(self, model: str) -> ModelConfig:
+        """The configuration of "base" or "draft"; EngineDirectoryError where there is no draft."""
+        if model not in self.models:
+            raise EngineDirectoryError(
+                f"{self.path} has no draft model. Build one with it: edgellm build CHECKPOINT ENGINE_DIR --draft "
+                "DRAFT_CHECKPOINT"
+            )
+        return self.models[model]
+
     def differences(self, verify: bool = False, hash_weights: bool = True) -> list[str]:
         """One line for each file that is missing, foreign or not what was described.
 
         Without `verify`, remembered digests of large unchanged files are trusted; without `hash_weights`, a weight
         file with no remembered digest is checked by its size alone.
         """
-        found = []
-        for name, expected in self.files.items():
-            path = self.path / name
-            try:
-                size = path.stat().st_size
-                if size != expected.size:
-                    found.append(f"{name}: {size:,} bytes, expected {expected.size:,}")
-                    continue
-                if is_weight_file(name) and not (verify or hash_weights):
-                    digest = recall_digest(path) or expected
-                else:
-                    digest = current_digest(path, trust_memory=not verify)
-            except FileNotFoundError:
-                found.append(f"{name}: missing")
-            except OSError as error:
-                found.append(f"{name}: cannot be read ({error.strerror or error})")
+        found = _differences(self.path, self.files, "", verify, hash_weights)
+        if self.draft is not None:
+            found += _differences(self.draft.path, self.draft.files, f"{DRAFT_FOLDER}/", verify, hash_weights)
+        elif (self.path / DRAFT_FOLDER).exists():
+            found.append(f"{DRAFT_FOLDER}/: not described")
+        return found
+
+
+def _differences(
+    folder: Path, files: Mapping[str, FileDigest], prefix: str, verify: bool, hash_weights: bool
+) -> list[str]:
+    """What differs in one folder; `prefix` is put before the names."""
+    found = []
+    for name, expected in files.items():
+        path = folder / name
+        shown = f"{prefix}{name}"
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                found.append(f"{shown}: {size:,} bytes, expected {expected.size:,}")
+                continue
+            if is_weight_file(name) and not (verify or hash_weights):
+                digest = recall_digest(path) or expected
             else:
-                if digest.sha256 != expected.sha256:
-                    found.append(f"{name}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
-        foreign = [name for name in described_file_names(self.path) if name not in self.files]
-        return found + [f"{name}: not described, but it would be read" for name in foreign]
+                digest = current_digest(path, trust_memory=not verify)
+        except FileNotFoundError:
+            found.append(f"{shown}: missing")
+        except OSError as error:
+            found.append(f"{shown}: cannot be read ({error.strerror or error})")
+        else:
+            if digest.sha256 != expected.sha256:
+                found.append(f"{shown}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
+    foreign = [name for name in described_file_names(folder) if name not in files]
+    return found + [f"{prefix}{name}: not described, but it would be read" for name in foreign]
 
 
 def is_weight_file(name: str) -> bool:
@@ -154,19 +202,30 @@ def described_file_names(path: Path) -> list[str]:
 
 
 def description_bytes(
-    config: DecoderConfig, dtype: str, attention: str, limits: EngineLimits, files: Mapping[str, FileDigest]
+    config: DecoderConfig,
+    dtype: str,
+    attention: str,
+    limits: EngineLimits,
+    files: Mapping[str, FileDigest],
+    draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
 ) -> bytes:
-    """The content of `edgellm.json`."""
+    """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head."""
     values = {
         "format_version": FORMAT_VERSION,
         "created_with": edgellm_version(),
-        "config": asdict(config),
+        "config": plain_values(config),
         "dtype": dtype,
         "attention": attention,
-        "limits": asdict(limits),
-        "files": {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in files.items()},
+        "limits": plain_values(limits),
+        "files": _file_values(files),
     }
+    if draft is not None:
+        values[_DRAFT_KEY] = {"config": plain_values(draft[0]), "files": _file_values(draft[1])}
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _file_values(files: Mapping[str, FileDigest]) -> dict[str, Any]:
+    return {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in files.items()}
 
 
 def write_description(path: Path, data: bytes) -> None:
@@ -188,17 +247,32 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY)
+    draft, limits = None, values.object("limits").dataclass(EngineLimits)
+    config = values.object("config").dataclass(DecoderConfig)
+    if _DRAFT_KEY in values.values:
+        draft = _parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
+    if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
+        raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     return EngineDirectory(
         path=path,
-        config=values.object("config").dataclass(DecoderConfig),
+        config=config,
         dtype=_choice(values, "dtype", DTYPES),
         attention=_choice(values, "attention", ATTENTION_SETTINGS),
-        limits=values.object("limits").dataclass(EngineLimits),
+        limits=limits,
         files=_parse_files(values.object("files")),
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),
+        draft=draft,
     )
+
+
+def _parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
+    values.refuse_other_keys("config", "files")
+    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
+    for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
+        _choice(values.object("config"), key, choices)
+    return EngineDraft(folder, config, _parse_files(values.object("files")))
 
 
 def _choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:

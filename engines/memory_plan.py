@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, WeightSpec
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.draft_decoder import draft_weights
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
@@ -35,9 +37,17 @@ def kv_cache_shape(config: DecoderConfig, limits: EngineLimits) -> tuple[int, in
 
 
 def plan_memory(
-    config: DecoderConfig, limits: EngineLimits, specs: Sequence[WeightSpec], dtype: str, scratch: int = 0
+    config: DecoderConfig,
+    limits: EngineLimits,
+    specs: Sequence[WeightSpec],
+    dtype: str,
+    scratch: int = 0,
+    draft: DraftConfig | None = None,
 ) -> MemoryPlan:
-    """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes."""
+    """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
+
+    With a `draft` its own are added.
+    """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
     caches = 2 * config.num_layers * math.prod(kv_cache_shape(config, limits)) * item
@@ -45,12 +55,30 @@ def plan_memory(
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + max(limits.key_ranges) + ITEM_SIZES["int32"])
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
     rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
-    return MemoryPlan(
-        {
-            "weights": weights,
-            "KV caches": caches,
-            "step buffers": step + rotary,
-            "logits and sampling": sampling,
-            "engine scratch": scratch,
-        }
-    )
+    items = {
+        "weights": weights,
+        "KV caches": caches,
+        "step buffers": step + rotary,
+        "logits and sampling": sampling,
+    }
+    if draft is not None:
+        items |= _plan_draft_memory(draft, limits, dtype)
+    return MemoryPlan(items | {"engine scratch": scratch})
+
+
+def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:
+    """What a draft adds; a tree's tokens, features, masks and logits exist for every slot at once."""
+    item, wide, slots = ITEM_SIZES[dtype], ITEM_SIZES["float32"], limits.max_batch
+    hidden, feature, nodes = draft.hidden_size, draft.feature_size, limits.verify_sizes[-1]
+    inputs = feature + hidden + draft.decoder.rotary_dim
+    rows = limits.prefill_chunk + slots * (nodes + limits.draft_top_k + 2 * limits.accept_tokens)
+    masks = slots * (nodes + limits.draft_top_k + limits.accept_tokens) * limits.tree_key_ranges[-1]
+    logits = 2 * nodes * draft.decoder.vocab_size + (limits.draft_top_k + 1) * draft.draft_vocab_size
+    rotary = limits.kv_rows * draft.decoder.rotary_dim
+    weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
+    caches = 2 * draft.decoder.num_layers * math.prod(kv_cache_shape(draft.decoder, limits))
+    return {
+        "draft weights": weights * item,
+        "draft KV caches": caches * item,
+        "draft buffers": rows * inputs * item + masks + (slots * logits + rotary) * wide,
+    }

@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from edgellm.engines.decoder import DecoderDescription
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.descriptions import ModelConfig, model_description
 from edgellm.engines.operations import Operations
 from edgellm.engines.tensorrt_operations import NETWORK_VERSION
 
 
-def network_digest(config: DecoderConfig, shape: EngineShape, dtype: str, attention: str) -> str:
+def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:
     """SHA-256, 64 hexadecimal digits, of all that a plan is built from.
 
     These are the operations that the model's description calls, with their arguments, the compute dtype, the attention
     setting and the version of the code that emits layers for the operations.
     """
     trace = _trace_class()(f"{NETWORK_VERSION} {dtype} {attention}")
-    DecoderDescription(trace, config, shape).describe()
+    model_description(trace, config, shape).describe()
     return trace.digest.hexdigest()
 
 

@@ -6,19 +6,23 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.engines.blas_threads import one_blas_thread
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpec
-from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.descriptions import ModelConfig, model_description, model_weights
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.numpy_operations import NumpyOperations
 from edgellm.engines.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.numpy_acceptance import NumpyAcceptance
+from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
 from edgellm.kernels.numpy_kernels import NumpyKernels
 
 #: Models of fewer parameters compute on one thread (see `blas_threads`).
@@ -39,12 +43,14 @@ class NumpyReadback:
 class NumpyEngine:
     """Runs a model description with the NumPy interpreter on the bound arrays."""
 
-    def __init__(self, config: DecoderConfig, shape: EngineShape) -> None:
+    reads_attention_mask = True
+
+    def __init__(self, config: ModelConfig, shape: EngineShape) -> None:
         self.shape = shape
         self._bindings: dict[str, np.ndarray] = {}
         operations = NumpyOperations(self._bindings, self._bindings)
-        self._description = DecoderDescription(operations, config, shape)
-        parameters = sum(math.prod(spec.shape) for spec in decoder_weights(config))
+        self._description = model_description(operations, config, shape)
+        parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
         self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
@@ -64,10 +70,21 @@ class NumpyBackend:
     compute_dtype = "float32"
     steps_ahead = 0
     fixed_shapes = False
+    computes_at_once = True
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self._config = config
+    def __init__(self, config: DecoderConfig, draft: DraftConfig | None = None) -> None:
+        self._configs = {"base": config, "draft": draft}
         self.kernels = NumpyKernels()
+
+    @cached_property
+    def draft_tree(self) -> NumpyDraftTree:
+        """The kernels of the draft's tree."""
+        return NumpyDraftTree()
+
+    @cached_property
+    def acceptance(self) -> NumpyAcceptance:
+        """The kernels of acceptance."""
+        return NumpyAcceptance()
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         """Uninitialized memory."""
@@ -77,9 +94,17 @@ class NumpyBackend:
         """Zeroed memory."""
         return self._allocate(np.zeros, shape, dtype)
 
+    def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Zeroed memory, like any other."""
+        return self.zeros(shape, dtype)
+
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
         """Copy values."""
         np.copyto(array, values)
+
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy values."""
+        np.copyto(target, source)
 
     def read(self, array: np.ndarray) -> NumpyReadback:
         """Take a copy."""
@@ -93,7 +118,10 @@ class NumpyBackend:
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
         """An interpreter for the shape."""
-        return NumpyEngine(self._config, shape)
+        config = self._configs[shape.model]
+        if config is None:
+            raise EngineError(f"{shape.name} was asked for, but there is no draft model")
+        return NumpyEngine(config, shape)
 
     def scratch_bytes(self) -> int:
         """NumPy's temporaries are small and short-lived."""

@@ -9,11 +9,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.errors import BuildError
 from edgellm.engines.plan_worker import read_answer, request_line
 from edgellm.engines.tensorrt_operations import build_plan
@@ -34,7 +35,7 @@ class PlanBytes:
 
 
 def build_plans(
-    config: DecoderConfig,
+    models: Mapping[str, ModelConfig],
     shapes: Sequence[EngineShape],
     dtype: str,
     attention: str,
@@ -44,8 +45,9 @@ def build_plans(
 ) -> Iterator[PlanBytes]:
     """Build a plan of each shape for the compute capability `target`; they come as they are done.
 
-    `workers` processes build (0: this process does; None: as many as cores and memory allow, up to 4). They are ended
-    when the caller leaves the iteration, and it ends early once `is_in_vain` says so. Raises BuildError.
+    `models` has the configuration by `EngineShape.model`. `workers` processes build (0: this process does; None: as
+    many as cores and memory allow, up to 4). They are ended when the caller leaves the iteration, and it ends early
+    once `is_in_vain` says so. Raises BuildError.
     """
     count = _worker_count() if workers is None else workers
     if count == 0:
@@ -53,12 +55,12 @@ def build_plans(
             if is_in_vain():
                 return
             started = time.perf_counter()
-            plan = build_plan(config, shape, dtype, attention, target)
+            plan = build_plan(models[shape.model], shape, dtype, attention, target)
             yield PlanBytes(shape, plan, time.perf_counter() - started, 0)
         return
     requests: queue.SimpleQueue[tuple[EngineShape, bytes]] = queue.SimpleQueue()
     for shape in shapes:
-        requests.put((shape, request_line(config, shape, dtype, attention, target)))
+        requests.put((shape, request_line(models[shape.model], shape, dtype, attention, target)))
     results: queue.SimpleQueue[PlanBytes | BaseException] = queue.SimpleQueue()
     pool = [_Worker(requests, results) for _ in range(min(count, len(shapes)))]
     try:

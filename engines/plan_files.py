@@ -21,7 +21,7 @@ from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.errors import PlanError
 from edgellm.engines.gpu import current_compute_capability
 from edgellm.engines.network_digest import network_digest
-from edgellm.engines.strict_json import JSONObject
+from edgellm.engines.strict_json import JSONObject, plain_values
 from edgellm.engines.tensorrt_library import find_tensorrt
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -92,7 +92,8 @@ class PlanManifest:
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        return (json.dumps({"format_version": MANIFEST_VERSION, **asdict(self)}, indent=2) + "\n").encode()
+        values = asdict(self) | {"shape": plain_values(self.shape)}
+        return (json.dumps({"format_version": MANIFEST_VERSION, **values}, indent=2) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path, advice: str) -> PlanManifest:
@@ -128,7 +129,7 @@ def cached_plans_path(network: str) -> Path:
 
 def directory_network(directory: EngineDirectory, shape: EngineShape) -> str:
     """The `network_digest` of one of a directory's engines."""
-    return network_digest(directory.config, shape, directory.dtype, directory.attention)
+    return network_digest(directory.model_config(shape.model), shape, directory.dtype, directory.attention)
 
 
 def plan_candidates(directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str) -> list[Path]:

@@ -11,18 +11,19 @@ import os
 import resource
 import sys
 import time
-from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.descriptions import ModelConfig
+from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import BuildError, EdgeLLMError
-from edgellm.engines.strict_json import JSONObject
+from edgellm.engines.strict_json import JSONObject, plain_values
 from edgellm.engines.tensorrt_operations import build_plan
 
 
-def request_line(config: DecoderConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
+def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
     """What the process reads for one plan."""
-    values = {"config": asdict(config), "shape": asdict(shape), "dtype": dtype, "attention": attention}
+    values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
     return json.dumps(values | {"target": target}).encode() + b"\n"
 
 
@@ -66,8 +67,12 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def _build(line: bytes) -> bytes:
     request = JSONObject.parse(line, "the request", BuildError)
-    config: Any = request.object("config").dataclass(DecoderConfig)
-    shape: Any = request.object("shape").dataclass(EngineShape)
+    shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
+    config: ModelConfig
+    if shape.model == "draft":
+        config = values.dataclass(DraftConfig, decoder=DecoderConfig)
+    else:
+        config = values.dataclass(DecoderConfig)
     return build_plan(config, shape, *(request.get(key, "str") for key in ("dtype", "attention", "target")))
 
 

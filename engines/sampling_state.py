@@ -11,6 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from edgellm.engines.backend import Backend
     from edgellm.kernels.arrays import Array
+    from edgellm.kernels.interface import SequenceState
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ _DTYPES = {
 }
 
 
+#: What is drawn with at every node of a tree.
+_PER_NODE = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence")
+
+
 class SamplingState:
     """Sampling parameters and buffers of all slots."""
 
@@ -62,28 +67,73 @@ class SamplingState:
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
         self.token_counts = backend.zeros((slots, vocab_size), "int32")
+        self._node_parameters: dict[int, dict[str, Array]] = {}
+        self._stale: set[int] = set()
 
     def set(self, slot: int, values: SamplingValues, prompt_ids: Sequence[int]) -> None:
         """Start a request in `slot`."""
-        self._values[slot] = values
-        for name, array in self._parameters.items():
-            row = np.asarray([getattr(values, name)], np.dtype(_DTYPES[name]))
-            self._backend.upload(array[slot : slot + 1], row)
+        self._take(slot, values)
         if values.penalizes:
             prompt = self._prompt[: len(prompt_ids)]
             self._backend.upload(prompt, np.asarray(prompt_ids, np.int32))
             counts = self.token_counts[slot : slot + 1]
             self._backend.kernels.count_tokens(prompt, counts.reshape(counts.shape[1]))
 
+    def move(self, source: int, target: int) -> None:
+        """Go on in slot `target` with the request of slot `source`."""
+        self._take(target, self._values[source])
+        self._backend.copy(self.token_counts[target : target + 1], self.token_counts[source : source + 1])
+
+    def values(self, slots: slice) -> list[SamplingValues]:
+        """How the slots draw."""
+        return self._values[slots]
+
+    def draws(self, slots: slice) -> dict[str, Array]:
+        """The parameters of the slots by the names of `SamplingValues`, each [n]."""
+        return {name: array[slots] for name, array in self._parameters.items()}
+
+    def node_draws(self, batch: int, nodes: int) -> dict[str, Array]:
+        """The parameters of the leading slots, each repeated for its `nodes` nodes: [batch * nodes].
+
+        They hold what was set before the latest `refresh_nodes`.
+        """
+        return {name: array[: batch * nodes] for name, array in self._repeated(nodes).items()}
+
+    def refresh_nodes(self, nodes: int) -> None:
+        """Bring the arrays of `node_draws` up to date, which a captured step cannot do itself."""
+        arrays = self._repeated(nodes)
+        if nodes in self._stale:
+            self._stale.remove(nodes)
+            for name, array in arrays.items():
+                values = np.asarray([getattr(values, name) for values in self._values], np.dtype(_DTYPES[name]))
+                self._backend.upload(array, np.repeat(values, nodes))
+
+    def _repeated(self, nodes: int) -> dict[str, Array]:
+        if nodes not in self._node_parameters:
+            shape = (len(self._values) * nodes,)
+            self._node_parameters[nodes] = {name: self._backend.zeros(shape, _DTYPES[name]) for name in _PER_NODE}
+            self._stale.add(nodes)
+        return self._node_parameters[nodes]
+
+    def _take(self, slot: int, values: SamplingValues) -> None:
+        self._values[slot] = values
+        self._stale.update(self._node_parameters)
+        for name, array in self._parameters.items():
+            row = np.asarray([getattr(values, name)], np.dtype(_DTYPES[name]))
+            self._backend.upload(array[slot : slot + 1], row)
+
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""
         return all(values.plain for values in self._values[slots])
 
-    def select(self, slots: slice, logits: Array, positions: Array, tokens: Array, plain: bool) -> None:
-        """Choose `tokens` [n] from `logits` [n, V] of the slots; `plain` (see there) takes the short way."""
+    def select(self, slots: slice, logits: Array, tokens: Array, state: SequenceState, plain: bool) -> None:
+        """Choose `tokens` [n] from `logits` [n, V] of the slots, whose sequences (`state`, of n) take them.
+
+        `plain` (see there) takes the short way.
+        """
         kernels = self._backend.kernels
         if plain:
-            kernels.argmax(logits, tokens)
+            kernels.argmax(logits, tokens, state)
             return
         row = {name: array[slots] for name, array in self._parameters.items()}
         processed, thresholds = self._processed[slots], self._thresholds[slots]
@@ -97,4 +147,5 @@ class SamplingState:
             processed,
         )
         kernels.filter_threshold(processed, row["top_k"], row["top_p"], row["min_p"], thresholds)
-        kernels.sample(processed, thresholds, row["temperature"], row["seed"], row["sequence"], positions, tokens)
+        draw = (row["temperature"], row["seed"], row["sequence"], state.positions)
+        kernels.sample(processed, thresholds, *draw, tokens, state)

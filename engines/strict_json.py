@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from edgellm.engines.errors import EdgeLLMError
 
 T = TypeVar("T")
+
+#: Marks a field (`metadata`) that files written by earlier releases lack: it is left out where it has its default, so
+#: that files which need no such field stay readable by those releases, and equal to theirs.
+ADDED_LATER = MappingProxyType({"added_later": True})
 
 
 def _is_integer(value: Any) -> bool:
@@ -93,12 +98,29 @@ class JSONObject:
         if unknown:
             raise self.error(f"unknown keys {', '.join(map(repr, unknown))}, expected {', '.join(known)}")
 
-    def dataclass(self, cls: type[T]) -> T:
-        """This object as a dataclass whose annotations are strings; every field must be there and no other key."""
-        names = [field.name for field in fields(cls)]
-        values = {field.name: self.get(field.name, field.type) for field in fields(cls)}
-        self.refuse_other_keys(*names)
+    def dataclass(self, cls: type[T], **nested: type) -> T:
+        """This object as a dataclass whose annotations are strings; every field must be there and no other key.
+
+        A field marked `ADDED_LATER` may be missing; `nested` gives the dataclasses of fields that hold one.
+        """
+        values = {
+            field.name: self.object(field.name).dataclass(nested[field.name])
+            if field.name in nested
+            else self.get(field.name, field.type)
+            for field in fields(cls)
+            if field.name in self.values or not field.metadata.get("added_later")
+        }
+        self.refuse_other_keys(*(field.name for field in fields(cls)))
         return cls(**values)
+
+
+def plain_values(instance: Any) -> dict[str, Any]:
+    """A dataclass instance as JSON values, for `JSONObject.dataclass` to read."""
+    values = asdict(instance)
+    for field in fields(instance):
+        if field.metadata.get("added_later") and getattr(instance, field.name) == field.default:
+            del values[field.name]
+    return values
 
 
 def canonical_json(value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from edgellm.engines.tensorrt_library import load_tensorrt
 from edgellm.engines.tensorrt_operations import build_plan
 from edgellm.engines.weights import iterate_weight_parts
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.cuda_acceptance import CudaAcceptance
+from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.decode_kernels import CudaDecodeKernels
 
@@ -35,21 +38,32 @@ class TensorRTBackend:
     name = "tensorrt"
     steps_ahead = 1
     fixed_shapes = True
+    computes_at_once = False
 
     def __init__(self, directory: EngineDirectory) -> None:
         self._directory = directory
         self.compute_dtype = directory.dtype
         self._library = load_tensorrt()
         self.device = CudaDevice()
-        self.kernels = CudaKernels(
-            self.device.stream, self.device.compute_capability, max_batch=directory.limits.max_batch
-        )
+        limits = directory.limits
+        rows = limits.max_batch * max((1, *limits.verify_sizes))
+        self.kernels = CudaKernels(self.device.stream, self.device.compute_capability, max_batch=rows)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
         self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
         self._engines: list[TensorRTEngine | CudaDecodeEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
+
+    @cached_property
+    def draft_tree(self) -> CudaDraftTree:
+        """The kernels of the draft's tree."""
+        return CudaDraftTree(self.device.stream, self.device.compute_capability)
+
+    @cached_property
+    def acceptance(self) -> CudaAcceptance:
+        """The kernels of acceptance."""
+        return CudaAcceptance(self.kernels, self.device.stream, self.device.compute_capability)
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory."""
@@ -59,12 +73,20 @@ class TensorRTBackend:
         """Zeroed device memory."""
         return self.device.zeros(shape, self.compute_dtype if dtype == "compute" else dtype)
 
+    def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed pinned memory that kernels write."""
+        return self.device.host_visible(shape, dtype)
+
     def upload(self, array: DeviceArray, values: np.ndarray) -> None:
         """Copy to the device, on the stream."""
         self.device.upload(array, values)
 
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        """Copy on the device, on the stream."""
+        self.device.copy(target, source)
+
     def read(self, array: DeviceArray) -> DeviceReadback:
-        """Start a copy to pinned memory."""
+        """Start a copy to pinned memory, or note when what is in pinned memory already is complete."""
         return self.device.read(array)
 
     def load_weights(
@@ -84,14 +106,14 @@ class TensorRTBackend:
         return weights
 
     def load_engine(self, shape: EngineShape) -> Engine:
-        """The decode kernel where it takes the model (it is faster), otherwise the plan of the shape."""
+        """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""
         engine = self._decode_kernel_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
         return engine
 
     def _decode_kernel_engine(self, shape: EngineShape) -> CudaDecodeEngine | None:
         config, kernels = self._directory.config, self._decode_kernels
-        if shape.phase != "decode":
+        if shape.phase not in ("decode", "verify"):
             return None
         reason = unsupported(config, shape, self.compute_dtype, kernels.shared_limit)
         if reason is not None:
@@ -101,7 +123,7 @@ class TensorRTBackend:
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
-        config, attention = self._directory.config, self._directory.attention
+        config, attention = self._directory.model_config(shape.model), self._directory.attention
 
         def build() -> bytes:
             logger.warning(

@@ -18,6 +18,8 @@ _DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT3
 class TensorRTEngine:
     """One engine with one execution context. Not thread-safe: enqueue from the thread that owns the stream."""
 
+    reads_attention_mask = True
+
     def __init__(
         self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape, cache: RuntimeCache
     ) -> None:

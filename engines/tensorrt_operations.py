@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.decoder import DecoderDescription
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.descriptions import ModelConfig, model_description
 from edgellm.engines.errors import BuildError
 from edgellm.engines.operations import Operations
 from edgellm.engines.tensorrt_library import TensorRTLibrary, load_tensorrt
@@ -210,7 +210,7 @@ class TensorRTOperations(Operations[Any]):
 
 
 def build_plan(
-    config: DecoderConfig, shape: EngineShape, dtype: str, attention: str = "auto", target: str | None = None
+    config: ModelConfig, shape: EngineShape, dtype: str, attention: str = "auto", target: str | None = None
 ) -> bytes:
     """Build the plan of one engine.
 
@@ -231,7 +231,7 @@ def build_plan(
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     kind = attention_kind(attention, target or "")
-    DecoderDescription(TensorRTOperations(trt, network, dtype, kind), config, shape).describe()
+    model_description(TensorRTOperations(trt, network, dtype, kind), config, shape).describe()
     settings = builder.create_builder_config()
     settings.profiling_verbosity = trt.ProfilingVerbosity.LAYER_NAMES_ONLY
     if library.flavour == "rtx":

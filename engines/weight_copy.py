@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -44,12 +44,19 @@ def copy_hashed(
 
 
 class WeightTransfer:
-    """Copies (or links) and hashes files in a thread of its own, while plans are built; `seconds` that it took."""
+    """Copies (or links) and hashes files in a thread of its own, while plans are built; `seconds` that it took.
+
+    `sources` has the files by the names that they get below `destination`, in folders that are there.
+    """
 
     def __init__(
-        self, sources: Sequence[Path], destination: Path, link: bool, advance: Callable[[int], None] | None = None
+        self,
+        sources: Mapping[str, Path],
+        destination: Path,
+        link: bool,
+        advance: Callable[[int], None] | None = None,
     ) -> None:
-        self._sources = list(sources)
+        self._sources = dict(sources)
         self._destination = destination
         self._link = link
         self._advance = advance
@@ -67,7 +74,7 @@ class WeightTransfer:
         return self._result.done() and self._result.exception() is not None
 
     def result(self) -> dict[str, FileDigest]:
-        """Wait for the end: digests by file name. Raises OSError."""
+        """Wait for the end: digests by name. Raises OSError."""
         return self._result.result()
 
     def cancel(self) -> None:
@@ -79,14 +86,14 @@ class WeightTransfer:
     def _run(self) -> None:
         started = time.perf_counter()
         try:
-            digests = {source.name: self._transfer(source) for source in self._sources}
+            digests = {name: self._transfer(name, source) for name, source in self._sources.items()}
             self.seconds = time.perf_counter() - started
             self._result.set_result(digests)
         except BaseException as error:  # it belongs to the thread that asks for the result
             self._result.set_exception(error)
 
-    def _transfer(self, source: Path) -> FileDigest:
-        target = self._destination / source.name
+    def _transfer(self, name: str, source: Path) -> FileDigest:
+        target = self._destination / name
         if not self._link:
             return copy_hashed(source, target, self._stop, self._advance)
         if self._stop.is_set():

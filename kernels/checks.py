@@ -16,24 +16,48 @@ IN_PROMPT = 1 << 30
 #: What "compute" may be; NumPy holds bfloat16 as its uint16 bits.
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 
-#: Axes that may be empty: a request may have no prompt tokens to count.
-_MAY_BE_EMPTY = frozenset("N")
+#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask.
+_MAY_BE_EMPTY = frozenset("NL")
+
+_STATE = (
+    ("active", "B", "int32"),
+    ("token_ids", "B1", "int32"),
+    ("kvcache_start_index", "B", "int32"),
+    ("positions", "B", "int32"),
+    ("token_counts", "BV", "int32"),
+    ("emitted_index", "B", "int32"),
+    ("emitted", "BE", "int32"),
+)
+_ARGMAX = (("logits", "BV", "float32"), ("tokens", "B", "int32"))
+_SAMPLE = (
+    ("processed", "BV", "float32"),
+    ("thresholds", "B", "float32"),
+    ("temperature", "B", "float32"),
+    ("seeds", "B", "uint64"),
+    ("sequences", "B", "int32"),
+    ("positions", "B", "int32"),
+    ("tokens", "B", "int32"),
+)
+_ATTENTION = (
+    ("kvcache_start_index", "B", "int32"),
+    ("position_offsets", "B", "int32"),
+    ("rotary_table", "PR", "float32"),
+    ("rope_rotary_cos_sin", "BTR", "compute"),
+    ("attention_mask", "B1TL", "bool"),
+)
+_EMBEDDING = (
+    ("table", "VH", "compute"),
+    ("token_ids", "BT", "int32"),
+    ("inputs_embeds", "BTH", "compute"),
+)
 
 #: Kernel name -> (argument name, axes, dtype) in the order of the interface. A digit is an axis of just that size.
 SIGNATURES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "embedding_lookup": (
-        ("table", "VH", "compute"),
-        ("token_ids", "BT", "int32"),
-        ("inputs_embeds", "BTH", "compute"),
-    ),
-    "prepare_attention": (
-        ("kvcache_start_index", "B", "int32"),
-        ("position_offsets", "B", "int32"),
-        ("rotary_table", "PR", "float32"),
-        ("rope_rotary_cos_sin", "BTR", "compute"),
-        ("attention_mask", "B1TL", "bool"),
-    ),
-    "argmax": (("logits", "BV", "float32"), ("tokens", "B", "int32")),
+    "embedding_lookup": _EMBEDDING,
+    "prepare_attention": _ATTENTION,
+    "prepare_step": _EMBEDDING + _ATTENTION,
+    "argmax": _ARGMAX,
+    "argmax_and_advance": _ARGMAX + _STATE,
     "process_logits": (
         ("logits", "BV", "float32"),
         ("token_counts", "BV", "int32"),
@@ -50,25 +74,9 @@ SIGNATURES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("min_p", "B", "float32"),
         ("thresholds", "B", "float32"),
     ),
-    "sample": (
-        ("processed", "BV", "float32"),
-        ("thresholds", "B", "float32"),
-        ("temperature", "B", "float32"),
-        ("seeds", "B", "uint64"),
-        ("sequences", "B", "int32"),
-        ("positions", "B", "int32"),
-        ("tokens", "B", "int32"),
-    ),
+    "sample": _SAMPLE,
+    "sample_and_advance": _SAMPLE + _STATE,
     "count_tokens": (("token_ids", "N", "int32"), ("token_counts", "V", "int32")),
-    "advance_state": (
-        ("tokens", "B", "int32"),
-        ("active", "B", "int32"),
-        ("token_ids", "B1", "int32"),
-        ("kvcache_start_index", "B", "int32"),
-        ("positions", "B", "int32"),
-        ("token_counts", "BV", "int32"),
-        ("emitted", "B", "int32"),
-    ),
 }
 
 

@@ -1,13 +1,20 @@
-"""The kernels on the GPU: compiled by NVRTC, launched through pycuda."""
+"""The kernels on the GPU: compiled by NVRTC, launched through pycuda.
+
+Those at the two ends of a decode step overlap with the engine between them, which pycuda cannot ask for: they are
+launched as the decode engine's own kernels are.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.checks import check_device_arguments
 from edgellm.kernels.compiler import FILTER_ROW_BYTES, cached_kernels
 from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.launch import KernelModule, Launch, pointer
 
 #: Kernel name -> types of its parameters, as `struct` spells them (P pointer, I unsigned int, N size_t).
 _PARAMETERS = {
@@ -15,16 +22,13 @@ _PARAMETERS = {
     "prepare_attention_float32": "PPPPPIII",
     "prepare_attention_float16": "PPPPPIII",
     "prepare_attention_bfloat16": "PPPPPIII",
-    "argmax": "PPIPP",
     "process_logits": "PPPPPPPI",
     "filter_range": "PPPPPI",
     "filter_histogram": "PPPPPI",
     "filter_select": "PPPPPPI",
-    "sample": "PPPPPPPIPP",
+    "sample": "PPPPPPPIPPPPPPPPPI",
     "count_tokens": "PPII",
-    "advance_state": "PPPPPPPII",
 }
-_WARP = 32
 _COPY_THREADS = 256
 _ROW_THREADS = 512  # as FILTER_THREADS of cuda/filter_workspace.cuh
 _TOKENS_PER_BLOCK = 4 * _ROW_THREADS
@@ -32,6 +36,7 @@ _TOKENS_PER_BLOCK = 4 * _ROW_THREADS
 _MAXIMUM_FILTERED_VOCABULARY = 1 << 21
 #: Above this, more blocks only wait in line for the row's atomics.
 _MAXIMUM_BLOCKS_PER_ROW = 64
+_NO_STATE = (None,) * len(SequenceState._fields)
 
 
 class CudaKernels:
@@ -64,6 +69,7 @@ class CudaKernels:
                 f"The driver refused the kernels compiled for {compute_capability}: {error}. Use a driver at least as "
                 "new as nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
             ) from error
+        self._overlapping = KernelModule(compute_capability, stream.handle)
         self._stream = stream
         self._max_batch = max_batch
         self._memset = cuda.memset_d32_async
@@ -125,10 +131,50 @@ class CudaKernels:
             sizes["L"],
         )
 
-    def argmax(self, logits: DeviceArray, tokens: DeviceArray) -> None:
-        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]."""
-        sizes = check_device_arguments("argmax", logits, tokens)
-        self._launch_rows("argmax", sizes, logits.pointer, tokens.pointer, sizes["V"], self._best, self._finished)
+    def prepare_step(
+        self,
+        table: DeviceArray,
+        token_ids: DeviceArray,
+        inputs_embeds: DeviceArray,
+        kvcache_start_index: DeviceArray,
+        position_offsets: DeviceArray,
+        rotary_table: DeviceArray,
+        rope_rotary_cos_sin: DeviceArray,
+        attention_mask: DeviceArray,
+    ) -> None:
+        """`embedding_lookup` and `prepare_attention` at once. It lets the next kernel overlap it."""
+        embedding = (table, token_ids, inputs_embeds)
+        attention = (kvcache_start_index, position_offsets, rotary_table, rope_rotary_cos_sin, attention_mask)
+        sizes = check_device_arguments("prepare_step", *embedding, *attention)
+        arguments = (
+            *map(pointer, embedding),
+            ctypes.c_uint(sizes["V"]),
+            ctypes.c_size_t(sizes["H"] * ITEM_SIZES[table.dtype]),
+            *map(pointer, attention),
+            *(ctypes.c_uint(sizes[axis]) for axis in "PRL"),
+        )
+        grid = (sizes["T"], sizes["B"], 2)
+        Launch(self._overlapping, f"prepare_step_{table.dtype}", grid, _COPY_THREADS, 0, arguments)()
+
+    def argmax(self, logits: DeviceArray, tokens: DeviceArray, state: SequenceState | None = None) -> None:
+        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them.
+
+        It overlaps the kernel before it.
+        """
+        arrays = (logits, tokens, *(state or ()))
+        sizes = check_device_arguments("argmax" if state is None else "argmax_and_advance", *arrays)
+        arguments = (
+            pointer(logits),
+            pointer(tokens),
+            ctypes.c_uint(sizes["V"]),
+            ctypes.c_void_p(self._best),
+            ctypes.c_void_p(self._finished),
+            *map(pointer, state or _NO_STATE),
+            ctypes.c_uint(sizes.get("E", 0)),
+        )
+        launch = Launch(self._overlapping, "argmax", self._row_grid("argmax", sizes), _ROW_THREADS, 0, arguments)
+        launch.overlap_previous()
+        launch()
 
     def process_logits(
         self,
@@ -179,12 +225,15 @@ class CudaKernels:
         sequences: DeviceArray,
         positions: DeviceArray,
         tokens: DeviceArray,
+        state: SequenceState | None = None,
     ) -> None:
-        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] restricted to values >= `thresholds` [B]."""
+        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] where >= `thresholds` [B]; a `state` takes them."""
         arrays = (processed, thresholds, temperature, seeds, sequences, positions, tokens)
-        sizes = check_device_arguments("sample", *arrays)
+        sizes = check_device_arguments("sample" if state is None else "sample_and_advance", *arrays, *(state or ()))
         pointers = [array.pointer for array in arrays]
-        self._launch_rows("sample", sizes, *pointers, sizes["V"], self._best, self._finished)
+        advance = [0 if array is None else array.pointer for array in state or _NO_STATE]
+        workspace = (self._best, self._finished)
+        self._launch_rows("sample", sizes, *pointers, sizes["V"], *workspace, *advance, sizes.get("E", 0))
 
     def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
         """Clear `token_counts` [V] and mark those of `token_ids` [N] that are ids of it as `IN_PROMPT`."""
@@ -201,32 +250,14 @@ class CudaKernels:
                 sizes["V"],
             )
 
-    def advance_state(
-        self,
-        tokens: DeviceArray,
-        active: DeviceArray,
-        token_ids: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        positions: DeviceArray,
-        token_counts: DeviceArray,
-        emitted: DeviceArray,
-    ) -> None:
-        """Take `tokens` [B] as the next input of each active sequence and count them; see the interface."""
-        arrays = (tokens, active, token_ids, kvcache_start_index, positions, token_counts, emitted)
-        sizes = check_device_arguments("advance_state", *arrays)
-        self._functions["advance_state"](
-            (-(-sizes["B"] // _WARP), 1),
-            (_WARP, 1, 1),
-            self._stream,
-            *[array.pointer for array in arrays],
-            sizes["B"],
-            sizes["V"],
-        )
-
     def _launch_rows(self, name: str, sizes: dict[str, int], *arguments: int) -> None:
         """Launch a kernel that spreads each row of the vocabulary over several blocks."""
+        grid = self._row_grid(name, sizes)
+        self._functions[name](grid[:2], (_ROW_THREADS, 1, 1), self._stream, *arguments)
+
+    def _row_grid(self, name: str, sizes: dict[str, int]) -> tuple[int, int, int]:
+        """Blocks of a row, rows, 1."""
         rows = sizes["B"]
         if rows > self._max_batch:
             raise KernelError(f"{name}: {rows} rows; these kernels were made for at most {self._max_batch} (max_batch)")
-        blocks = min(-(-sizes["V"] // _TOKENS_PER_BLOCK), _MAXIMUM_BLOCKS_PER_ROW)
-        self._functions[name]((blocks, rows), (_ROW_THREADS, 1, 1), self._stream, *arguments)
+        return min(-(-sizes["V"] // _TOKENS_PER_BLOCK), _MAXIMUM_BLOCKS_PER_ROW), rows, 1

@@ -1,8 +1,7 @@
-"""The kernels of the decode step on the GPU, prepared once and launched every step.
+"""The kernels of decode and verify steps on the GPU, prepared once and launched every step.
 
 Each method has the arguments of its NumPy twin in `numpy_decode_kernels`, which defines what it computes, and returns
-a `Launch` that enqueues it. Launches go through `cuda.bindings`, because pycuda cannot ask for programmatic dependent
-launch, which lets a kernel load weights while its predecessor finishes.
+a `Launch` that enqueues it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import cached_kernels
-from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import KernelModule, Launch, pointer
 
-#: The largest batch: the tensor-core instruction multiplies eight rows.
-MAX_BATCH = 8
+#: The most tokens in a step, of all sequences together: the tensor-core instruction multiplies eight rows.
+MAX_ROWS = 8
 
 _WARPS, _UNIT, _STEP = 16, 8, 32
 _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
@@ -24,98 +23,13 @@ _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
 _DEPTH = 4
 
 
-class Launch:
-    """One kernel with its grid and arguments; calling it enqueues it on the stream."""
-
-    def __init__(
-        self,
-        kernels: CudaDecodeKernels,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        arguments: Sequence[Any],
-    ) -> None:
-        driver = kernels.driver
-        self._driver = driver
-        self._function = kernels.function(name, shared_bytes)
-        self._arguments = arguments
-        self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        self._address = ctypes.addressof(self._pointers)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        config.hStream = kernels.stream
-        self._config = config
-        self.name = name
-
-    def overlap_previous(self) -> None:
-        """Let this kernel start before its predecessor, which must be a kernel of this module, has finished."""
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        self._config.attrs = [attribute]
-        self._config.numAttrs = 1
-
-    def __call__(self) -> None:
-        (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"launching {self.name} failed: {status}")
-
-
-class CudaDecodeKernels:
+class CudaDecodeKernels(KernelModule):
     """The kernels for one GPU and stream; the GPU's primary context must be current."""
 
     def __init__(self, architecture: str, stream_handle: int, cubin: bytes | None = None) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"cuda.bindings does not load ({error}). Install it with: pip install 'cuda-bindings>=12.9'"
-            ) from error
-        self.driver = driver
-        self.stream = driver.CUstream(stream_handle)
-        self._module = self._checked(driver.cuModuleLoadData(cubin or cached_kernels(architecture)))
-        self._functions: dict[str, Any] = {}
-        self._shared_bytes: dict[str, int] = {}
-        device = self._checked(driver.cuCtxGetDevice())
-        names = driver.CUdevice_attribute
-
-        def attribute(name: Any) -> int:
-            return self._checked(driver.cuDeviceGetAttribute(name, device))
-
-        self.multiprocessors = attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        self.shared_limit = attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
+        super().__init__(architecture, stream_handle, cubin)
         self.blocks_per_multiprocessor = 2
         self.depth = _DEPTH
-
-    def _checked(self, result: tuple) -> Any:
-        status, *values = result
-        if status != self.driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"CUDA reported {status} to the kernels of the decode step")
-        return values[0] if values else None
-
-    def function(self, name: str, shared_bytes: int) -> Any:
-        """The kernel `name`, allowed to use `shared_bytes` of shared memory."""
-        attributes = self.driver.CUfunction_attribute
-        if name not in self._functions:
-            function = self._checked(self.driver.cuModuleGetFunction(self._module, name.encode()))
-            # One split of cache and shared memory for all: another split would keep kernels from running side by side.
-            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            self._checked(self.driver.cuFuncSetAttribute(function, carveout, 100))
-            self._functions[name], self._shared_bytes[name] = function, 0
-        if shared_bytes > self.shared_limit:
-            raise KernelError(
-                f"{name} needs {shared_bytes} bytes of shared memory for this batch and width, "
-                f"the GPU has {self.shared_limit}"
-            )
-        if shared_bytes > self._shared_bytes[name]:
-            limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._checked(self.driver.cuFuncSetAttribute(self._functions[name], limit, shared_bytes))
-            self._shared_bytes[name] = shared_bytes
-        return self._functions[name]
 
     def norm_linear(
         self,
@@ -125,9 +39,17 @@ class CudaDecodeKernels:
         weight: DeviceArray,
         bias: DeviceArray | None,
         output: DeviceArray,
+        features: DeviceArray | None = None,
+        place: int = 0,
+        next_early: bool = True,
     ) -> Launch:
-        """See `numpy_decode_kernels.norm_linear`."""
-        return self._norm("norm_linear", 1, hidden, norm_weight, epsilon, weight, bias, output)
+        """See `numpy_decode_kernels.norm_linear`.
+
+        `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished.
+        """
+        rows, shared, arguments = self._norm(1, hidden, norm_weight, epsilon, weight, bias, output)
+        arguments += (ctypes.c_int(next_early), *_feature_arguments(features, place, weight.shape[1]))
+        return self._linear(f"decode_norm_linear_{weight.dtype}", rows, shared, arguments)
 
     def norm_gate_up(
         self,
@@ -139,11 +61,11 @@ class CudaDecodeKernels:
         output: DeviceArray,
     ) -> Launch:
         """See `numpy_decode_kernels.norm_gate_up`."""
-        return self._norm("norm_gate_up", 2, hidden, norm_weight, epsilon, weight, bias, output)
+        rows, shared, arguments = self._norm(2, hidden, norm_weight, epsilon, weight, bias, output)
+        return self._linear(f"decode_norm_gate_up_{weight.dtype}", rows, shared, arguments)
 
     def _norm(
         self,
-        name: str,
         tiles: int,
         hidden: DeviceArray,
         norm_weight: DeviceArray,
@@ -151,21 +73,20 @@ class CudaDecodeKernels:
         weight: DeviceArray,
         bias: DeviceArray | None,
         output: DeviceArray,
-    ) -> Launch:
+    ) -> tuple[int, int, tuple[Any, ...]]:
+        """Output rows, bytes of shared memory and the first arguments of both kernels."""
         batch, rows, columns = self._sizes(hidden, weight, tiles)
-        steps = _steps(columns)
-        shared = _norm_bytes(tiles, batch, columns, self.depth)
         arguments = (
-            _pointer(weight),
-            _pointer(bias),
-            _pointer(hidden),
+            pointer(weight),
+            pointer(bias),
+            pointer(hidden),
             ctypes.c_int(hidden.dtype == "float32"),
-            _pointer(norm_weight),
+            pointer(norm_weight),
             ctypes.c_float(epsilon),
-            _pointer(output),
-            *map(ctypes.c_int, (batch, rows, columns, steps)),
+            pointer(output),
+            *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
         )
-        return self._linear(f"decode_{name}_{weight.dtype}", rows, shared, arguments)
+        return rows, _norm_bytes(tiles, batch, columns, self.depth), arguments
 
     def linear_residual(
         self,
@@ -174,6 +95,8 @@ class CudaDecodeKernels:
         bias: DeviceArray | None,
         residual: DeviceArray,
         output: DeviceArray,
+        features: DeviceArray | None = None,
+        place: int = 0,
     ) -> Launch:
         """See `numpy_decode_kernels.linear_residual`."""
         batch, rows, columns = self._sizes(x, weight, 1)
@@ -181,13 +104,14 @@ class CudaDecodeKernels:
         staged = _linear_bytes(1, self.depth) + batch * (_WARPS * steps * _STEP * 2 + 64)
         stage = staged <= self.shared_limit
         arguments = (
-            _pointer(weight),
-            _pointer(bias),
-            _pointer(x),
-            _pointer(residual),
+            pointer(weight),
+            pointer(bias),
+            pointer(x),
+            pointer(residual),
             ctypes.c_int(residual.dtype == "float32"),
-            _pointer(output),
+            pointer(output),
             *map(ctypes.c_int, (batch, rows, columns, steps, stage)),
+            *_feature_arguments(features, place, rows),
         )
         name = f"decode_linear_residual_{weight.dtype}"
         return self._linear(name, rows, staged if stage else _linear_bytes(1, self.depth), arguments)
@@ -195,9 +119,9 @@ class CudaDecodeKernels:
     def _sizes(self, x: DeviceArray, weight: DeviceArray, tiles: int) -> tuple[int, int, int]:
         columns = weight.shape[1]
         batch = x.size // columns
-        if not 1 <= batch <= MAX_BATCH or columns % 8 or batch * columns != x.size:
+        if not 1 <= batch <= MAX_ROWS or columns % 8 or batch * columns != x.size:
             raise KernelError(
-                f"decode kernels take 1 to {MAX_BATCH} rows of a width that is a multiple of 8, "
+                f"decode kernels take 1 to {MAX_ROWS} rows of a width that is a multiple of 8, "
                 f"found {x.shape} times {weight.shape}"
             )
         return batch, weight.shape[0] // tiles, columns
@@ -214,6 +138,7 @@ class CudaDecodeKernels:
         epsilon: float,
         rope_rotary_cos_sin: DeviceArray,
         kvcache_start_index: DeviceArray,
+        attention_mask: DeviceArray | None,
         k_cache: DeviceArray,
         v_cache: DeviceArray,
         partial: DeviceArray,
@@ -222,54 +147,56 @@ class CudaDecodeKernels:
     ) -> Launch:
         """See `numpy_decode_kernels.attention`.
 
-        `partial` float32 of `attention_partials` and `counters` [B, n_kv] uint32 (zero before and after) are its own.
+        `partial` float32 of `attention_partials` and `counters` [B T, n_kv] uint32 (zero before and after) are its own.
         """
         batch, kv_heads, kv_rows, size = k_cache.shape
-        heads = context.size // (batch * size)
+        tokens, mask_keys = (1, 0) if attention_mask is None else attention_mask.shape[2:]
+        heads = context.size // (batch * tokens * size)
         group, rotary = heads // kv_heads, rope_rotary_cos_sin.shape[-1]
         if size % 8 or size > 256 or group > 16 or heads % kv_heads:
             raise KernelError(
                 f"decode attention takes head sizes up to 256 (multiples of 8) and up to 16 query heads a key-value "
                 f"head, found head size {size}, {heads} query heads, {kv_heads} key-value heads"
             )
-        shared = _attention_bytes(group, size)
+        shared = _attention_bytes(tokens, group, size)
         arguments = (
-            _pointer(qkv),
-            _pointer(q_norm),
-            _pointer(k_norm),
+            pointer(qkv),
+            pointer(q_norm),
+            pointer(k_norm),
             ctypes.c_float(epsilon),
-            _pointer(rope_rotary_cos_sin),
-            _pointer(kvcache_start_index),
-            _pointer(k_cache),
-            _pointer(v_cache),
-            _pointer(context),
-            _pointer(partial),
-            _pointer(counters),
+            pointer(rope_rotary_cos_sin),
+            pointer(kvcache_start_index),
+            pointer(attention_mask),
+            pointer(k_cache),
+            pointer(v_cache),
+            pointer(context),
+            pointer(partial),
+            pointer(counters),
             ctypes.c_float(size**-0.5 * 1.4426950408889634),
-            *map(ctypes.c_int, (group, size, rotary, kv_rows)),
+            *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys)),
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
-        grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch)
+        grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch * tokens)
         threads = 32 * _attention_warps(group)
         return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, threads, shared, arguments)
 
 
 def attention_splits(kv_heads: int, kv_rows: int) -> int:
-    """Over how many blocks the rows of one key-value head are split, at most; not a function of the batch."""
+    """Over how many blocks the keys of one key-value head are split, at most; the same for any tokens in a step."""
     return min(-(-kv_rows // _KEY_TILE), max(16, min(128, 256 // kv_heads)))
 
 
-def attention_partials(batch: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
-    """Number of float32 values that the splits of one attention layer leave for the merge."""
-    return batch * heads * attention_splits(kv_heads, kv_rows) * (size + 2)
+def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
+    """Number of float32 values that the splits of one attention layer leave for the merge; `rows` tokens in a step."""
+    return rows * heads * attention_splits(kv_heads, kv_rows) * (size + 2)
 
 
-def shared_bytes(batch: int, hidden_size: int, head_size: int, group: int) -> int:
+def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int) -> int:
     """The most shared memory that a block of any of the kernels needs.
 
     Widths other than the hidden size do not count: `linear_residual` reads what does not fit from global memory.
     """
-    return max(_norm_bytes(2, batch, hidden_size, _DEPTH), _attention_bytes(group, head_size))
+    return max(_norm_bytes(2, batch * tokens, hidden_size, _DEPTH), _attention_bytes(tokens, group, head_size))
 
 
 def _norm_bytes(tiles: int, batch: int, columns: int, depth: int) -> int:
@@ -286,9 +213,9 @@ def _attention_warps(group: int) -> int:
     return max(4, group)
 
 
-def _attention_bytes(group: int, size: int) -> int:
+def _attention_bytes(tokens: int, group: int, size: int) -> int:
     tiles = 2 * _STAGES * _KEY_TILE * (size + _PADDING) * 2
-    return tiles + (group * size + size + _attention_warps(group) * _KEY_TILE) * 4
+    return tiles + ((group + tokens) * size + _attention_warps(group) * _KEY_TILE) * 4
 
 
 def _steps(columns: int) -> int:
@@ -296,5 +223,11 @@ def _steps(columns: int) -> int:
     return -(-columns // (_WARPS * _STEP))
 
 
-def _pointer(array: DeviceArray | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if array is None else array.pointer)
+def _feature_arguments(features: DeviceArray | None, place: int, width: int) -> tuple[Any, Any]:
+    """Where a kernel writes its columns of `features` [rows, n width], and the distance of two rows in elements."""
+    if features is None:
+        return ctypes.c_void_p(0), ctypes.c_int(0)
+    stride = features.shape[-1]
+    if stride % width or not 0 <= place < stride // width:
+        raise KernelError(f"features of {features.shape} have no place {place} of width {width}")
+    return ctypes.c_void_p(features.pointer + place * width * ITEM_SIZES[features.dtype]), ctypes.c_int(stride)

@@ -9,9 +9,27 @@ can hold them.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgellm.kernels.arrays import Array
+
+
+class SequenceState(NamedTuple):
+    """What decoding knows of B sequences, all int32, and where it writes the tokens.
+
+    A sequence whose `active` is 1 takes a token as its next input: token_ids = token, kvcache_start_index += 1,
+    positions += 1, 1 is added to token_counts at the token (an id outside 0..V-1 is not counted), and the token is
+    written to `emitted`. An idle one keeps its state and emits -1. What is emitted goes to place emitted_index[b] of a
+    ring of E places, emitted[b]; emitted_index[b] then moves on by one, modulo E.
+    """
+
+    active: Array  # [B]
+    token_ids: Array  # [B, 1]
+    kvcache_start_index: Array  # [B]
+    positions: Array  # [B]
+    token_counts: Array  # [B, V]
+    emitted_index: Array  # [B]
+    emitted: Array  # [B, E]
 
 
 class Kernels(Protocol):
@@ -38,8 +56,24 @@ class Kernels(Protocol):
         `rotary_table` [P, R] float32, clamped to 0..P-1.
         """
 
-    def argmax(self, logits: Array, tokens: Array) -> None:
-        """`tokens` [B] int32: the id of the largest of `logits` [B, V] float32; the lowest id of equal ones."""
+    def prepare_step(
+        self,
+        table: Array,
+        token_ids: Array,
+        inputs_embeds: Array,
+        kvcache_start_index: Array,
+        position_offsets: Array,
+        rotary_table: Array,
+        rope_rotary_cos_sin: Array,
+        attention_mask: Array,
+    ) -> None:
+        """`embedding_lookup` and `prepare_attention` at once; a mask of no keys (L = 0) is not written."""
+
+    def argmax(self, logits: Array, tokens: Array, state: SequenceState | None = None) -> None:
+        """`tokens` [B] int32: the id of the largest of `logits` [B, V] float32; the lowest id of equal ones.
+
+        With a `state` the sequences then take their tokens (see `SequenceState`).
+        """
 
     def process_logits(
         self,
@@ -80,6 +114,7 @@ class Kernels(Protocol):
         sequences: Array,
         positions: Array,
         tokens: Array,
+        state: SequenceState | None = None,
     ) -> None:
         """Draw `tokens` [B] int32 from softmax(`processed` [B, V] float32) restricted to values >= thresholds [B].
 
@@ -87,28 +122,12 @@ class Kernels(Protocol):
         u = (x + 0.5) * 2^-32 in float32, at most 1 - 2^-24, and x is word (id % 4) of
         Philox4x32-10 (Salmon et al. 2011) with counter (id // 4, position, sequence, 0) and key (low, high) words of
         seeds [B] uint64; `sequences` and `positions` [B] int32 name the draw. Where temperature [B] is 0, g is 0:
-        argmax. So a draw depends on nothing but its arguments.
+        argmax. So a draw depends on nothing but its arguments. With a `state`, whose positions may be these, the
+        sequences then take their tokens (see `SequenceState`).
         """
 
     def count_tokens(self, token_ids: Array, token_counts: Array) -> None:
         """Set bit `IN_PROMPT` of `token_counts` [V] int32 for each of `token_ids` [N] int32; other ids are ignored.
 
         The row is first cleared: this starts a new request.
-        """
-
-    def advance_state(
-        self,
-        tokens: Array,
-        active: Array,
-        token_ids: Array,
-        kvcache_start_index: Array,
-        positions: Array,
-        token_counts: Array,
-        emitted: Array,
-    ) -> None:
-        """Take `tokens` [B] int32 as the next input of each sequence whose `active` [B] int32 is 1.
-
-        Sets token_ids [B, 1] = tokens, kvcache_start_index [B] += 1, positions [B] += 1 (all int32), adds 1 to
-        token_counts [B, V] at the token, and writes emitted [B] int32 = token. Idle sequences keep their state and
-        emit -1.
         """

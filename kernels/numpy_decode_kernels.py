@@ -1,4 +1,7 @@
-"""The kernels of the decode step in NumPy, float32: the twins of `CudaDecodeKernels` and the definition of each."""
+"""The kernels of decode and verify steps in NumPy, float32: the twins of `CudaDecodeKernels` and their definition.
+
+R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify step.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,16 @@ def norm_linear(
     weight: np.ndarray,
     bias: np.ndarray | None,
     output: np.ndarray,
+    features: np.ndarray | None = None,
+    place: int = 0,
 ) -> None:
-    """`output` [B, N] = rms_norm(hidden [B, K]) times the transpose of `weight` [N, K], plus `bias` [N]."""
-    output.reshape(-1, len(weight))[...] = linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias)
+    """`output` [R, N] = rms_norm(hidden [R, K]) times the transpose of `weight` [N, K], plus `bias` [N].
+
+    `features` [R, n K] gets what was normalized, in its columns from `place` K on.
+    """
+    normed = rms_norm(_rows(hidden, weight), norm_weight, epsilon)
+    output.reshape(-1, len(weight))[...] = linear(normed, weight, bias)
+    _write_features(features, place, normed)
 
 
 def norm_gate_up(
@@ -25,17 +35,28 @@ def norm_gate_up(
     bias: np.ndarray | None,
     output: np.ndarray,
 ) -> None:
-    """`output` [B, F] = silu(gate) * up of rms_norm(hidden [B, K]), `weight` [2F, K] and `bias` [2F] gate then up."""
+    """`output` [R, F] = silu(gate) * up of rms_norm(hidden [R, K]), `weight` [2F, K] and `bias` [2F] gate then up."""
     gate_up = linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias)
     gate, up = np.split(gate_up, 2, axis=-1)
     output[...] = gate / (1 + np.exp(-gate)) * up
 
 
 def linear_residual(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, residual: np.ndarray, output: np.ndarray
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    residual: np.ndarray,
+    output: np.ndarray,
+    features: np.ndarray | None = None,
+    place: int = 0,
 ) -> None:
-    """`output` [B, N] = `residual` [B, N] + x [B, K] times the transpose of `weight` [N, K], plus `bias` [N]."""
-    output[...] = residual.reshape(output.shape) + linear(_rows(x, weight), weight, bias)
+    """`output` [R, N] = `residual` [R, N] + x [R, K] times the transpose of `weight` [N, K], plus `bias` [N].
+
+    `features` [R, n N] gets the residual as it was before, in its columns from `place` N on.
+    """
+    residual = residual.reshape(output.shape)
+    _write_features(features, place, residual)
+    output[...] = residual + linear(_rows(x, weight), weight, bias)
 
 
 def attention(
@@ -45,29 +66,40 @@ def attention(
     epsilon: float,
     rope_rotary_cos_sin: np.ndarray,
     kvcache_start_index: np.ndarray,
+    attention_mask: np.ndarray | None,
     k_cache: np.ndarray,
     v_cache: np.ndarray,
     context: np.ndarray,
 ) -> None:
-    """Attention of one new token a sequence: [q/k norm,] rotation, its KV row, softmax over rows 0..start_index[b].
+    """Attention of T new tokens a sequence: [q/k norm,] rotation, their KV rows, softmax over what each of them sees.
 
-    `qkv` [B, (n_q + 2 n_kv) D], caches [B, n_kv, rows, D] of which row start_index[b] is written, `context` [B, n_q D].
+    A token sees the rows before start_index[b], itself, and the new tokens whose rows `attention_mask` [B, 1, T, L]
+    bool lets it see; without a mask T is 1. `qkv` [B T, (n_q + 2 n_kv) D], `rope_rotary_cos_sin` [B, T, rotary], caches
+    [B, n_kv, rows, D] of which rows start_index[b] .. + T - 1 are written, `context` [B T, n_q D].
     """
     batch, kv_heads, _, size = k_cache.shape
+    tokens = len(qkv) // batch
     query_heads = qkv.shape[1] // size - 2 * kv_heads
-    heads = qkv.reshape(batch, -1, size)
+    heads = qkv.reshape(batch * tokens, -1, size)
     query, key, value = np.split(heads, (query_heads, query_heads + kv_heads), axis=1)
     if q_norm is not None and k_norm is not None:
         query, key = rms_norm(query, q_norm, epsilon), rms_norm(key, k_norm, epsilon)
-    cos_sin = rope_rotary_cos_sin.reshape(batch, -1)
+    cos_sin = rope_rotary_cos_sin.reshape(batch * tokens, -1)
     query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
-    query = query.reshape(batch, kv_heads, -1, size) * np.float32(size**-0.5)
-    for b, position in enumerate(kvcache_start_index.tolist()):
-        k_cache[b, :, position], v_cache[b, :, position] = key[b], value[b]
-        scores = query[b] @ k_cache[b, :, : position + 1].swapaxes(-1, -2)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended = weights / weights.sum(axis=-1, keepdims=True) @ v_cache[b, :, : position + 1]
-        context[b] = attended.reshape(-1)
+    query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(size**-0.5)
+    key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
+    for b, start in enumerate(kvcache_start_index.tolist()):
+        new = slice(start, start + tokens)
+        k_cache[b, :, new], v_cache[b, :, new] = key[b], value[b]
+        for t in range(tokens):
+            seen = np.arange(tokens) == t
+            if attention_mask is not None:
+                seen |= attention_mask[b, 0, t, new]
+            rows = np.concatenate((np.arange(start), start + np.flatnonzero(seen)))
+            scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            attended = weights / weights.sum(axis=-1, keepdims=True) @ v_cache[b][:, rows]
+            context[b * tokens + t] = attended.reshape(-1)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -76,13 +108,13 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """[B, K] times the transpose of [N, K], plus [N]."""
+    """[R, K] times the transpose of [N, K], plus [N]."""
     product = x @ weight.T
     return product if bias is None else product + bias
 
 
 def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Rotate the first R elements of each head of [B, n, D] by [B, R], cosine half then sine half.
+    """Rotate the first R elements of each head of [R, n, D] by [R, rotary], cosine half then sine half.
 
     Element j is paired with element j + R/2.
     """
@@ -95,3 +127,9 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 
 def _rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return x.reshape(-1, weight.shape[1])
+
+
+def _write_features(features: np.ndarray | None, place: int, values: np.ndarray) -> None:
+    if features is not None:
+        width = values.shape[1]
+        features.reshape(len(values), -1)[:, place * width : (place + 1) * width] = values

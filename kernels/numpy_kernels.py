@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from edgellm.kernels.checks import IN_PROMPT, check_host_arguments
+from edgellm.kernels.interface import SequenceState
 from edgellm.kernels.portable_math import fixed_point_exp, gumbel, log
 from edgellm.kernels.random_numbers import philox_4x32
 
@@ -56,11 +57,31 @@ class NumpyKernels:
         else:
             np.copyto(rope_rotary_cos_sin, gathered, casting="same_kind")
 
-    def argmax(self, logits: np.ndarray, tokens: np.ndarray) -> None:
-        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]."""
-        check_host_arguments("argmax", logits, tokens)
+    def prepare_step(
+        self,
+        table: np.ndarray,
+        token_ids: np.ndarray,
+        inputs_embeds: np.ndarray,
+        kvcache_start_index: np.ndarray,
+        position_offsets: np.ndarray,
+        rotary_table: np.ndarray,
+        rope_rotary_cos_sin: np.ndarray,
+        attention_mask: np.ndarray,
+    ) -> None:
+        """`embedding_lookup` and `prepare_attention` at once."""
+        embedding = (table, token_ids, inputs_embeds)
+        attention = (kvcache_start_index, position_offsets, rotary_table, rope_rotary_cos_sin, attention_mask)
+        check_host_arguments("prepare_step", *embedding, *attention)
+        self.embedding_lookup(*embedding)
+        self.prepare_attention(*attention)
+
+    def argmax(self, logits: np.ndarray, tokens: np.ndarray, state: SequenceState | None = None) -> None:
+        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them."""
+        check_host_arguments("argmax" if state is None else "argmax_and_advance", logits, tokens, *(state or ()))
         for row, values in enumerate(logits):
             tokens[row] = _argmax(values)
+        if state is not None:
+            _advance(tokens, state)
 
     def process_logits(
         self,
@@ -114,9 +135,11 @@ class NumpyKernels:
         sequences: np.ndarray,
         positions: np.ndarray,
         tokens: np.ndarray,
+        state: SequenceState | None = None,
     ) -> None:
-        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] restricted to values >= `thresholds` [B]."""
-        check_host_arguments("sample", processed, thresholds, temperature, seeds, sequences, positions, tokens)
+        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] where >= `thresholds` [B]; a `state` takes them."""
+        arrays = (processed, thresholds, temperature, seeds, sequences, positions, tokens)
+        check_host_arguments("sample" if state is None else "sample_and_advance", *arrays, *(state or ()))
         for row, values in enumerate(processed):
             ids = np.flatnonzero(_without_nan(values) >= thresholds[row])
             if not ids.size:
@@ -126,6 +149,8 @@ class NumpyKernels:
             if temperature[row] != 0:
                 scores += _gumbel_of_ids(ids, int(seeds[row]), int(sequences[row]), int(positions[row]))
             tokens[row] = ids[scores.argmax()]
+        if state is not None:
+            _advance(tokens, state)
 
     def count_tokens(self, token_ids: np.ndarray, token_counts: np.ndarray) -> None:
         """Clear `token_counts` [V] and mark those of `token_ids` [N] that are ids of it as `IN_PROMPT`."""
@@ -133,37 +158,28 @@ class NumpyKernels:
         token_counts.fill(0)
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
 
-    def advance_state(
-        self,
-        tokens: np.ndarray,
-        active: np.ndarray,
-        token_ids: np.ndarray,
-        kvcache_start_index: np.ndarray,
-        positions: np.ndarray,
-        token_counts: np.ndarray,
-        emitted: np.ndarray,
-    ) -> None:
-        """Take `tokens` [B] as the next input of each active sequence and count them; see the interface."""
-        sizes = check_host_arguments(
-            "advance_state", tokens, active, token_ids, kvcache_start_index, positions, token_counts, emitted
-        )
-        for row in range(sizes["B"]):
-            if active[row] != 1:
-                emitted[row] = -1
-                continue
-            token = tokens[row]
-            token_ids[row, 0] = token
-            kvcache_start_index[row] += 1
-            positions[row] += 1
-            emitted[row] = token
-            if 0 <= token < sizes["V"]:
-                token_counts[row, token] += 1
-
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """float32 values rounded to bfloat16 (nearest, ties to even), as their uint16 bits; NaN is not expected."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def _advance(tokens: np.ndarray, state: SequenceState) -> None:
+    """Each active sequence takes its one of `tokens` [B], as `SequenceState` says."""
+    places, vocabulary = state.emitted.shape[1], state.token_counts.shape[1]
+    for row, token in enumerate(tokens):
+        active = state.active[row] == 1
+        place = state.emitted_index[row]
+        state.emitted[row, place] = token if active else -1
+        state.emitted_index[row] = (place + 1) % places
+        if not active:
+            continue
+        state.token_ids[row, 0] = token
+        state.kvcache_start_index[row] += 1
+        state.positions[row] += 1
+        if 0 <= token < vocabulary:
+            state.token_counts[row, token] += 1
 
 
 def _argmax(values: np.ndarray) -> int:

@@ -42,6 +42,18 @@ def fixed_point_exp(differences: np.ndarray) -> np.ndarray:
     return result.astype(np.int64).view(np.uint64)
 
 
+def fixed_point_weights(values: np.ndarray, maximum: np.ndarray | np.float32) -> np.ndarray:
+    """Unnormalized probabilities of float32 `values` without NaN, as uint64 in fixed point.
+
+    2^32 stands for the probability of the maximum, infinite or not. `maximum` is the largest value of each row, of a
+    shape that broadcasts against `values`.
+    """
+    with np.errstate(invalid="ignore"):  # inf - inf, replaced below
+        differences = np.subtract(values, maximum)
+    differences[values == maximum] = 0
+    return fixed_point_exp(differences)
+
+
 def log(values: np.ndarray) -> np.ndarray:
     """Natural logarithm of positive finite float32 values; subnormal ones count as the smallest normal one."""
     bits = np.maximum(values, _SMALLEST_NORMAL).view(np.int32)

@@ -104,6 +104,71 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     return directory
 
 
+DRAFT_VOCABULARY = 200
+
+
+def write_tiny_draft(directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """An EAGLE-3 head with random weights for `write_tiny_checkpoint`, as it is published: `midlayer.*`, d2t, t2d."""
+    hidden, vocabulary = TINY_CONFIG["hidden_size"], TINY_CONFIG["vocab_size"]
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "eagle_aux_hidden_state_layer_ids": [1, 2],
+        "eagle_aux_hidden_state_convention": "entered",
+    } | overrides
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (64, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (32, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (32, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, 64),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (96, hidden),
+        "midlayer.mlp.up_proj.weight": (96, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 96),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (DRAFT_VOCABULARY, hidden),
+    }
+    random = np.random.default_rng(seed + 1000)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+        tensors[name] = values.astype(np.float16)
+    kept = np.sort(random.choice(vocabulary, DRAFT_VOCABULARY, replace=False))
+    tensors["d2t"] = kept - np.arange(DRAFT_VOCABULARY)
+    tensors["t2d"] = np.isin(np.arange(vocabulary), kept)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_draft() -> Callable[..., Path]:
+    """`write_tiny_draft`: (directory, seed, **changes of config.json) to the directory."""
+    return write_tiny_draft
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft head for `tiny_checkpoint`; tests that change files copy it first."""
+    return write_tiny_draft(tmp_path_factory.mktemp("checkpoints") / "draft")
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint() -> Callable[..., Path]:
     """`write_tiny_checkpoint`: (directory, seed, **changes of config.json) to the directory."""
@@ -121,4 +186,13 @@ def tiny_engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     """An engine directory of it without plans: context 96 tokens, prefill in chunks of 16, two slots."""
     target = tmp_path_factory.mktemp("engines") / "tiny"
     build_engine_directory(tiny_checkpoint, target, EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=96), [])
+    return target
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_engines` with the draft head: trees 4 wide, 3 deep, up to 12 nodes verified."""
+    target = tmp_path_factory.mktemp("engines") / "tiny_draft"
+    limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(tiny_checkpoint, target, limits, [], draft=tiny_draft)
     return target

@@ -71,6 +71,18 @@ def test_a_stopped_slot_is_idle_and_the_other_goes_on(runner: BaseEngineRunner) 
     assert tokens == expected
 
 
+def test_tokens_may_be_read_a_ring_later(runner: BaseEngineRunner) -> None:
+    """Eight steps unread, of slots that started at different times."""
+    expected = [greedy_tokens(runner, prompt, 12) for prompt in (PROMPT, PROMPT[:9])]
+    runner.start(0, PROMPT, 0, SamplingValues()).wait()
+    first = [runner.decode(1).wait()[0] for _ in range(3)]
+    runner.start(1, PROMPT[:9], 0, SamplingValues()).wait()
+    unread = [runner.decode(2) for _ in range(8)]
+    rows = np.array([readback.wait() for readback in unread])
+    assert [*first, *rows[:, 0]] == expected[0][1:]
+    assert rows[:, 1].tolist() == expected[1][1:9]
+
+
 def test_a_seed_gives_the_same_tokens_and_another_seed_others(runner: BaseEngineRunner) -> None:
     def draw(seed: int) -> list[int]:
         tokens = [int(runner.start(0, PROMPT, 0, SamplingValues(temperature=1.5, seed=seed)).wait()[0])]
@@ -117,9 +129,9 @@ def test_not_enough_memory_is_refused_with_the_plan(directory: EngineDirectory) 
 
 def test_the_memory_plan_counts_what_is_allocated(runner: BaseEngineRunner) -> None:
     plan = runner.memory_plan
-    assert plan.items["weights"] == sum(weight.nbytes for weight in runner._weights.values())
-    assert plan.items["KV caches"] == sum(cache.nbytes for cache in runner._caches.values())
-    sampling = runner._sampling
+    assert plan.items["weights"] == sum(weight.nbytes for weight in runner.weights.values())
+    assert plan.items["KV caches"] == sum(cache.nbytes for cache in runner.caches.values())
+    sampling = runner.sampling
     assert plan.items["logits and sampling"] == sum(
         array.nbytes for array in (runner._logits, sampling._processed, sampling.token_counts)
     )

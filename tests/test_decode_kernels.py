@@ -28,19 +28,38 @@ FAMILIES = {
 }
 
 
-def random_model(config: DecoderConfig, batch: int, rows: int, starts: list[int]) -> dict[str, np.ndarray]:
-    """Weights, inputs and filled caches by their names at the engine's edge, float32."""
+#: parent of each node of a verified tree (None: the root); siblings, a gap between parent and child, depth up to 4
+CHAIN = (None, 0, 1, 2, 3, 4, 5, 6)
+TREE = (None, 0, 0, 1, 2, 2, 4, 6)
+
+
+def ancestors(parents: tuple[int | None, ...]) -> np.ndarray:
+    """[T, T] bool: which nodes each node sees, itself included."""
+    seen = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent is not None:
+            seen[node] |= seen[parent]
+    return seen
+
+
+def random_model(
+    config: DecoderConfig, batch: int, rows: int, starts: list[int], parents: tuple[int | None, ...] = (None,)
+) -> dict[str, np.ndarray]:
+    """Weights, inputs and filled caches by their names at the engine's edge, float32; `parents` make the tree."""
+    tokens = len(parents)
     random = np.random.default_rng(7)
     arrays = {}
     for spec in decoder_weights(config):
         scale = 0.1 if len(spec.shape) == 1 else spec.shape[1] ** -0.5
         arrays[spec.name] = random.standard_normal(spec.shape, np.float32) * scale + ("norm" in spec.name)
-    arrays["inputs_embeds"] = random.standard_normal((batch, 1, config.hidden_size), np.float32)
-    angles = random.uniform(0, 6, (batch, 1, config.rotary_dim // 2))
+    arrays["inputs_embeds"] = random.standard_normal((batch, tokens, config.hidden_size), np.float32)
+    angles = random.uniform(0, 6, (batch, tokens, config.rotary_dim // 2))
     arrays["rope_rotary_cos_sin"] = np.concatenate((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
     arrays["kvcache_start_index"] = np.array(starts, np.int32)
-    seen = np.arange(rows)[None, :] <= np.array(starts)[:, None]
-    arrays["attention_mask"] = seen[:, None, None]
+    mask = np.repeat((np.arange(rows) < np.array(starts)[:, None])[:, None, None], tokens, axis=2)
+    for b, start in enumerate(starts):
+        mask[b, 0, :, start : start + tokens] = ancestors(parents)
+    arrays["attention_mask"] = mask
     cache = (batch, config.num_kv_heads, rows, config.head_dim)
     for index in range(config.num_layers):
         for name in ("k_cache", "v_cache"):
@@ -49,11 +68,15 @@ def random_model(config: DecoderConfig, batch: int, rows: int, starts: list[int]
 
 
 def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A decode step through the twins, in the engine's order; writes KV rows, returns logits and the last scratch."""
-    batch, epsilon = len(arrays["inputs_embeds"]), config.rms_norm_eps
+    """A step through the twins, in the engine's order; writes KV rows, returns logits, features and last scratch."""
+    batch, tokens, _ = arrays["inputs_embeds"].shape
+    epsilon, layers = config.rms_norm_eps, config.feature_layers
 
     def empty(width: int) -> np.ndarray:
-        return np.full((batch, width), np.nan, np.float32)
+        return np.full((batch * tokens, width), np.nan, np.float32)
+
+    def feature(layer: int) -> tuple[np.ndarray | None, int]:
+        return (result["hidden_states"], layers.index(layer)) if layer in layers else (None, 0)
 
     result = {
         "qkv": empty(config.query_size + 2 * config.kv_size),
@@ -61,6 +84,7 @@ def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str,
         "activation": empty(config.intermediate_size),
         "hidden": empty(config.hidden_size),
         "logits": empty(config.vocab_size),
+        "hidden_states": empty(len(layers) * config.hidden_size),
     }
     hidden = arrays["inputs_embeds"]
     for index in range(config.num_layers):
@@ -78,12 +102,13 @@ def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str,
             epsilon,
             arrays["rope_rotary_cos_sin"],
             arrays["kvcache_start_index"],
+            arrays["attention_mask"] if tokens > 1 else None,
             arrays[f"k_cache_{index}"],
             arrays[f"v_cache_{index}"],
             result["context"],
         )
         o = weight("self_attn.o_proj.weight"), weight("self_attn.o_proj.bias")
-        twins.linear_residual(result["context"], *o, hidden, result["hidden"])
+        twins.linear_residual(result["context"], *o, hidden, result["hidden"], *feature(index))
         hidden = result["hidden"]
         norm = weight("post_attention_layernorm.weight")
         gate_up = weight("mlp.gate_up_proj.weight"), weight("mlp.gate_up_proj.bias")
@@ -91,7 +116,8 @@ def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str,
         down = weight("mlp.down_proj.weight"), weight("mlp.down_proj.bias")
         twins.linear_residual(result["activation"], *down, hidden, hidden)
     head = arrays[head_weight_name(config)]
-    twins.norm_linear(hidden, arrays["model.norm.weight"], epsilon, head, None, result["logits"])
+    norm = arrays["model.norm.weight"]
+    twins.norm_linear(hidden, norm, epsilon, head, None, result["logits"], *feature(config.num_layers))
     return result
 
 
@@ -111,11 +137,33 @@ def test_the_twins_compute_what_the_description_says(family: str, starts: list[i
             np.testing.assert_allclose(arrays[name], described[name], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("parents", [(None,), (None, 0), CHAIN, TREE], ids=["one", "two", "chain", "tree"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3"])
+def test_verified_tokens_and_features_are_what_the_description_says(
+    family: str, parents: tuple[int | None, ...], features: tuple[int, ...]
+) -> None:
+    """Two sequences; `num_layers` (2) among the features stands for the final norm."""
+    config = replace(FAMILIES[family], feature_layers=features)
+    tokens, starts, rows = len(parents), [0, 29], 48
+    arrays = random_model(config, 2, rows, starts, parents)
+    described = {name: array.copy() for name, array in arrays.items()}
+    shape = EngineShape("verify", 2, tokens, rows, rows, tokens)
+    DecoderDescription(NumpyOperations(described, described), config, shape).describe()
+    found = twin_step(config, arrays)
+    for name in ("logits", "hidden_states") if features else ("logits",):
+        expected = described[name].reshape(2 * tokens, -1)
+        np.testing.assert_allclose(found[name], expected, atol=3e-5, rtol=3e-5, err_msg=name)
+    for index in range(config.num_layers):
+        for name in (f"k_cache_{index}", f"v_cache_{index}"):
+            np.testing.assert_allclose(arrays[name], described[name], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("architecture", ["sm_87", "sm_90", "sm_110", "sm_120"])
 def test_the_kernels_compile_without_a_gpu(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'edgellm[test]'")
     every = compiler._sources()
-    own = {name: text for name, text in every.items() if name.startswith("decode_")}
+    own = {name: text for name, text in every.items() if name.startswith(("decode_", "programmatic_"))}
     monkeypatch.setattr(compiler, "_sources", lambda: own)
     cubin = compiler.compile_kernels(architecture)
     for dtype in (b"float16", b"bfloat16"):
@@ -134,12 +182,17 @@ def test_splits_of_the_keys_do_not_depend_on_the_batch() -> None:
     ("changes", "shape", "dtype", "reason"),
     [
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
-        ({}, {"tokens": 2}, "float16", "one token of 1 to 8 sequences, not 2 of 1"),
-        ({}, {"batch": 9}, "float16", "one token of 1 to 8 sequences, not 1 of 9"),
+        ({}, {"tokens": 2}, "float16", "decode one token or verify some, not 2 in the phase decode"),
+        ({}, {"phase": "prefill"}, "float16", "decode one token or verify some, not 1 in the phase prefill"),
+        ({}, {"batch": 9}, "float16", "1 to 8 tokens and give logits of all, not 1 of 1 tokens of 9 sequences"),
+        ({}, {"phase": "verify", "tokens": 8, "selected": 8}, "float16", None),
+        ({}, {"phase": "verify", "tokens": 4, "selected": 4, "batch": 2}, "bfloat16", None),
+        ({}, {"phase": "verify", "tokens": 8, "selected": 1}, "float16", "not 1 of 8 tokens of 1 sequences"),
+        ({}, {"phase": "verify", "tokens": 4, "selected": 4, "batch": 3}, "float16", "not 4 of 4 tokens of 3 seq"),
         ({"intermediate_size": 100}, {}, "float16", "intermediate_size to be a multiple of 8, not 100"),
         ({"head_dim": 512}, {}, "float16", "head_dim up to 256"),
         ({"num_heads": 34}, {}, "float16", "16 query heads a key-value head"),
-        ({"feature_layers": (1,)}, {}, "float16", "do not output hidden_states"),
+        ({"feature_layers": (1,)}, {}, "float16", None),
         ({}, {}, "float16", None),
     ],
 )
@@ -161,4 +214,4 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_refused() -> None:
     config = replace(LLAMA, hidden_size=2048)
     found = unsupported(config, EngineShape("decode", 8, 1, 64, 64), "float16", 101_376)
     assert found is not None
-    assert found.endswith("bytes of shared memory for 8 sequences of width 2048, the GPU has 101376")
+    assert found.endswith("bytes of shared memory for 8 tokens of width 2048, the GPU has 101376")

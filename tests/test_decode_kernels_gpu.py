@@ -19,6 +19,7 @@ _specification = importlib.util.spec_from_file_location("models", Path(__file__)
 _models = importlib.util.module_from_spec(_specification)
 _specification.loader.exec_module(_models)
 FAMILIES, LLAMA, random_model, twin_step = _models.FAMILIES, _models.LLAMA, _models.random_model, _models.twin_step
+CHAIN, TREE, ancestors = _models.CHAIN, _models.TREE, _models.ancestors
 
 pytestmark = pytest.mark.gpu
 
@@ -82,9 +83,11 @@ class Loaded:
     def __init__(self, gpu, config: DecoderConfig, arrays: dict[str, np.ndarray], dtype: str, rows: int) -> None:
         from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 
-        batch = arrays["inputs_embeds"].shape[0]
+        batch, tokens, _ = arrays["inputs_embeds"].shape
+        phase = "decode" if tokens == 1 else "verify"
         self.gpu, self.dtype = gpu, dtype
-        self.engine = CudaDecodeEngine(gpu.decode_kernels, config, EngineShape("decode", batch, 1, rows, rows), dtype)
+        shape = EngineShape(phase, batch, tokens, rows, rows, tokens)
+        self.engine = CudaDecodeEngine(gpu.decode_kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)
@@ -95,8 +98,11 @@ class Loaded:
             gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
         for name in [name for name in arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
-        self.arrays["logits"] = gpu.empty((batch, 1, config.vocab_size), "float32")
+        self.arrays["logits"] = gpu.empty((batch, tokens, config.vocab_size), "float32")
         self.clear_logits()
+        if config.feature_layers:
+            width = len(config.feature_layers) * config.hidden_size
+            self.arrays["hidden_states"] = gpu.empty((batch, tokens, width), dtype)
         self.engine.bind(self.arrays)
 
     def clear_logits(self) -> None:
@@ -114,19 +120,24 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def assert_equals_twin(gpu, config: DecoderConfig, starts: list[int], rows: int, dtype: str) -> None:
-    arrays = rounded(random_model(config, len(starts), rows, starts), dtype)
+def assert_equals_twin(
+    gpu, config: DecoderConfig, starts: list[int], rows: int, dtype: str, parents: tuple[int | None, ...] = (None,)
+) -> None:
+    arrays = rounded(random_model(config, len(starts), rows, starts, parents), dtype)
+    tokens = len(parents)
     loaded = Loaded(gpu, config, arrays, dtype, rows)
     loaded.engine.enqueue()
     before = {name: array.copy() for name, array in arrays.items()}
     expected = twin_step(config, arrays)
-    assert relative(loaded.values("logits")[:, 0], expected["logits"]) < TOLERANCE[dtype]
+    for name in ("logits", "hidden_states") if config.feature_layers else ("logits",):
+        assert relative(loaded.values(name).reshape(expected[name].shape), expected[name]) < TOLERANCE[dtype], name
     for name in [name for name in arrays if "_cache_" in name]:
         found = loaded.values(name)
         for b, start in enumerate(starts):
-            assert relative(found[b, :, start], arrays[name][b, :, start]) < TOLERANCE[dtype]
-            others = np.delete(found[b], start, axis=1)
-            np.testing.assert_array_equal(others, np.delete(before[name][b], start, axis=1))
+            new = slice(start, start + tokens)
+            assert relative(found[b, :, new], arrays[name][b, :, new]) < TOLERANCE[dtype]
+            others = np.delete(found[b], new, axis=1)
+            np.testing.assert_array_equal(others, np.delete(before[name][b], new, axis=1))
     for name in ("hidden", "qkv", "context", "activation"):
         array = loaded.engine._scratch[name]
         values = gpu.download(array)
@@ -191,6 +202,99 @@ def test_a_captured_step_follows_the_length_on_the_device(gpu) -> None:
         graph()
         expected = twin_step(config, arrays)
         assert relative(loaded.values("logits")[:, 0], expected["logits"]) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parents", [CHAIN[:2], CHAIN, TREE], ids=["two", "chain", "tree"])
+@pytest.mark.parametrize("family", ODD)
+def test_verified_trees_of_each_family(gpu, family: str, parents: tuple[int | None, ...], dtype: str) -> None:
+    assert_equals_twin(gpu, ODD[family], [77], 128, dtype, parents)
+
+
+@pytest.mark.parametrize("starts", [[0], [1], [25], [31], [32], [505], [992], [0, 990], [5, 31], [60, 700]])
+def test_verified_tokens_around_tiles_and_splits(gpu, starts: list[int]) -> None:
+    parents = TREE if len(starts) == 1 else TREE[:4]
+    assert_equals_twin(gpu, FAMILIES["qwen3"], starts, 1000, "float16", parents)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "tree"])
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
+def test_features_are_what_enters_the_layers(gpu, layers: tuple[int, ...], parents, dtype: str) -> None:
+    """2, the number of layers, stands for the final norm's output."""
+    config = replace(FAMILIES["llama_untied_biases"], feature_layers=layers)
+    assert_equals_twin(gpu, config, [40], 64, dtype, parents)
+
+
+#: where keys fill a tile, a split, all splits of 32 tiles, so that tokens of one tree are split in different ways
+STARTS = [0, 1, 27, 31, 32, 253, 1020, 1023]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("parents", [CHAIN, TREE, CHAIN[:2]], ids=["chain", "tree", "two"])
+def test_a_verified_token_has_the_bits_of_the_decode_step_that_comes_to_it(gpu, parents, start: int) -> None:
+    """Logits, features and KV rows of each node, against decode steps one after the other over the node's path."""
+    config = replace(LLAMA, num_heads=16, num_kv_heads=8, feature_layers=(0, 1, 2))
+    rows, tokens = 1100, len(parents)
+    arrays = random_model(config, 1, rows, [start], parents)
+    verified = Loaded(gpu, config, arrays, "float16", rows)
+    verified.engine.enqueue()
+    for node, seen in enumerate(ancestors(parents)):
+        path = np.flatnonzero(seen)
+        inputs = {"inputs_embeds", "rope_rotary_cos_sin", "attention_mask"}
+        own = {name: array[:, :1].copy() if name in inputs else array for name, array in arrays.items()}
+        own["attention_mask"] = np.zeros((1, 1, 1, rows), bool)
+        stepwise = Loaded(gpu, config, own, "float16", rows)
+        for depth, ancestor in enumerate(path):
+            for name in ("inputs_embeds", "rope_rotary_cos_sin"):
+                gpu.upload(stepwise.arrays[name], to_bits(arrays[name][:, ancestor : ancestor + 1], "float16"))
+            gpu.upload(stepwise.arrays["kvcache_start_index"], np.array([start + depth], np.int32))
+            stepwise.engine.enqueue()
+        for name in ("logits", "hidden_states"):
+            found, expected = (gpu.download(engine.arrays[name]) for engine in (verified, stepwise))
+            np.testing.assert_array_equal(found[0, node], expected[0, 0], err_msg=f"{name} of node {node}")
+        for index in range(config.num_layers):
+            for name in (f"k_cache_{index}", f"v_cache_{index}"):
+                found, expected = (gpu.download(engine.arrays[name]) for engine in (verified, stepwise))
+                np.testing.assert_array_equal(found[0, :, start + node], expected[0, :, start + len(path) - 1])
+    assert tokens == node + 1
+
+
+def test_a_verified_sequence_has_the_same_bits_in_every_batch(gpu) -> None:
+    config, rows, starts = FAMILIES["qwen3"], 300, [3, 255, 64, 31]
+    arrays = random_model(config, 4, rows, starts, (None, 0))
+    together = Loaded(gpu, config, arrays, "float16", rows)
+    together.engine.enqueue()
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    for b in range(4):
+        own = {
+            name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array
+            for name, array in arrays.items()
+        }
+        alone = Loaded(gpu, config, own, "float16", rows)
+        alone.engine.enqueue()
+        found, expected = (gpu.download(loaded.arrays["logits"]) for loaded in (alone, together))
+        np.testing.assert_array_equal(found[0], expected[b])
+
+
+def test_a_captured_verify_step_follows_tree_and_length_on_the_device(gpu) -> None:
+    config, rows = replace(FAMILIES["llama"], feature_layers=(1,)), 256
+    arrays = rounded(random_model(config, 1, rows, [40], CHAIN), "float16")
+    loaded = Loaded(gpu, config, arrays, "float16", rows)
+    loaded.engine.enqueue()
+    graph = gpu.capture(loaded.engine.enqueue, "verify")
+    assert graph != loaded.engine.enqueue, "the step was not captured"
+    twin_step(config, arrays)
+    for start, parents in ((41, TREE), (48, CHAIN), (200, TREE)):
+        changed = random_model(config, 1, rows, [start], parents)
+        for name in ("kvcache_start_index", "attention_mask"):
+            arrays[name] = changed[name]
+            gpu.upload(loaded.arrays[name], changed[name])
+        graph()
+        expected = twin_step(config, arrays)
+        for name in ("logits", "hidden_states"):
+            found = loaded.values(name).reshape(expected[name].shape)
+            assert relative(found, expected[name]) < TOLERANCE["float16"]
 
 
 def test_what_is_bound_is_checked(gpu) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.interface import SequenceState
 from edgellm.kernels.numpy_kernels import NumpyKernels
 
 pytestmark = pytest.mark.gpu
@@ -50,16 +52,23 @@ def device_copy(gpu, values: np.ndarray) -> DeviceArray:
     return array
 
 
-def assert_equals_twin(gpu, kernel: str, *arguments: np.ndarray, repeats: int = 2) -> None:
+def assert_equals_twin(
+    gpu, kernel: str, *arguments: np.ndarray, state: Sequence[np.ndarray] = (), repeats: int = 2
+) -> None:
     """Run both on copies of the arguments and compare every array afterwards, those only read included.
 
     The second run shows that a kernel leaves its workspace as it found it.
     """
+    count = len(arguments)
+
+    def call(kernels, arrays):
+        getattr(kernels, kernel)(*arrays[:count], *([SequenceState(*arrays[count:])] if state else []))
+
     for _ in range(repeats):
-        on_device = [device_copy(gpu, values) for values in arguments]
-        on_host = [values.copy() for values in arguments]
-        getattr(gpu.kernels, kernel)(*on_device)
-        getattr(TWIN, kernel)(*on_host)
+        on_device = [device_copy(gpu, values) for values in (*arguments, *state)]
+        on_host = [values.copy() for values in (*arguments, *state)]
+        call(gpu.kernels, on_device)
+        call(TWIN, on_host)
         for number, (device, host) in enumerate(zip(on_device, on_host, strict=True)):
             np.testing.assert_array_equal(gpu.download(device), host, err_msg=f"{kernel}, argument {number}")
 
@@ -198,13 +207,91 @@ def test_count_tokens(gpu, random_numbers, count):
     assert_equals_twin(gpu, "count_tokens", token_ids, np.full(513, 9, np.int32))
 
 
-@pytest.mark.parametrize("batch", [1, 8, 70])
-def test_advance_state(gpu, random_numbers, batch):
-    def integers(high, *shape):
-        return random_numbers.integers(0, high, (batch, *shape)).astype(np.int32)
+def sequence_state(rng: np.random.Generator, batch: int, vocabulary: int) -> list[np.ndarray]:
+    """Arrays of a `SequenceState` with active and idle sequences, rings of 3 places at any place."""
 
-    arguments = (integers(33), integers(2), integers(33, 1), integers(99), integers(99), integers(5, 33), integers(9))
-    assert_equals_twin(gpu, "advance_state", *arguments)
+    def integers(high, *shape):
+        return rng.integers(0, high, (batch, *shape)).astype(np.int32)
+
+    counts = integers(5, vocabulary)
+    return [integers(2), integers(33, 1), integers(99), integers(99), counts, integers(3), integers(9, 3)]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("vocabulary", [1, 513, 32_001])
+def test_argmax_that_a_state_takes(gpu, random_numbers, batch, vocabulary):
+    rows = awkward_rows(random_numbers, vocabulary)[:batch]
+    for _ in range(4):  # each run draws other states
+        state = sequence_state(random_numbers, batch, vocabulary)
+        assert_equals_twin(gpu, "argmax", rows, np.full(batch, -5, np.int32), state=state)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_sample_that_a_state_takes(gpu, random_numbers, batch):
+    """The positions of the draw are those of the state, which the same kernel advances."""
+    vocabulary = 4099
+    rows = random_numbers.normal(0, 3, (batch, vocabulary)).astype(np.float32)
+    state = sequence_state(random_numbers, batch, vocabulary)
+    draw = [np.zeros(batch, np.float32), np.ones(batch, np.float32), np.arange(batch, dtype=np.uint64)]
+    draw.append(np.arange(batch, dtype=np.int32))
+    tokens = np.zeros(batch, np.int32)
+    on_device = [[device_copy(gpu, values) for values in arrays] for arrays in ([rows, *draw], [tokens], state)]
+    for _ in range(5):
+        (device_rows, *device_draw), (device_tokens,), device_state = on_device
+        gpu.kernels.sample(device_rows, *device_draw, device_state[3], device_tokens, SequenceState(*device_state))
+        TWIN.sample(rows, *draw, state[3], tokens, SequenceState(*state))
+        for device, host in zip([device_tokens, *device_state], [tokens, *state], strict=True):
+            np.testing.assert_array_equal(gpu.download(device), host)
+
+
+def test_tokens_are_emitted_into_memory_that_the_host_sees(gpu, random_numbers):
+    """Read after an event, without a copy, while later steps already write other places of the ring."""
+    vocabulary, batch = 515, 2
+    state = sequence_state(random_numbers, batch, vocabulary)
+    state[0][:] = 1
+    rows = [random_numbers.normal(size=(batch, vocabulary)).astype(np.float32) for _ in range(5)]
+    ring = gpu.host_visible((3, 8), "int32")
+    assert not gpu.read(ring).wait().any()
+    device_state = SequenceState(*[device_copy(gpu, values) for values in state[:6]], ring[1:3])
+    device_rows, tokens = [device_copy(gpu, values) for values in rows], gpu.empty((batch,), "int32")
+    unread = []
+    for values in device_rows:
+        gpu.kernels.argmax(values, tokens, device_state)
+        unread.append(gpu.read(ring[1:3]))
+    for step, readback in enumerate(unread):
+        emitted = readback.wait()
+        for b in range(batch):
+            assert emitted[b, (state[5][b] + step) % 8] == rows[step][b].argmax()
+    assert not gpu.read(ring[0:1]).wait().any()
+
+
+def test_prepare_step_and_argmax_overlap_in_a_graph(gpu, random_numbers):
+    """Both ends of a step back to back: argmax, launched early, still waits for what runs before it."""
+    vocabulary = hidden = 2048  # the row of a token stands in for its logits
+    steps = 40
+    table = random_numbers.normal(size=(vocabulary, hidden)).astype(np.float32)
+    state = sequence_state(random_numbers, 1, vocabulary)
+    state[0][:], state[2][:] = 1, 0
+    device_state = SequenceState(*[device_copy(gpu, values) for values in state])
+    device_table, embeds = device_copy(gpu, table), gpu.zeros((1, 1, hidden), "float32")
+    rotary = device_copy(gpu, random_numbers.normal(size=(64, 2)).astype(np.float32))
+    cos_sin, mask = gpu.zeros((1, 1, 2), "float32"), gpu.zeros((1, 1, 1, 0), "bool")
+    offsets, tokens = gpu.zeros((1,), "int32"), gpu.zeros((1,), "int32")
+
+    def step():
+        prepared = (device_state.kvcache_start_index, offsets, rotary, cos_sin, mask)
+        gpu.kernels.prepare_step(device_table, device_state.token_ids, embeds, *prepared)
+        gpu.kernels.argmax(embeds.reshape(1, hidden), tokens, device_state)
+
+    step()
+    launch = gpu.capture(step, "both ends")
+    assert launch is not step
+    token = int(table[state[1][0, 0]].argmax())
+    for _ in range(steps):
+        launch()
+        token = int(table[token].argmax())
+    assert gpu.download(tokens)[0] == token
+    assert gpu.download(device_state.kvcache_start_index)[0] == steps + 1
 
 
 def test_views_need_no_alignment(gpu, random_numbers):
@@ -227,6 +314,18 @@ def test_wrong_arguments_are_named(gpu):
         gpu.kernels.argmax(np.zeros((1, 8), np.float32), tokens[0:1])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "keys", "hidden", "rotary"), [(1, 1024, 2048, 64), (1, 0, 64, 2), (5, 131, 7, 6)])
+def test_prepare_step(gpu, random_numbers, dtype, tokens, keys, hidden, rotary):
+    table = random_numbers.integers(0, 30_000, (101, hidden)).astype(dtype)
+    token_ids = random_numbers.integers(-2, 104, (4, tokens)).astype(np.int32)
+    start, offsets = np.array([0, 3, 130, 7], np.int32), np.array([0, 11, -50, 2_000_000_000], np.int32)
+    rope, mask = np.zeros((4, tokens, rotary), dtype), np.ones((4, 1, tokens, keys), bool)
+    angles = random_numbers.normal(size=(77, rotary)).astype(np.float32)
+    embeds = np.ones((4, tokens, hidden), dtype)
+    assert_equals_twin(gpu, "prepare_step", table, token_ids, embeds, start, offsets, angles, rope, mask)
+
+
 def test_captured_sampling_step(gpu, random_numbers, caplog):
     """All kernels of a sampled step in one CUDA graph, replayed: the same tokens as the twin, step after step."""
     vocabulary, batch = 1031, 2
@@ -247,7 +346,8 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
         "active": np.ones(batch, np.int32),
         "token_ids": np.zeros((batch, 1), np.int32),
         "start": np.zeros(batch, np.int32),
-        "emitted": np.zeros(batch, np.int32),
+        "emitted_index": np.zeros(batch, np.int32),
+        "emitted": np.zeros((batch, 4), np.int32),
     }
 
     def step(kernels, a):
@@ -255,9 +355,9 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
         kernels.process_logits(a["logits"], a["counts"], *settings, a["processed"])
         kernels.filter_threshold(a["processed"], a["top_k"], a["top_p"], a["zeros"], a["thresholds"])
         draw = (a["seeds"], a["sequences"], a["positions"])
-        kernels.sample(a["processed"], a["thresholds"], a["temperature"], *draw, a["tokens"])
-        state = (a["active"], a["token_ids"], a["start"], a["positions"], a["counts"], a["emitted"])
-        kernels.advance_state(a["tokens"], *state)
+        state = (a["active"], a["token_ids"], a["start"], a["positions"], a["counts"], a["emitted_index"], a["emitted"])
+        drawn = a["processed"], a["thresholds"], a["temperature"], *draw, a["tokens"]
+        kernels.sample(*drawn, SequenceState(*state))
 
     on_device = {name: device_copy(gpu, array) for name, array in values.items()}
     with caplog.at_level(logging.WARNING):
@@ -267,9 +367,9 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
     for _ in range(50):
         launch()
         step(TWIN, values)
-        for name in ("emitted", "positions", "counts", "processed", "thresholds"):
+        for name in ("emitted", "emitted_index", "token_ids", "positions", "counts", "processed", "thresholds"):
             np.testing.assert_array_equal(gpu.download(on_device[name]), values[name], err_msg=name)
-        seen.add(tuple(values["emitted"]))
+        seen.add(tuple(values["tokens"]))
     assert len(seen) > 10
 
 

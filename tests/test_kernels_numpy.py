@@ -7,6 +7,7 @@ import pytest
 
 from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.interface import SequenceState
 from edgellm.kernels.numpy_kernels import NumpyKernels, bfloat16_bits
 
 KERNELS = NumpyKernels()
@@ -226,15 +227,46 @@ def test_count_tokens_clears_and_marks():
     assert counts.tolist() == [0, 0, 0, 0]
 
 
-def test_advance_state_moves_active_sequences_only():
-    token_ids, start, positions = np.array([[1], [2], [3]], np.int32), integers(10, 20, 30), integers(4, 5, 6)
-    counts, emitted = np.zeros((3, 6), np.int32), integers(9, 9, 9)
-    counts[0, 5] = IN_PROMPT | 2
-    KERNELS.advance_state(integers(5, 1, 0), integers(1, 0, 1), token_ids, start, positions, counts, emitted)
-    assert token_ids.ravel().tolist() == [5, 2, 0]
-    assert start.tolist() == [11, 20, 31] and positions.tolist() == [5, 5, 7]
-    assert emitted.tolist() == [5, -1, 0]
-    assert counts[0, 5] == IN_PROMPT | 3 and counts[2, 0] == 1 and counts.sum() == (IN_PROMPT | 3) + 1
+def test_active_sequences_take_their_tokens_and_idle_ones_emit_none():
+    token_ids, start, positions = integers(7, 8, 9).reshape(3, 1), integers(10, 20, 30), integers(11, 21, 31)
+    counts, index, emitted = np.zeros((3, 6), np.int32), integers(0, 1, 1), np.full((3, 2), 9, np.int32)
+    logits = np.zeros((3, 6), np.float32)
+    logits[[0, 1, 2], [5, 1, 2]] = 1
+    state = SequenceState(integers(1, 0, 1), token_ids, start, positions, counts, index, emitted)
+    KERNELS.argmax(logits, np.zeros(3, np.int32), state)
+    assert token_ids.ravel().tolist() == [5, 8, 2]
+    assert start.tolist() == [11, 20, 31]
+    assert positions.tolist() == [12, 21, 32]
+    assert np.argwhere(counts).tolist() == [[0, 5], [2, 2]]
+    assert emitted.tolist() == [[5, 9], [9, -1], [9, 2]]
+    assert index.tolist() == [1, 0, 0]
+
+
+def test_a_sequence_that_takes_its_draw_draws_at_its_position_before():
+    rows = np.random.default_rng(3).normal(size=(2, 50)).astype(np.float32)
+    draw = (floats(-np.inf, -np.inf), floats(1, 1), np.array([4, 5], np.uint64), integers(0, 1))
+    positions, alone, tokens = integers(3, 9), integers(0, 0), integers(0, 0)
+    KERNELS.sample(rows, *draw, positions, alone)
+    counts, emitted = np.zeros((2, 50), np.int32), np.zeros((2, 1), np.int32)
+    state = SequenceState(
+        integers(1, 1), alone[:, None] * 0, integers(0, 0), positions, counts, integers(0, 0), emitted
+    )
+    KERNELS.sample(rows, *draw, positions, tokens, state)
+    assert tokens.tolist() == alone.tolist() == emitted.ravel().tolist()
+    assert positions.tolist() == [4, 10]
+
+
+def test_prepare_step_is_lookup_and_attention_and_writes_no_mask_of_no_keys():
+    table = floats(1, 2, 3, 4).reshape(2, 2)
+    embeds, rope = np.zeros((2, 1, 2), np.float32), np.zeros((2, 1, 2), np.float32)
+    rotary = np.arange(20, dtype=np.float32).reshape(10, 2)
+    for keys in (3, 0):
+        mask = np.zeros((2, 1, 1, keys), bool)
+        token_ids = integers(1, -1).reshape(2, 1)
+        KERNELS.prepare_step(table, token_ids, embeds, integers(1, 4), integers(0, 2), rotary, rope, mask)
+        assert embeds.reshape(2, 2).tolist() == [[3, 4], [0, 0]]
+        assert rope.reshape(2, 2).tolist() == [[2, 3], [12, 13]]
+        assert mask.reshape(2, keys).tolist() == ([[True, True, False], [True, True, True]] if keys else [[], []])
 
 
 @pytest.mark.parametrize(

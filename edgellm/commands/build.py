@@ -8,14 +8,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
+from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
 from edgellm.engines.build_checks import choose_limits
+from edgellm.engines.build_inputs import read_decoder_config
 from edgellm.engines.build_report import BuildReport
-from edgellm.engines.builder import build_engine_directory, read_decoder_config, refresh_plans
+from edgellm.engines.builder import build_engine_directory, refresh_plans
 
 MEBIBYTE = 1 << 20
 
@@ -46,6 +49,15 @@ def build(
     beyond_trained_context: Annotated[
         bool, typer.Option("--beyond-trained-context", help="Allow more context than the model was made for.")
     ] = False,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="DRAFT_CHECKPOINT", help="EAGLE head of this very model, to build engines for too."),
+    ] = None,
+    draft_top_k: Annotated[int | None, typer.Option(help="Widest draft tree, 1 to 64 [default: 10].")] = None,
+    draft_steps: Annotated[int | None, typer.Option(help="Deepest draft tree, 1 to 32 [default: 6].")] = None,
+    verify_tree_size: Annotated[
+        int | None, typer.Option(help="Most nodes verified at once, the root included, 2 to 64 [default: 60].")
+    ] = None,
     refresh: Annotated[
         Path | None,
         typer.Option(
@@ -56,15 +68,25 @@ def build(
     """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there."""
     display = ProgressDisplay(sys.stderr)
     if refresh is not None:
-        if checkpoint is not None:
-            raise typer.BadParameter("--refresh-plans ENGINE_DIR takes no CHECKPOINT and no other ENGINE_DIR")
+        if checkpoint is not None or draft is not None:
+            raise typer.BadParameter("--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft or other ENGINE_DIR")
         with ended_by_signals(), display:
             report = refresh_plans(refresh, target, display)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
         config = read_decoder_config(checkpoint)
-        limits = choose_limits(config, max_batch, prefill_chunk, kv_capacity, beyond_trained_context)
+        limits = choose_limits(
+            config,
+            max_batch,
+            prefill_chunk,
+            kv_capacity,
+            beyond_trained_context,
+            draft is not None,
+            draft_top_k,
+            draft_steps,
+            verify_tree_size,
+        )
         with ended_by_signals(), display:
             report = build_engine_directory(
                 checkpoint,
@@ -77,6 +99,7 @@ def build(
                 force,
                 beyond_trained_context,
                 display,
+                draft,
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -90,6 +113,9 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
         f"context {limits.kv_capacity}"
     )
+    if report.draft is not None:
+        yield f"  draft             {draft_in_words(asdict(report.draft))}"
+        yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

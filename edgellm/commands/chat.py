@@ -19,29 +19,24 @@ from edgellm.commands.console import (
     write_error,
     write_note,
 )
+from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
+from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
 
 
+@with_option_groups
 def chat(
+    *,
     engine_directory: Annotated[
         Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
     ] = None,
-    system: options.System = None,
-    system_file: options.SystemFile = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    stop: options.Stop = None,
+    prompting: options.PromptOptions,
+    sampling: options.SamplingOptions,
+    drafting: DraftingOptions,
     history: Annotated[
         bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
     ] = None,
@@ -50,7 +45,6 @@ def chat(
         typer.Option("--stats/--no-stats", help="A line of counts and speeds after answers.", show_default=False),
     ] = None,
     backend: options.Backend = None,
-    chat_template: options.ChatTemplateFile = None,
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
@@ -60,21 +54,9 @@ def chat(
         config,
         model=engine_directory,
         backend=backend,
-        chat_template=chat_template,
-        system=None if system is None else options.checked_argument(system, "--system"),
-        system_file=system_file,
-        sampling={
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "stop": stop,
-        },
+        prompt=prompting,
+        sampling=sampling,
+        drafting=drafting,
     )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +157,21 @@ def _stats(state: ChatState, argument: str) -> None:
         computed = response.usage.prompt_tokens - response.usage.reused_tokens
         speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
         lines.append(f"prompt: {computed} tokens computed in {prefill:.2f} s{speed}")
+        lines += drafting_lines(llm, response)
     lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")
     state.say("\n".join(lines))
+
+
+def drafting_lines(llm: LLM, response: Response) -> Iterator[str]:
+    """What drafting did for an answer, and why the controller chose what it did."""
+    drafting = response.drafting
+    if drafting is not None and drafting.rounds:
+        shares = ", ".join(f"{share:.0%}" for share in drafting.acceptance_by_position)
+        plans = ", ".join(f"{name} {count}" for name, count in drafting.plans.items())
+        yield f"draft: rounds {plans}; accepted at depth 1, 2, ...: {shares or 'nothing'}"
+    report = llm.drafting_report
+    if report is not None:
+        yield f"draft chosen: {report.reason}"
 
 
 def _exit(state: ChatState, argument: str) -> None:

@@ -7,9 +7,11 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from edgellm.responses import Response
+if TYPE_CHECKING:
+    from edgellm.drafting_statistics import DraftingStatistics
+    from edgellm.responses import Response
 
 # Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
@@ -97,4 +99,19 @@ def statistics_line(response: Response, context_length: int) -> str:
         f"ended by {response.finish_reason}",
         f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
     ]
+    if response.drafting is not None:
+        parts.insert(2, drafting_in_words(response.drafting))
     return "[" + " | ".join(parts) + "]"
+
+
+def drafting_in_words(drafting: DraftingStatistics) -> str:
+    """What drafting did for an answer: tokens a round, what was drafted most, and where the time went."""
+    if not drafting.rounds:
+        return "no draft"
+    rounds = f"{drafting.rounds} round{'' if drafting.rounds == 1 else 's'}"
+    plain = f" and {drafting.plain_steps} plain" if drafting.plain_steps else ""
+    most = max(drafting.plans, key=drafting.plans.__getitem__)
+    words = f"draft {drafting.mean_acceptance_length:.2f} tokens/round, {rounds}{plain}, {most}"
+    if drafting.draft_seconds is None or drafting.verify_seconds is None:
+        return words
+    return f"{words}, drafting {drafting.draft_seconds:.2f} s, verifying {drafting.verify_seconds:.2f} s"

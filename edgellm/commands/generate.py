@@ -12,7 +12,9 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer
+from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
+from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,34 +24,26 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+@with_option_groups
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
-    system: options.System = None,
-    system_file: options.SystemFile = None,
+    prompting: options.PromptOptions,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without chat template.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    stop: options.Stop = None,
+    sampling: options.SamplingOptions,
+    drafting: DraftingOptions,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
     ] = None,
     backend: options.Backend = None,
-    chat_template: options.ChatTemplateFile = None,
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""
     prepare_output()
-    if raw and (system is not None or system_file is not None or chat_template is not None):
+    if raw and prompting != options.PromptOptions():
         raise typer.BadParameter(
             "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
         )
@@ -57,21 +51,9 @@ def generate(
         config,
         model=model,
         backend=backend,
-        chat_template=chat_template,
-        system=None if system is None else options.checked_argument(system, "--system"),
-        system_file=system_file,
-        sampling={
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "stop": stop,
-        },
+        prompt=prompting,
+        sampling=sampling,
+        drafting=drafting,
     )
     text = read_prompt(prompt, file)
     params = sampling_params(settings).seeded()
@@ -123,6 +105,21 @@ def answer_object(llm: LLM, response: Response, seed: int | None) -> dict[str, A
         "stop_match": response.stop_match,
         "usage": asdict(response.usage),
         "timings": {**asdict(response.timings), "tokens_per_second": speed},
+        "drafting": drafting_object(llm, response),
+    }
+
+
+def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:
+    """What drafting did for an answer, and what the controller makes of it; None where nothing is drafted."""
+    drafting = response.drafting
+    if drafting is None:
+        return None
+    report = llm.drafting_report
+    return {
+        **asdict(drafting),
+        "mean_acceptance_length": drafting.mean_acceptance_length,
+        "acceptance_by_position": drafting.acceptance_by_position,
+        "controller": None if report is None else asdict(report),
     }
 
 

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
 from edgellm.engines.decoder import decoder_weights
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.draft_decoder import draft_weights
+from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
 from edgellm.engines.memory_plan import MEBIBYTE, plan_memory
 from edgellm.engines.plan_files import (
     Platform,
@@ -23,6 +25,7 @@ from edgellm.engines.plan_files import (
     present_platform,
     refresh_command,
 )
+from edgellm.engines.strict_json import plain_values
 from edgellm.llm import SHIPPED_MODEL
 
 
@@ -50,25 +53,32 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     """
     directory = EngineDirectory.read(path)
     config, limits = directory.config, directory.limits
-    specs = decoder_weights(config)
+    specs, draft = decoder_weights(config), directory.draft
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
     differences = directory.differences(verify, hash_weights=False)
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
-    return {
+    facts = {
         "path": str(directory.path),
         "created_with": directory.created_with,
         "config": asdict(config),
         "parameters": sum(math.prod(spec.shape) for spec in specs),
         "dtype": directory.dtype,
         "attention": directory.attention,
-        "limits": asdict(limits),
+        "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "plans": platforms,
-        "memory": plan_memory(config, limits, specs, directory.dtype).items,
+        "memory": plan_memory(config, limits, specs, directory.dtype, draft=draft and draft.config).items,
         "verified": verify,
         "differences": differences,
     }
+    if draft is not None:
+        facts["draft"] = {
+            "config": asdict(draft.config),
+            "parameters": sum(math.prod(spec.shape) for spec in draft_weights(draft.config)),
+            "weights": {name: file.size for name, file in draft.files.items() if is_weight_file(name)},
+        }
+    return facts
 
 
 def _known_platforms(directory: EngineDirectory) -> list[Platform]:
@@ -126,6 +136,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
         f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}",
     )
+    if "draft" in facts:
+        draft = facts["draft"]
+        size = sum(draft["weights"].values()) / MEBIBYTE
+        yield _row(
+            "draft",
+            f"{draft_in_words(draft['config'])}, {draft['parameters'] / 1e6:,.1f} M parameters of its own, "
+            f"{size:,.1f} MiB of files",
+        )
+        yield _row("", draft_limits_in_words(limits))
     yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
     for platform in facts["plans"]:
         yield _row(

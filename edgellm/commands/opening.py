@@ -11,6 +11,7 @@ from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.settings import Settings
 
 if TYPE_CHECKING:
+    from edgellm.drafting import DraftingConfig
     from edgellm.llm import LLM
 
 GENERATION_CONFIG_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -25,12 +26,42 @@ def open_model(settings: Settings) -> LLM:
     template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
     progress = _Progress()
     try:
-        llm = LLM(settings.model, backend=settings.backend, progress=progress if sys.stderr.isatty() else None)
+        llm = LLM(
+            settings.model,
+            backend=settings.backend,
+            drafting=chosen_drafting(settings),
+            progress=progress if sys.stderr.isatty() else None,
+        )
     finally:
         progress.clear()
     if template is not None:
         llm.tokenizer.chat_template = template
     return llm
+
+
+def chosen_drafting(settings: Settings) -> DraftingConfig | None:
+    """How to draft with the model of the settings; None for plain decoding.
+
+    Raises RequestError where drafting is asked for and there is no draft model, or its engines cannot serve it.
+    """
+    if settings.drafting.get("draft") is False:
+        return None
+    from edgellm.drafting_presets import drafting_config
+    from edgellm.engines.engine_directory import EngineDirectory
+    from edgellm.engines.gpu import find_gpu
+    from edgellm.llm import SHIPPED_MODEL
+
+    directory = EngineDirectory.read(settings.model or SHIPPED_MODEL)
+    if directory.draft is None:
+        if settings.drafting.get("draft") is True:
+            raise RequestError(
+                f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
+                "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave the options of drafting out"
+            )
+        return None
+    backend = settings.backend if settings.backend != "auto" else "numpy" if find_gpu() is None else "tensorrt"
+    asked = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
+    return drafting_config(directory.limits, backend, asked, settings.drafting.get("preset"))
 
 
 def model_name(llm: LLM) -> str:

@@ -1,14 +1,15 @@
-"""Options that `edgellm chat` and `edgellm generate` share, and what they add up to with the settings files."""
+"""Options that `edgellm chat`, `generate` and `bench` share, and what they add up to with the settings files."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from edgellm.commands.draft_options import DraftingOptions
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
@@ -89,26 +90,67 @@ Debug = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; None is an option that was not given."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    seed: Seed = None
+    max_tokens: MaxTokens = None
+    stop: Stop = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, under their names as settings."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value != []}
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What stands before the user's words; None is an option that was not given."""
+
+    system: System = None
+    system_file: SystemFile = None
+    chat_template: ChatTemplateFile = None
+
+    def system_prompt(self) -> str | None:
+        """The system prompt that was given, in whichever way."""
+        if self.system is not None and self.system_file is not None:
+            raise typer.BadParameter("give --system or --system-file, not both", param_hint="--system")
+        if self.system_file is not None:
+            return read_text_file(self.system_file, "--system-file")
+        return None if self.system is None else checked_argument(self.system, "--system")
+
+
 def chosen_settings(
     config: Path | None,
     *,
     model: Path | None,
     backend: str | None,
-    chat_template: Path | None,
-    system: str | None,
-    system_file: Path | None,
-    sampling: dict[str, Any],
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    drafting: DraftingOptions,
 ) -> Settings:
     """The settings files with the command line's options on top; None is an option that was not given."""
     settings = load_settings(config)
-    if system is not None and system_file is not None:
-        raise typer.BadParameter("give --system or --system-file, not both", param_hint="--system")
-    if system_file is not None:
-        system = read_text_file(system_file, "--system-file")
-    given = {"model": model, "backend": backend, "chat_template": chat_template, "system": system}
+    given = {
+        "model": model,
+        "backend": backend,
+        "chat_template": prompt.chat_template,
+        "system": prompt.system_prompt(),
+    }
     chosen = {key: value for key, value in given.items() if value is not None}
-    own_sampling = {key: value for key, value in sampling.items() if value is not None and value != []}
-    return replace(settings, **chosen, sampling=settings.sampling | own_sampling)
+    return replace(
+        settings,
+        **chosen,
+        sampling=settings.sampling | sampling.given(),
+        drafting=drafting.applied_to(settings),
+    )
 
 
 def read_text_file(path: Path, what: str) -> str:

@@ -36,7 +36,10 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    return _READERS[family](ConfigFields(config_json, generation_config, family), dtype)
+    fields = ConfigFields(config_json, generation_config, family)
+    config = _READERS[family](fields, dtype)
+    fields.raise_problems()
+    return config
 
 
 def _family(config_json: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.families.config_fields import ConfigFields
+from edgellm.engines.families.config_fields import ConfigFields, shown
 from edgellm.engines.families.rope_fields import read_rope
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
@@ -25,7 +25,7 @@ def read_decoder(
 
     With `default_kv_heads` an absent `num_key_value_heads` means as many as query heads. An absent `head_dim` is
     `default_head_dim`, or hidden_size / num_attention_heads where that is None. `dtype` is used where the file names
-    none. Raises UnsupportedModelError or CheckpointError with the whole list of problems.
+    none. Problems are noted in `fields`; the result is of use where there are none.
     """
     fields.refuse_unsupported()
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
@@ -39,7 +39,7 @@ def read_decoder(
     max_positions = fields.size("max_position_embeddings")
     rope_theta, rope_scaling = read_rope(fields, head_dim, max_positions)
     beginnings = fields.token_ids("bos_token_id", 0)
-    config = DecoderConfig(
+    return DecoderConfig(
         family=fields.family,
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -62,8 +62,13 @@ def read_decoder(
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=beginnings[0] if beginnings else None,
     )
-    fields.raise_problems()
-    return config
+
+
+def refuse_sliding_window(fields: ConfigFields) -> None:
+    """Note a window unless it is switched off, for families where it has an effect by itself."""
+    window = fields.values.get("sliding_window")
+    if window is not None and fields.values.get("use_sliding_window") is not False:
+        fields.unsupported.append(f"sliding_window is {shown(window)} (sliding-window attention), expected null")
 
 
 def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None) -> int:

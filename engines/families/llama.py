@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.families.common import read_decoder
-from edgellm.engines.families.config_fields import ConfigFields, shown
+from edgellm.engines.families.common import read_decoder, refuse_sliding_window
+from edgellm.engines.families.config_fields import ConfigFields
 
 
 def read(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP."""
-    window = fields.values.get("sliding_window")
-    if window is not None and fields.values.get("use_sliding_window") is not False:
-        fields.unsupported.append(f"sliding_window is {shown(window)} (sliding-window attention), expected null")
+    refuse_sliding_window(fields)
     bias = fields.switch("attention_bias")
     return read_decoder(
         fields,

@@ -1,7 +1,11 @@
-// Attention of the decode step: q/k norm and rotary embedding of the new token, its KV row written, and softmax
-// attention of its query heads over all rows, the rows split over blocks (flash-decoding, Dao et al. 2023). The block
-// of a key-value head that finishes last merges the splits, in their order. How rows are split depends on the length
-// alone: a sequence gets the same bits in every batch.
+// Attention of the new tokens of each sequence, one in a decode step, some that form a tree in a verify step: q/k norm
+// and rotary embedding, their KV rows written, and softmax attention of their query heads over the committed rows and
+// the new tokens that they see, the keys split over blocks (flash-decoding, Dao et al. 2023). The block of a key-value
+// head that finishes last merges the splits, in their order.
+//
+// The keys of a token are counted as if the new ones that it sees stood right behind the committed rows, as they do once
+// they are accepted, and how they are split depends on their number alone: a token gets the same bits in every batch, in
+// every tree, and in the decode step that comes to it later.
 #include "decode_common.cuh"
 
 namespace decode {
@@ -34,7 +38,7 @@ __device__ __forceinline__ void prepare_head(
     }
     __syncwarp();
     for (int d = lane; d < half; d += 32) {
-        const float cosine = to_float(cos_sin[d]), sine = to_float(cos_sin[half + d]);
+        const float cosine = to_float(__ldcg(cos_sin + d)), sine = to_float(__ldcg(cos_sin + half + d));
         const float low = target[d], high = target[half + d];
         target[d] = fmaf(low, cosine, -high * sine) * scale;
         target[half + d] = fmaf(high, cosine, low * sine) * scale;
@@ -43,25 +47,39 @@ __device__ __forceinline__ void prepare_head(
     __syncwarp();
 }
 
-// PAIRS: head elements of a lane, in twos (head size up to 64 * PAIRS). Block: one warp a query head, at least 4.
+// The place of the set bit that has `before` set bits below it.
+__device__ __forceinline__ int place_of_bit(unsigned bits, int before) {
+    for (int i = 0; i < before; ++i) bits &= bits - 1;
+    return __ffs(bits) - 1;
+}
+
+// PAIRS: head elements of a lane, in twos (head size up to 64 * PAIRS). Grid (splits, key-value heads, tokens of all
+// sequences). Block: one warp a query head, at least 4. mask [tokens of all sequences, keys]; null: tokens is 1.
 template <typename T, int PAIRS>
 __device__ __forceinline__ void attention(
     const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,
-    T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters, float scale, int group, int size, int rotary,
-    int kv_rows) {
+    const unsigned char* mask, T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters, float scale,
+    int group, int size, int rotary, int kv_rows, int tokens, int mask_keys) {
     extern __shared__ __align__(16) char shared[];
-    const int splits = gridDim.x, kv_heads = gridDim.y, split = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
+    const int splits = gridDim.x, kv_heads = gridDim.y, split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
+    const int b = tokens == 1 ? row : row / tokens, first_row = b * tokens, own = row - first_row;
     const int heads = group * kv_heads, warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int stride = size + PADDING;
     T* key_tiles = reinterpret_cast<T*>(shared);                 // [STAGES, TILE, stride]
     T* value_tiles = key_tiles + STAGES * TILE * stride;         // [STAGES, TILE, stride]
     float* queries = reinterpret_cast<float*>(value_tiles + STAGES * TILE * stride);  // [group, size]
-    float* new_key = queries + group * size;                     // [size]
-    float* weights = new_key + size;                             // [warps, TILE]
+    float* new_keys = queries + group * size;                    // [tokens, size]
+    float* weights = new_keys + tokens * size;                   // [warps, TILE]
     __shared__ bool last_block;
 
     launch_next_kernel();
-    const int position = min(start_index[b], kv_rows - 1), length = position + 1;
+    const int start = min(__ldcg(start_index + b), kv_rows - tokens);
+    unsigned seen = 1u << own;  // the new tokens that are keys of this one
+    if (mask != nullptr) {
+        const unsigned char* visible = mask + static_cast<size_t>(row) * mask_keys + start;
+        seen |= __ballot_sync(FULL_WARP, lane < tokens && start + lane < mask_keys && __ldcg(visible + lane) != 0);
+    }
+    const int seen_count = __popc(seen), length = start + seen_count;
     const int tiles = (length + TILE - 1) / TILE, tiles_each = (tiles + splits - 1) / splits;
     const int active = (tiles + tiles_each - 1) / tiles_each;
     const int begin = split * tiles_each, end = min(begin + tiles_each, tiles);
@@ -72,14 +90,14 @@ __device__ __forceinline__ void attention(
     T* keys = k_cache + (static_cast<size_t>(b) * kv_heads + kv_head) * kv_rows * size;
     T* values = v_cache + (static_cast<size_t>(b) * kv_heads + kv_head) * kv_rows * size;
 
-    // Rows before `position` were written in earlier steps, so they may be read before the previous kernel is done.
+    // Rows before `start` were written in earlier steps, so they may be read before the previous kernel is done.
     auto load_tile = [&](int tile) {
         if (tile < end) {
-            const int stage = (tile - begin) % STAGES, rows = min(TILE, position - tile * TILE), chunks = size / 8;
+            const int stage = (tile - begin) % STAGES, rows = min(TILE, start - tile * TILE), chunks = size / 8;
             for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
-                const int row = i / chunks, column = i % chunks * 8;
-                const size_t source = static_cast<size_t>(tile * TILE + row) * size + column;
-                const int target = (stage * TILE + row) * stride + column;
+                const int key = i / chunks, column = i % chunks * 8;
+                const size_t source = static_cast<size_t>(tile * TILE + key) * size + column;
+                const int target = (stage * TILE + key) * stride + column;
                 copy_async(key_tiles + target, keys + source);
                 copy_async(value_tiles + target, values + source);
             }
@@ -90,26 +108,36 @@ __device__ __forceinline__ void attention(
     for (int i = 0; i < STAGES; ++i) load_tile(begin + i);
 
     wait_for_previous_kernel();
-    const float* token = qkv + static_cast<size_t>(b) * (heads + 2 * kv_heads) * size;
-    const T* rotation = cos_sin + static_cast<size_t>(b) * rotary;
+    const int width = (heads + 2 * kv_heads) * size;
+    const float* new_tokens = qkv + static_cast<size_t>(first_row) * width;
+    const T* rotations = cos_sin + static_cast<size_t>(first_row) * rotary;
     if (warp < group)
-        prepare_head<T>(token + (kv_head * group + warp) * size, queries + warp * size, q_norm, epsilon, rotation, scale,
-                        size, rotary);
-    if (end == tiles && warp == warps - 1)
-        prepare_head<T>(token + (heads + kv_head) * size, new_key, k_norm, epsilon, rotation, 1.f, size, rotary);
+        prepare_head<T>(new_tokens + own * width + (kv_head * group + warp) * size, queries + warp * size, q_norm, epsilon,
+                        rotations + own * rotary, scale, size, rotary);
+    const int new_end = min(seen_count, end * TILE - start);  // of the new keys, those in this block's tiles
+    for (int i = max(0, begin * TILE - start) + warps - 1 - warp; i < new_end; i += warps) {
+        const int node = place_of_bit(seen, i);
+        prepare_head<T>(new_tokens + node * width + (heads + kv_head) * size, new_keys + i * size, k_norm, epsilon,
+                        rotations + node * rotary, 1.f, size, rotary);
+    }
 
     float maximum = LOWEST, total = 0.f, sum[PAIRS][2] = {};
     for (int tile = begin; tile < end; ++tile) {
         const int stage = (tile - begin) % STAGES, count = min(TILE, length - tile * TILE);
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
         __syncthreads();
-        if (tile == tiles - 1) {
-            const float* new_value = token + (heads + kv_heads + kv_head) * size;
-            const int target = (stage * TILE + position % TILE) * stride;
-            for (int d = threadIdx.x; d < size; d += blockDim.x) {
-                const T key = from_float<T>(new_key[d]), value = from_float<T>(__ldcg(new_value + d));
-                key_tiles[target + d] = key, keys[static_cast<size_t>(position) * size + d] = key;
-                value_tiles[target + d] = value, values[static_cast<size_t>(position) * size + d] = value;
+        const int first = max(0, tile * TILE - start), last = min(seen_count, (tile + 1) * TILE - start);
+        if (first < last) {
+            for (int i = threadIdx.x; i < (last - first) * size; i += blockDim.x) {
+                const int index = first + i / size, d = i % size, node = place_of_bit(seen, index);
+                const float* new_value = new_tokens + node * width + (heads + kv_heads + kv_head) * size;
+                const T key = from_float<T>(new_keys[index * size + d]), value = from_float<T>(__ldcg(new_value + d));
+                const int target = (stage * TILE + (start + index) % TILE) * stride + d;
+                key_tiles[target] = key, value_tiles[target] = value;
+                if (node == own) {
+                    const size_t place = static_cast<size_t>(start + own) * size + d;
+                    keys[place] = key, values[place] = value;
+                }
             }
             __syncthreads();
         }
@@ -159,8 +187,8 @@ __device__ __forceinline__ void attention(
     }
 
     const int head = kv_head * group + warp;
-    float* parts = partial + (static_cast<size_t>(b) * heads + head) * splits * (size + 2);
-    T* result = context + (static_cast<size_t>(b) * heads + head) * size;
+    float* parts = partial + (static_cast<size_t>(row) * heads + head) * splits * (size + 2);
+    T* result = context + (static_cast<size_t>(row) * heads + head) * size;
     if (active > 1) {
         if (warp < group) {
             float* part = parts + split * (size + 2);
@@ -173,7 +201,7 @@ __device__ __forceinline__ void attention(
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0)  // wraps to 0, ready for the next layer
-            last_block = atomicInc(counters + b * kv_heads + kv_head, active - 1) == active - 1;
+            last_block = atomicInc(counters + row * kv_heads + kv_head, active - 1) == active - 1;
         __syncthreads();
         if (!last_block || warp >= group) return;
         __threadfence();
@@ -210,10 +238,11 @@ __device__ __forceinline__ void attention(
 #define DECODE_ATTENTION_KERNEL(NAME, T, PAIRS)                                                                        \
     extern "C" __global__ void __launch_bounds__(512) decode_attention_##PAIRS##_##NAME(                               \
         const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,   \
-        T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters, float scale, int group, int size,      \
-        int rotary, int kv_rows) {                                                                                     \
-        decode::attention<T, PAIRS>(qkv, q_norm, k_norm, epsilon, cos_sin, start_index, k_cache, v_cache, context,     \
-                                    partial, counters, scale, group, size, rotary, kv_rows);                           \
+        const unsigned char* mask, T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters,             \
+        float scale, int group, int size, int rotary, int kv_rows, int tokens, int mask_keys) {                        \
+        decode::attention<T, PAIRS>(qkv, q_norm, k_norm, epsilon, cos_sin, start_index, mask, k_cache, v_cache,        \
+                                    context, partial, counters, scale, group, size, rotary, kv_rows, tokens,           \
+                                    mask_keys);                                                                        \
     }
 
 }  // namespace decode

@@ -1,27 +1,14 @@
-// What the kernels of the decode step share: conversions, loads with cache hints, and programmatic dependent launch.
+// What the kernels of the decode step share: conversions, loads with cache hints, sums over a warp, tensor cores.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "programmatic_launch.cuh"
 
 namespace decode {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
-
-// Lets the next kernel of the stream start its independent prologue; it waits in wait_for_previous_kernel.
-__device__ __forceinline__ void launch_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Returns once the previous kernel has finished and its writes are visible. Every block calls it, also idle ones: so
-// a finished kernel implies that all kernels before it have finished too.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }

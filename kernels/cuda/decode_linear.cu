@@ -1,4 +1,4 @@
-// Linear layers of the decode step: a few rows of activations (B <= 8) times a weight matrix [N, K] that is streamed
+// Linear layers of decode and verify steps: a few rows of activations (B <= 8) times a weight matrix [N, K] that is streamed
 // once from memory. What limits them is memory, so everything serves to keep loads in flight: each thread copies weights
 // asynchronously into a ring of its own in shared memory, and the first ones before the kernel waits for its predecessor.
 //
@@ -65,10 +65,11 @@ template <typename T, int TILES> struct Stream {
 };
 
 // Shared memory gets the warp's slice of every sequence, in T, normalized where NORM; all warps call it.
+// What was normalized also goes to `features`, where that is not null, its rows `feature_stride` apart.
 template <typename T, bool NORM>
 __device__ __forceinline__ void stage_activations(
     char* shared, float* sums, const void* input, bool input_float, const T* norm_weight, float epsilon, int batch,
-    int columns, Layout layout) {
+    int columns, Layout layout, T* features, int feature_stride) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int chunks = layout.slice / 8, first = warp * layout.slice;
     for (int b = 0; b < batch; ++b) {
@@ -126,40 +127,55 @@ __device__ __forceinline__ void stage_activations(
 #pragma unroll
             for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * weights[i];
             __syncwarp();  // the packed values take the place of raw ones that other lanes have read by now
-            if (inside) *reinterpret_cast<uint4*>(target + chunk * 16) = pack8<T>(values);
+            if (inside) {
+                const uint4 packed = pack8<T>(values);
+                *reinterpret_cast<uint4*>(target + chunk * 16) = packed;
+                if (features != nullptr && column < columns)
+                    *reinterpret_cast<uint4*>(features + static_cast<size_t>(b) * feature_stride + column) = packed;
+            }
         }
     }
     __syncwarp();
 }
 
+// What becomes of the sums of one row b of activations and one row n of N weight rows (gate and up rows).
 struct FloatOutput {
     float* output;
-    __device__ void operator()(size_t index, const float (&sum)[1]) const { output[index] = sum[0]; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
+        output[static_cast<size_t>(b) * rows + n] = sum[0];
+    }
 };
 
+// The residual that is added also goes to `features`, where that is not null, its rows `feature_stride` apart.
 template <typename T> struct ResidualOutput {
     float* output;
     const void* residual;
     bool residual_float;
-    __device__ void operator()(size_t index, const float (&sum)[1]) const {
+    T* features;
+    int feature_stride;
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
+        const size_t index = static_cast<size_t>(b) * rows + n;
         const float before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
-                                            : to_float(static_cast<const T*>(residual)[index]);
+                                            : to_float(__ldcg(static_cast<const T*>(residual) + index));
+        if (features != nullptr) features[static_cast<size_t>(b) * feature_stride + n] = from_float<T>(before);
         output[index] = before + sum[0];
     }
 };
 
 template <typename T> struct SiluOutput {
     T* output;
-    __device__ void operator()(size_t index, const float (&sum)[2]) const {
-        output[index] = from_float<T>(sum[0] / (1.f + expf(-sum[0])) * sum[1]);
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[2]) const {
+        output[static_cast<size_t>(b) * rows + n] = from_float<T>(sum[0] / (1.f + expf(-sum[0])) * sum[1]);
     }
 };
 
-// rows: N, or half of it for TILES = 2 (gate rows, then up rows).
+// rows: N, or half of it for TILES = 2 (gate rows, then up rows). next_early: whether the next kernel may start at once,
+// or only when the previous one has finished.
 template <typename T, int TILES, bool NORM, typename Output>
 __device__ __forceinline__ void linear(
     const T* weight, const T* bias, const void* input, bool input_float, const T* norm_weight, float epsilon,
-    Output output, int batch, int rows, int columns, int steps, bool stage) {
+    Output output, int batch, int rows, int columns, int steps, bool stage, bool next_early, T* features = nullptr,
+    int feature_stride = 0) {
     extern __shared__ __align__(16) char shared[];
     char* ring = shared;                                                        // [DEPTH, THREADS] of 16 bytes
     float* partial = reinterpret_cast<float*>(ring + DEPTH * THREADS * 16);     // [2, WARPS, TILES, 64]
@@ -168,7 +184,7 @@ __device__ __forceinline__ void linear(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, sequence = lane / 4;
     const Layout layout = {steps * 32, WARPS * steps * 32 * (NORM ? 4 : 2) + 64, steps * 32 * (NORM ? 4 : 2)};
 
-    launch_next_kernel();
+    if (next_early) launch_next_kernel();
     using Weights = Stream<T, TILES>;
     Weights stream;
     stream.weight = weight, stream.rows = rows, stream.columns = columns, stream.steps = steps;
@@ -179,8 +195,10 @@ __device__ __forceinline__ void linear(
     for (int stage = 0; stage < Weights::STAGES; ++stage) stream.copy_next(stage);
 
     wait_for_previous_kernel();
+    if (!next_early) launch_next_kernel();
     if (NORM || stage)
-        stage_activations<T, NORM>(activations, sums, input, input_float, norm_weight, epsilon, batch, columns, layout);
+        stage_activations<T, NORM>(activations, sums, input, input_float, norm_weight, epsilon, batch, columns, layout,
+                                   blockIdx.x == 0 ? features : nullptr, feature_stride);
 
     const char* staged = activations + sequence * layout.row_bytes + warp * layout.slice_bytes + quad * 16;
     int buffer = 0, slot = 0;
@@ -226,7 +244,7 @@ __device__ __forceinline__ void linear(
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile)
                     if (bias != nullptr) total[tile] += to_float(bias[tile * rows + row]);
-                output(static_cast<size_t>(b) * rows + row, total);
+                output(b, row, rows, total);
             }
         }
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
@@ -237,22 +255,24 @@ __device__ __forceinline__ void linear(
 #define DECODE_LINEAR_KERNELS(NAME, T)                                                                                 \
     extern "C" __global__ void __launch_bounds__(decode::THREADS, 2) decode_norm_linear_##NAME(                        \
         const T* weight, const T* bias, const void* input, int input_float, const T* norm_weight, float epsilon,       \
-        float* output, int batch, int rows, int columns, int steps) {                                                  \
+        float* output, int batch, int rows, int columns, int steps, int next_early, T* features, int feature_stride) { \
         decode::linear<T, 1, true>(weight, bias, input, input_float, norm_weight, epsilon,                             \
-                                   decode::FloatOutput{output}, batch, rows, columns, steps, true);                    \
+                                   decode::FloatOutput{output}, batch, rows, columns, steps, true, next_early != 0,    \
+                                   features, feature_stride);                                                          \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(decode::THREADS, 2) decode_norm_gate_up_##NAME(                       \
         const T* weight, const T* bias, const void* input, int input_float, const T* norm_weight, float epsilon,       \
         T* output, int batch, int rows, int columns, int steps) {                                                      \
         decode::linear<T, 2, true>(weight, bias, input, input_float, norm_weight, epsilon,                             \
-                                   decode::SiluOutput<T>{output}, batch, rows, columns, steps, true);                  \
+                                   decode::SiluOutput<T>{output}, batch, rows, columns, steps, true, true);            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(decode::THREADS, 2) decode_linear_residual_##NAME(                    \
         const T* weight, const T* bias, const T* input, const void* residual, int residual_float, float* output,       \
-        int batch, int rows, int columns, int steps, int stage) {                                                      \
-        decode::linear<T, 1, false>(weight, bias, input, false, nullptr, 0.f,                                          \
-                                    decode::ResidualOutput<T>{output, residual, residual_float != 0}, batch, rows,     \
-                                    columns, steps, stage);                                                            \
+        int batch, int rows, int columns, int steps, int stage, T* features, int feature_stride) {                     \
+        decode::linear<T, 1, false>(                                                                                   \
+            weight, bias, input, false, nullptr, 0.f,                                                                  \
+            decode::ResidualOutput<T>{output, residual, residual_float != 0, features, feature_stride}, batch, rows,   \
+            columns, steps, stage, true);                                                                              \
     }
 
 }  // namespace decode

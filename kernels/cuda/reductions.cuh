@@ -73,18 +73,3 @@ __device__ inline bool last_block_of_row(unsigned* counter) {
     __threadfence();
     return last;
 }
-
-// Write the token of the row's best `value_and_id`, 0 where no block has any. `best` and `finished` hold one word for
-// each row, are 0 before and 0 again afterwards.
-__device__ inline void finish_row(
-    unsigned long long candidate, unsigned long long* best, unsigned* finished, int* tokens) {
-    __shared__ unsigned long long partial[MAXIMUM_WARPS];
-    unsigned row = blockIdx.y;
-    candidate = block_maximum(candidate, partial);
-    if (threadIdx.x != 0) return;
-    atomicMax(best + row, candidate);
-    if (last_block_of_row(finished + row)) {
-        unsigned long long winner = atomicExch(best + row, 0ull);
-        tokens[row] = winner == 0 ? 0 : int(0xffffffffu - unsigned(winner));
-    }
-}

@@ -2,13 +2,15 @@
 #include "ordered_keys.cuh"
 #include "philox.cuh"
 #include "portable_math.cuh"
-#include "reductions.cuh"
+#include "selection.cuh"
 
-// Gumbel-max over the values that pass the row's threshold; without the noise at temperature 0. Grid as of argmax.
+// Gumbel-max over the values that pass the row's threshold; without the noise at temperature 0. Grid and state as of
+// argmax; the draw's positions are those before the sequence takes its token, which may be the state's own.
 extern "C" __global__ void sample(
     const float* processed, const float* thresholds, const float* temperature, const unsigned long long* seeds,
     const int* sequences, const int* positions, int* tokens, unsigned vocabulary, unsigned long long* best,
-    unsigned* finished) {
+    unsigned* finished, const int* active, int* token_ids, int* kvcache_start_index, int* state_positions,
+    int* token_counts, int* emitted_index, int* emitted, unsigned emitted_places) {
     const float* row = processed + (size_t)blockIdx.y * vocabulary;
     bool aligned = aligned_16(row);
     float threshold = thresholds[blockIdx.y];
@@ -39,5 +41,7 @@ extern "C" __global__ void sample(
             candidate = max(candidate, value_and_id(score, 4 * group + i));
         }
     }
-    finish_row(candidate, best, finished, tokens);
+    SequenceState state = {active,       token_ids,     kvcache_start_index, state_positions,
+                           token_counts, emitted_index, emitted,             emitted_places};
+    finish_row(candidate, best, finished, tokens, state, vocabulary);
 }

@@ -8,21 +8,3 @@ extern "C" __global__ void count_tokens(
     unsigned token = token_ids[i];
     if (token < vocabulary) atomicOr(token_counts + token, IN_PROMPT);
 }
-
-// Each active sequence takes its token as the next input. One thread a sequence.
-extern "C" __global__ void advance_state(
-    const int* tokens, const int* active, int* token_ids, int* kvcache_start_index, int* positions, int* token_counts,
-    int* emitted, unsigned sequences, unsigned vocabulary) {
-    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= sequences) return;
-    if (active[i] != 1) {
-        emitted[i] = -1;
-        return;
-    }
-    int token = tokens[i];
-    token_ids[i] = token;
-    kvcache_start_index[i] += 1;
-    positions[i] += 1;
-    emitted[i] = token;
-    if (unsigned(token) < vocabulary) token_counts[(size_t)i * vocabulary + token] += 1;
-}

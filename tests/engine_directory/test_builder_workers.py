@@ -43,7 +43,7 @@ def test_every_shape_is_built_once(
     directory: EngineDirectory, workers: int | None, children: Callable[[], set[int]]
 ) -> None:
     shapes = directory.limits.engine_shapes()
-    plans = list(build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=workers))
+    plans = list(build_plans(directory.models, shapes, "float16", "auto", "sm_86", workers=workers))
     assert sorted(plan.shape.name for plan in plans) == sorted(shape.name for shape in shapes)
     assert all(len(plan.data) > 10_000 and plan.seconds > 0 for plan in plans)
     assert (plans[-1].workers_peak_bytes > 50_000_000) == (workers != 0)
@@ -56,14 +56,14 @@ def test_refusals_of_tensorrt_arrive(
 ) -> None:
     shapes = directory.limits.engine_shapes()
     with pytest.raises(BuildError, match="sm_87"):
-        list(build_plans(directory.config, shapes, "float16", "auto", "sm_87", workers=workers))
+        list(build_plans(directory.models, shapes, "float16", "auto", "sm_87", workers=workers))
     assert not children()
 
 
 def test_killed_worker_is_an_error(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
     with pytest.raises(BuildError, match=r"ended: exit code -9 \(killed, perhaps for want of memory\)"):
-        for _ in build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=1):
+        for _ in build_plans(directory.models, shapes, "float16", "auto", "sm_86", workers=1):
             for child in children():
                 os.kill(child, signal.SIGKILL)
     assert not children()
@@ -72,7 +72,7 @@ def test_killed_worker_is_an_error(directory: EngineDirectory, children: Callabl
 def test_building_in_vain_ends_early(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
     built: list[str] = []
-    for plan in build_plans(directory.config, shapes, "float16", "auto", "sm_86", lambda: len(built) >= 2, workers=1):
+    for plan in build_plans(directory.models, shapes, "float16", "auto", "sm_86", lambda: len(built) >= 2, workers=1):
         built.append(plan.shape.name)
     assert len(built) == 2
     assert not children()
@@ -80,7 +80,7 @@ def test_building_in_vain_ends_early(directory: EngineDirectory, children: Calla
 
 def test_leaving_the_iteration_ends_the_workers(directory: EngineDirectory, children: Callable[[], set[int]]) -> None:
     shapes = [EngineShape("prefill", 1, tokens, 128, 144) for tokens in range(1, 100)]
-    plans = build_plans(directory.config, shapes, "float16", "auto", "sm_86", workers=2)
+    plans = build_plans(directory.models, shapes, "float16", "auto", "sm_86", workers=2)
     next(plans)
     assert len(children()) == 2
     plans.close()
@@ -95,7 +95,7 @@ def test_worker_ends_with_its_parent(directory: EngineDirectory) -> None:
         "from edgellm.engines.plan_building import build_plans\n"
         "shapes = [EngineShape('prefill', 1, tokens, 128, 144) for tokens in range(1, 100)]\n"
         "config = EngineDirectory.open(sys.argv[1]).config\n"
-        "plans = build_plans(config, shapes, 'float16', 'auto', 'sm_86', workers=1)\n"
+        "plans = build_plans({'base': config}, shapes, 'float16', 'auto', 'sm_86', workers=1)\n"
         "next(plans)\n"
         "print(open('/proc/self/task/%d/children' % os.getpid()).read(), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

@@ -1,16 +1,24 @@
-"""Writes a checkpoint with the shapes of a published model and random weights, for measuring speed only."""
+"""Writes checkpoints with the shapes of published models and random weights, for measuring speed only.
+
+python tools/bench/random_checkpoint.py BASE --draft HEAD
+edgellm build BASE ENGINE_DIR --draft HEAD
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgellm.engines.decoder import decoder_weights
+from edgellm.engines.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.decoder_config import WeightSpec
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.draft_decoder import draft_weights
 from edgellm.engines.families import decoder_config
 
 LLAMA_3_2_1B = {
@@ -40,6 +48,15 @@ LLAMA_3_2_1B = {
     "eos_token_id": 1,
 }
 
+#: An EAGLE-3 head of one of its layers, as SpecForge publishes it: embedding shared, 32,000 tokens of its own.
+EAGLE_3_OF_1B = {
+    **LLAMA_3_2_1B,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
 
 def write_checkpoint(directory: Path, config: dict, seed: int = 0) -> None:
     """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02)."""
@@ -50,22 +67,56 @@ def write_checkpoint(directory: Path, config: dict, seed: int = 0) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
+    save_file(random_tensors(decoder_weights(decoder_config(config)), seed), directory / "model.safetensors")
+
+
+def write_draft(directory: Path, config: dict, base_layers: int, seed: int = 1) -> None:
+    """Write an EAGLE-3 head for a base of `base_layers` layers, at least 7: config, weights, and a random mapping."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    vocab_size, draft_vocab_size = config["vocab_size"], config["draft_vocab_size"]
+    draft = DraftConfig(
+        generation="3",
+        decoder=decoder_config(config | {"architectures": ["LlamaForCausalLM"]}),
+        draft_vocab_size=draft_vocab_size,
+        has_mapping=True,
+        feature_layers=(2, base_layers // 2, base_layers - 3),
+        feature_norm="none",
+        layer_prefix="midlayer.",
+        has_embedding=False,
+        has_head=True,
+        base_embedding=EMBEDDING,
+        base_head=EMBEDDING,
+        fc_bias=False,
+        norm_before_residual=False,
+        feed_back_normed=False,
+    )
+    kept = np.sort(np.random.default_rng(seed).choice(vocab_size, draft_vocab_size, replace=False))
+    mapping = {"d2t": kept - np.arange(draft_vocab_size), "t2d": np.isin(np.arange(vocab_size), kept)}
+    save_file(random_tensors(draft_weights(draft), seed) | mapping, directory / "model.safetensors")
+
+
+def random_tensors(specs: Sequence[WeightSpec], seed: int) -> dict[str, np.ndarray]:
+    """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint."""
     random = np.random.default_rng(seed)
     # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
     block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
     tensors = {}
-    for spec in decoder_weights(decoder_config(config)):
+    for spec in specs:
         for name, shape in spec.parts:
             size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
             values = np.ones(size, np.float16) if len(shape) == 1 else np.resize(np.roll(block, -start), size)
             tensors[name] = values.reshape(shape)
-    save_file(tensors, directory / "model.safetensors")
+    return tensors
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
     arguments = parser.parse_args()
     write_checkpoint(arguments.directory, LLAMA_3_2_1B | {"num_hidden_layers": arguments.layers})
+    if arguments.draft is not None:
+        write_draft(arguments.draft, EAGLE_3_OF_1B, arguments.layers)

@@ -160,7 +160,7 @@ class Dialogue:
         """A random skill; a pending question back is nearly always answered."""
         if self.world.pending is not None and self.rng.random() < 0.85:
             return clarify
-        if self.utterances and self.rng.random() < 0.008:
+        if self.utterances and self.rng.random() < (0.02 if self.world.things else 0.1):
             return partial(unknown, utterances=self.utterances)
         weights = [weight * self.emphasis.get(skill.__name__, 1) for skill, weight in SKILLS]
         return self.rng.choices([skill for skill, _ in SKILLS], weights)[0]

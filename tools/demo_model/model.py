@@ -103,13 +103,20 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, ids: torch.Tensor, attend=None) -> torch.Tensor:
+        return self.with_features(ids, (), attend)[0]
+
+    def with_features(self, ids: torch.Tensor, taps: tuple[int, ...], attend=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Also the states that enter the layers `taps`, before any norm, side by side: [B, T, H], [B, T, taps * H]."""
         x = self.model.embed_tokens(ids)
         if torch.is_autocast_enabled(ids.device.type):
             x = x.to(torch.get_autocast_dtype(ids.device.type))
         rotation = rotations(ids.shape[1], self.d, ids.device)
+        entering = []
         for layer in self.model.layers:
+            entering.append(x)
             x = layer(x, rotation, attend or causal)
-        return self.model.norm(x)
+        features = torch.cat([entering[tap] for tap in taps], dim=-1) if taps else x.new_empty(0)
+        return self.model.norm(x), features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight)

@@ -44,7 +44,27 @@ def score_table(scores: dict[str, float]) -> str:
     return "\n".join(["| skill | % | skill | % |", "| --- | --- | --- | --- |", *rows])
 
 
-def card(training: dict, evaluation: dict, checks: dict) -> str:
+def draft_text(training: dict, acceptance: dict[str, dict]) -> str:
+    """The section about the draft head."""
+    lengths = "\n".join(
+        f"| {name} | {found['mean acceptance length']:.2f} |"
+        for name, found in acceptance.items()
+        if isinstance(found, dict)
+    )
+    return Template((Path(__file__).parent / "model_card_draft.md").read_text()).substitute(
+        parameters=f"{training['parameters'] / 1e6:.2f}",
+        tokens=f"{training['tokens'] / 1e6:,.0f}",
+        steps=f"{training['optimizer_steps']:,}",
+        minutes=training["minutes"],
+        device=training["device"],
+        chain=training["chain"],
+        prompts=acceptance["prompts"],
+        seed=acceptance["seed"],
+        lengths=lengths,
+    )
+
+
+def card(training: dict, evaluation: dict, checks: dict, draft: str = "") -> str:
     """The text of the card."""
     template = Template((Path(__file__).parent / "model_card_template.md").read_text())
     return template.substitute(
@@ -57,6 +77,7 @@ def card(training: dict, evaluation: dict, checks: dict) -> str:
         seed=evaluation["seed"],
         mean=f"{evaluation['all']:.1f}",
         scores=score_table(evaluation["exact_match_percent"]),
+        draft=draft,
     )
 
 
@@ -64,8 +85,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     arguments = parser.parse_args()
-    parts = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("training", "evaluation", "checks")]
-    (arguments.model / "MODEL_CARD.md").write_text(card(*parts))
+
+
+    def result(name: str) -> dict:
+        return json.loads((RESULTS / f"{name}.json").read_text())
+
+    draft = ""
+    if (arguments.model / "draft").is_dir():
+        draft = draft_text(result("draft_training"), result("draft_acceptance"))
+    (arguments.model / "MODEL_CARD.md").write_text(
+        card(result("training"), result("evaluation"), result("checks"), draft)
+    )
 
 
 if __name__ == "__main__":

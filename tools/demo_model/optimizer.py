@@ -24,13 +24,13 @@ def orthogonalized(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Optimizer:
-    """Muon and AdamW with a common learning rate, set before every step."""
+    """Muon and AdamW with a common learning rate, set before every step; matrices named `plain` go to AdamW."""
 
-    def __init__(self, model: nn.Module, weight_decay: float = 0.1, momentum: float = 0.95):
+    def __init__(self, model: nn.Module, weight_decay: float = 0.1, momentum: float = 0.95, plain: str = "embed"):
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         rest = []
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "embed" not in name:
+            if parameter.dim() == 2 and plain not in name:
                 groups.setdefault(tuple(parameter.shape), []).append(parameter)
             else:
                 rest.append(parameter)

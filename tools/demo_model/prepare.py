@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.demo_model.dialogue import dialogue
-from tools.demo_model.vocabulary import train_vocabulary
+from tools.demo_model.vocabulary import load_vocabulary, train_vocabulary
 from tools.demo_model.words import held_out_words, open_pool, suitable
 
 STORIES = ("fairytaleqa/story", "pratham_books", "african_storybook", "classic_books")
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocabulary", type=Path, help="the model directory whose vocabulary to keep")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -98,9 +99,12 @@ def main() -> None:
         for index in range(12_000)
         for m in dialogue(random.Random(f"vocabulary {index}"), "train", 8, tuple(pool))
     ]
-    # Words that are held out must not become entries that training never meets: they are spelled from smaller pieces.
-    held_out = re.compile(r"\b(" + "|".join(sorted(held_out_words())) + r")(es|s)?\b", re.I)
-    tokenizer = train_vocabulary(sample + [held_out.sub("", text) for text in texts[:6000]])
+    if arguments.vocabulary:
+        tokenizer = load_vocabulary(arguments.vocabulary)
+    else:
+        # Words that are held out must not become entries that training never meets: smaller pieces spell them.
+        held_out = re.compile(r"\b(" + "|".join(sorted(held_out_words())) + r")(es|s)?\b", re.I)
+        tokenizer = train_vocabulary(sample + [held_out.sub("", text) for text in texts[:6000]])
     tokenizer.save(str(arguments.work / "tokenizer.json"))
     pool += spelled_words(tokenizer.get_vocab(), rng)
     (arguments.work / "pool.txt").write_text("\n".join(pool))

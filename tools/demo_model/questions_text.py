@@ -215,6 +215,8 @@ does the table have {a}
 (tell me|say|check|i wonder|do you know) (if|whether) (there is|you see|you can see|you have) {a} (there|here|on the table|)
 (is|was) there {a} (on your table|in your list|among the objects|around you)
 (could|can) you (see|find|spot) {a} (here|anywhere|on your table|)
+(tell me|say|look|i wonder) (if|whether) {a} is (on the table|around|among the objects|in your list)
+(find out|check|see) (if|whether) (there is|you have|you can see) {a} (around|on your table|)
 ~ check if {a} is there
 ~ could you tell me if you have {a}
 """
@@ -389,6 +391,7 @@ _COMPARE = """
 {d} :: which of {x} and {y} is {w}
 {d} :: tell me which is {w}, {x} or {y}
 {d} :: {x} or {y}, which (is|one is) {w}
+{d} :: between {x} and {y}, which (is|one is) {w}
 ~ {d} :: of {x} and {y}, which is {w}
 """
 COMPARE_POSITION = "\n".join(

@@ -13,6 +13,20 @@ what is {a} (plus|+) {b}
 (how much is|what's|calculate) {a} (plus|+) {b}
 {a} (plus|+) {b}
 """
+OPEN_QUESTIONS = """
+who (wrote|invented|discovered|painted|founded|won) {x}
+who (is|was) (the king of|the president of|the author of|the inventor of|the mayor of|) {x}
+what is the (capital|population|history|price|meaning|origin|age|height|opposite) of {x}
+what is {x} (made of|good for|about|called in french|famous for)
+what does {x} (mean|do|cost|look like)
+(when|why|how) was {x} (built|invented|so important|found|made)
+(when|why|how) (did|does) {x} (work|happen|start|end|grow|move)
+(how far|how old|how tall|how big|how fast|how heavy|how deep) (is|was) {x}
+how (do i|can i|does one|do you) (make|learn|grow|repair|use|sell) {x}
+(explain|define|describe|summarize) {x}
+(do you know|can you explain|can you tell me) (how {x} works|why {x} is famous|who made {x}|the meaning of {x})
+which (country|language|year|animal|planet|river) (is|has|was) {x}
+"""
 
 
 @functools.lru_cache(maxsize=1)
@@ -48,9 +62,20 @@ def sums(c: Context) -> Turn:
 
 
 def unknown(c: Context, utterances: list[str]) -> Turn | None:
-    """A line of the open dialogues: questions are answered with "I do not know", statements with polite interest."""
+    """A line of the open dialogues, or a question about a random word that is nothing of the table.
+
+    Questions are answered with "I do not know", statements with polite interest.
+    """
     if not utterances:
         return None
     c.world.focus = None
+    if c.rng.random() < 0.4:
+        word = c.words.draw("kind")
+        if any(set(word.split()) & set(thing.name.split()) for thing in c.world.things):
+            return None
+        name = c.rng.choice((word, word, f"the {word}", word.capitalize()))
+        line = c.phrase(OPEN_QUESTIONS, x=name)
+        line = line[0].upper() + line[1:] if c.rng.random() < 0.5 else line
+        return Turn(line + c.rng.choice(("?", "?", "")), UNKNOWN, "unknown", literal=True)
     line = c.rng.choice(utterances)
     return Turn(line, UNKNOWN if "?" in line else INTERESTING, "unknown", literal=True)

@@ -116,6 +116,19 @@ def rate_at(progress: float, peak: float, warm: float, tail: float) -> float:
     return peak * min(1.0, max(progress, 0.002) / warm, max(0.0, 1 - progress) / tail)
 
 
+def start_generators(work: Path, folder: Path, seed: int, workers: int, options: dict) -> list:
+    """Processes that write shards into the folder; `options` as `generate_shards` wants them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=generate_shards, daemon=True, args=(work, folder, seed, worker, workers, options))
+        for worker in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
@@ -140,25 +153,7 @@ def main() -> None:
     begin = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.work / f"shards-{arguments.seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    generators = [
-        context.Process(
-            target=generate_shards,
-            daemon=True,
-            args=(
-                arguments.work,
-                folder,
-                arguments.seed,
-                worker,
-                arguments.workers,
-                vars(arguments),
-            ),
-        )
-        for worker in range(arguments.workers)
-    ]
-    for process in generators:
-        process.start()
+    generators = start_generators(arguments.work, folder, arguments.seed, arguments.workers, vars(arguments))
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     model = Model(Dimensions(**arguments.dimensions)).to(device)

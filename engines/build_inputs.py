@@ -1,0 +1,85 @@
+"""What a build takes from checkpoints, found good: the models' configurations and the files to bring along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgellm.engines.build_checks import check_tokenizer
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder import decoder_weights
+from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.descriptions import ModelConfig
+from edgellm.engines.digests import FileDigest
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.engine_directory import DRAFT_FOLDER, PUBLISHED_FILES, WEIGHT_INDEX
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.eagle import read_draft
+
+_DRAFT_PREFIX = f"{DRAFT_FOLDER}/"
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory."""
+
+    config: DecoderConfig
+    draft: DraftConfig | None
+    weights: Mapping[str, Path]
+    published: Mapping[str, Path]
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The configuration of each model, by `EngineShape.model`."""
+        return {"base": self.config} | ({"draft": self.draft} if self.draft else {})
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weight files."""
+        return sum(path.stat().st_size for path in self.weights.values())
+
+    def draft_description(self, files: Mapping[str, FileDigest]) -> tuple[DraftConfig, dict[str, FileDigest]] | None:
+        """What `description_bytes` is told about the draft; `files` are the digests of all files by name."""
+        if self.draft is None:
+            return None
+        prefix = _DRAFT_PREFIX
+        return self.draft, {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
+
+
+def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
+    """A checkpoint's dimensions; raises CheckpointError, and UnsupportedModelError for an unknown family."""
+    with Checkpoint.open(checkpoint) as opened:
+        return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
+
+
+def read_inputs(source: Path, draft_source: Path | None, config: DecoderConfig) -> BuildInputs:
+    """Check weights and tokenizer of a checkpoint of dimensions `config`, and a draft against it.
+
+    Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
+    """
+    draft, weights = None, {}
+    published = {name: source / name for name in PUBLISHED_FILES if (source / name).exists()}
+    with Checkpoint.open(source) as checkpoint:
+        checkpoint.check(decoder_weights(config))
+        weights |= _weight_files(checkpoint, "", published)
+        check_tokenizer(source, config.vocab_size)
+        if draft_source is not None:
+            with Checkpoint.open(draft_source) as opened:
+                draft = read_draft(opened, checkpoint, config)
+                published[f"{_DRAFT_PREFIX}config.json"] = draft_source / "config.json"
+                weights |= _weight_files(opened, _DRAFT_PREFIX, published)
+            config = replace(config, feature_layers=draft.feature_layers)
+    return BuildInputs(config, draft, weights, published)
+
+
+def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
+    """Those of the base, of all files by name."""
+    return {name: file for name, file in files.items() if not name.startswith(_DRAFT_PREFIX)}
+
+
+def _weight_files(checkpoint: Checkpoint, prefix: str, published: dict[str, Path]) -> dict[str, Path]:
+    """The weight files by name; the index of several is noted among the `published` files."""
+    if len(checkpoint.files) > 1:
+        published[f"{prefix}{WEIGHT_INDEX}"] = checkpoint.path / WEIGHT_INDEX
+    return {f"{prefix}{path.name}": path for path in checkpoint.files}

@@ -1,0 +1,59 @@
+"""Steps that are run again and again: first as they are, then captured, as a whole or else stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+from edgellm.engines.backend import Backend
+
+#: Named parts of a step, in the order in which they run.
+Stages = Mapping[str, Callable[[], None]]
+
+
+class CapturedSteps:
+    """Runs steps by key and keeps their captures.
+
+    The first run of a key is uncaptured: it loads code, which a capture must not do. The second captures all stages as
+    one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. `seconds` adds up the
+    time of each stage by name, on a backend that computes at once.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._warm: set[Hashable] = set()
+        self._launches: dict[Hashable, list[Callable[[], None]]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def run(self, key: Hashable, stages: Stages) -> None:
+        """Run the stages of the step that `key` names."""
+        if self._backend.computes_at_once:
+            self._run_timed(stages)
+            return
+        if key in self._warm and key not in self._launches:
+            self._launches[key] = self._capture(key, stages)
+        for launch in self._launches.get(key, stages.values()):
+            launch()
+        self._warm.add(key)
+
+    def clear(self) -> None:
+        """Let go of all captures."""
+        self._launches.clear()
+
+    def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
+        def whole() -> None:
+            for stage in stages.values():
+                stage()
+
+        captured = self._backend.capture(whole, f"the step {key}")
+        if captured is not whole:
+            return [captured]
+        return [self._backend.capture(stage, f"{name} of the step {key}") for name, stage in stages.items()]
+
+    def _run_timed(self, stages: Stages) -> None:
+        before = time.perf_counter()
+        for name, stage in stages.items():
+            stage()
+            after = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + after - before
+            before = after

@@ -1,0 +1,78 @@
+"""One configuration of a round on its fixed memory: the stages that are captured, together or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from edgellm.engines.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
+from edgellm.engines.tree_verification import SAMPLED
+from edgellm.kernels.arrays import Array
+
+if TYPE_CHECKING:
+    from edgellm.engines.eagle_runner import EagleRunner
+
+
+class EagleRound:
+    """A round of `plan` in the `batch` leading slots.
+
+    `acceptance` is a rule of `tree_verification`; `accept_tokens` the tokens that the accept engine takes; the key
+    ranges are those of the accept, propose and verify engines.
+    """
+
+    def __init__(
+        self,
+        runner: EagleRunner,
+        batch: int,
+        plan: DraftPlan,
+        acceptance: str,
+        accept_tokens: int,
+        accept_range: int,
+        propose_range: int,
+        verify_range: int,
+    ) -> None:
+        self.key = (batch, plan, acceptance, accept_tokens, accept_range, propose_range, verify_range)
+        self.plan = plan
+        self._runner, self._batch, self._acceptance = runner, batch, acceptance
+        self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range
+        self._candidates = runner.draft.candidates(batch, plan)
+        self._tree = runner.verification.tree(batch, plan, verify_range)
+        self.stages: dict[str, Callable[[], None]] = {
+            DRAFT_ACCEPT: self._accept_draft,
+            DRAFT_PROPOSAL: self._propose,
+            BASE_VERIFY: self._verify,
+            ACCEPTANCE: self._accept,
+        }
+
+    @property
+    def emitted(self) -> Array:
+        """[B, W+1] int32: the number of tokens of each slot, then these, then -1."""
+        return self._tree.emitted
+
+    def _accept_draft(self) -> None:
+        self._runner.draft.accept(self._batch, self._accept_tokens, self._accept_range)
+
+    def _propose(self) -> None:
+        draft, batch, candidates = self._runner.draft, self._batch, self._candidates
+        committed = self._runner.base.sequences(slice(0, batch)).kvcache_start_index
+        self._extend(1)
+        for level in range(1, self.plan.steps):
+            draft.propose(batch, level, candidates, committed, self._propose_range)
+            self._extend(level + 1)
+
+    def _extend(self, level: int) -> None:
+        """The candidates of `level`, from the draft's latest logits."""
+        if self._acceptance == SAMPLED:
+            self._runner.verification.draw_child(self._batch, level - 1, self._candidates)
+        else:
+            self._runner.draft.expand(self._batch, level, self._candidates)
+
+    def _verify(self) -> None:
+        self._runner.verification.verify(self._tree, self._candidates)
+
+    def _accept(self) -> None:
+        runner = self._runner
+        if runner.before_acceptance is not None:
+            runner.before_acceptance(self._tree)
+        runner.verification.accept(self._tree, self._acceptance)
+        runner.verification.advance(self._tree, runner.draft.pending)

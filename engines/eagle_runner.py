@@ -1,0 +1,270 @@
+"""Decodes with an EAGLE draft: rounds that draft, verify and accept, mixed with plain steps as the caller likes.
+
+A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
+the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
+slot got, and which. Rounds and plain steps leave the same state behind: they may follow each other in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.captured_steps import CapturedSteps
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner, key_range_for
+from edgellm.engines.eagle_round import EagleRound
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.loaded_engines import LoadedEngines
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification, VerifiedTree
+from edgellm.kernels.arrays import Array
+
+_TREE_PHASES = ("verify", "accept", "propose")
+
+
+class EagleRunner:
+    """A base model and its draft, each with its runner (`base`, `draft`).
+
+    `limits.max_batch` slots each hold one sequence, the leading ones are decoded together. Readbacks must be waited for
+    in the order in which they were made. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        draft: DraftConfig,
+        limits: EngineLimits,
+        checkpoint: Checkpoint,
+        draft_checkpoint: Checkpoint,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.backend, self.config, self.limits = backend, config, limits
+        shapes = [shape for shape in limits.engine_shapes() if shape.model == "draft" or shape.phase in _TREE_PHASES]
+        self._engines = LoadedEngines(backend, shapes)
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self)
+        self.draft = EagleDraftEngineRunner(
+            backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
+        )
+        self.draft.use_offsets(self.base.offsets)
+        self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
+        #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
+        #: like the rest. Set it before the first round.
+        self.before_acceptance: Callable[[VerifiedTree], None] | None = None
+        self._steps = CapturedSteps(backend)
+        self._rounds: dict[tuple, EagleRound] = {}
+        # Of each slot: the most pending entries, and what finished work has committed of base and draft rows.
+        self._pending, self._base_rows, self._draft_rows = ([0] * limits.max_batch for _ in range(3))
+        self._launches = 0
+
+    @classmethod
+    def open(
+        cls, backend: Backend, directory: EngineDirectory, progress: Callable[[int, int], None] | None = None
+    ) -> EagleRunner:
+        """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
+
+        Raises EngineDirectoryError where there is no draft, and what loading raises.
+        """
+        draft = directory.model_config("draft")
+        with closing(directory.checkpoint()) as base_files, closing(directory.draft.checkpoint()) as draft_files:
+            return cls(backend, directory.config, draft, directory.limits, base_files, draft_files, progress)
+
+    @property
+    def stage_seconds(self) -> Mapping[str, float]:
+        """Seconds spent so far in each stage of rounds, by name; empty where stages cannot be timed."""
+        return self._steps.seconds
+
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+        """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
+        one = slice(slot, slot + 1)
+        self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
+        first = self.base.start(slot, prompt_ids, reused, sampling)
+        count = len(prompt_ids)
+        self._pending[slot], self._base_rows[slot], self._draft_rows[slot] = 1, count, count - 1
+        return first
+
+    def step(self, batch: int, plan: DraftPlan | None) -> StepReadback:
+        """A round of `plan`, or without one a plain step."""
+        return self.decode(batch) if plan is None else self.round(batch, plan)
+
+    def decode(self, batch: int) -> StepReadback:
+        """One token for each of the `batch` leading slots, without drafting; what drafting needs later is kept.
+
+        Raises EngineError where a sequence has no KV row left.
+        """
+        full = max(self._pending[:batch]) >= self.limits.accept_tokens
+        if full:
+            self._flush(batch)
+        emitted = self.base.decode(batch)
+        for slot in range(batch):
+            self._pending[slot] += 1 if self.base.lengths[slot] else 0
+        return self._launched(StepReadback(self, batch, None, emitted, full))
+
+    def round(self, batch: int, plan: DraftPlan) -> StepReadback:
+        """Draft and verify for the `batch` leading slots; what they got is in the readback.
+
+        Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
+        """
+        longest = max(self.base.lengths[:batch])
+        if longest + plan.longest > self.limits.kv_capacity:
+            raise EngineError(
+                f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
+                f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
+            )
+        current = self.prepare_round(batch, plan)
+        self._steps.run(current.key, current.stages)
+        emitted = self.backend.read(current.emitted)
+        for slot in range(batch):
+            if self.base.lengths[slot]:
+                self.base.lengths[slot] += current.plan.longest
+                self._pending[slot] = current.plan.longest
+        return self._launched(StepReadback(self, batch, current.plan, emitted, True))
+
+    def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
+        """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
+        themselves, too, in their order."""
+        plan, acceptance = self._served(plan, slice(0, batch))
+        bucket = min(size for size in self.limits.batches if size >= batch)
+        longest, nodes = max(self.base.lengths[:batch]), self.verification.engine_nodes(plan)
+        accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
+        if acceptance != GREEDY:
+            self.base.sampling.refresh_nodes(nodes)
+        ranges = tuple(
+            self._tree_key_range(longest + rows) for rows in (accept_tokens, (plan.steps - 1) * plan.top_k, nodes)
+        )
+        key = (bucket, plan, acceptance, accept_tokens, *ranges)
+        current = self._rounds.get(key)
+        if current is None:
+            current = self._rounds[key] = EagleRound(self, *key)
+        return current
+
+    def draft_rows(self, slot: int) -> int:
+        """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
+        token i + 1."""
+        return self._draft_rows[slot]
+
+    def stop(self, slot: int) -> None:
+        """Leave `slot` idle; its KV rows stay."""
+        self.base.stop(slot)
+        self._pending[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then.
+
+        Finished sequences make room this way: the running ones lead. Everything must have been waited for.
+        """
+        self.base.move(source, target)
+        arrays = (*self.draft.caches.values(), *self.draft.pending.arrays)
+        for array in arrays:
+            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        for known in (self._pending, self._base_rows, self._draft_rows):
+            known[target] = known[source]
+        self.stop(source)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.backend.synchronize()
+        self._steps.clear()
+        self._rounds.clear()
+        self._engines.clear()
+        self.draft.close()
+        self.base.close()
+
+    def take_chunk(self, slot: int, prompt_ids: np.ndarray, position: int, tokens: int, features: Array) -> None:
+        """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
+        entries = prompt_ids[position + 1 : position + tokens + 1]
+        if len(entries):
+            chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
+            self.draft.prefill(slot, entries, features, position, chunk)
+
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
+        """See `FeatureUser`: a plain step's feature and token join the pending entries."""
+        pending, state = self.draft.pending, self.base.sequences(slots)
+        self.backend.acceptance.append_pending(
+            features,
+            tokens,
+            state.active,
+            pending.features[slots],
+            pending.token_ids[slots],
+            pending.counts[slots],
+            state.kvcache_start_index,
+            pending.start[slots],
+            pending.last[slots],
+        )
+
+    def finish(self, step: StepReadback, counts: Sequence[int]) -> None:
+        """Take notice of how many tokens a step gave each slot: what was a bound becomes exact."""
+        for slot, count in enumerate(counts):
+            if count == 0:
+                continue
+            if step.draft_accepted:
+                self._draft_rows[slot] = self._base_rows[slot]
+            self._base_rows[slot] += count
+            if step.plan is not None:
+                self.base.lengths[slot] += count - step.plan.longest
+                if step.number == self._launches:
+                    self._pending[slot] = count
+
+    def _launched(self, step: StepReadback) -> StepReadback:
+        self._launches += 1
+        step.number = self._launches
+        return step
+
+    def _flush(self, batch: int) -> None:
+        """Let the draft take the pending entries, so that there is room for more."""
+        bucket = min(size for size in self.limits.batches if size >= batch)
+        tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
+        key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
+        stages = {"draft accept": lambda: self.draft.accept(bucket, tokens, key_range)}
+        self._steps.run(("flush", bucket, tokens, key_range), stages)
+        counts = self.draft.pending.counts[:bucket]
+        self.backend.upload(counts, np.zeros(bucket, np.int32))
+        for slot in range(batch):
+            self._pending[slot] = 0
+
+    def _served(self, plan: DraftPlan, slots: slice) -> tuple[DraftPlan, str]:
+        """The plan as the engines take it, and how its tokens are accepted."""
+        plan = plan.for_engines(self.limits, self.backend.fixed_shapes)
+        if self.base.sampling.plain(slots):
+            return plan.deterministic(), GREEDY
+        if plan.acceptance == "typical":
+            return plan, TYPICAL
+        return plan, SAMPLED if plan.sampled else DRAWN
+
+    def _tree_key_range(self, length: int) -> int:
+        return key_range_for(length, self.limits.tree_key_ranges, self.backend.fixed_shapes)
+
+
+class StepReadback:
+    """The tokens of a round or, without a `plan`, of a plain step, on their way to the host.
+
+    `draft_accepted` says whether the step began with the draft taking its pending entries.
+    """
+
+    def __init__(
+        self, runner: EagleRunner, batch: int, plan: DraftPlan | None, emitted: Readback, draft_accepted: bool
+    ) -> None:
+        self._runner, self._batch, self._emitted = runner, batch, emitted
+        self.plan, self.draft_accepted = plan, draft_accepted
+        self.number = 0
+        self._tokens: list[list[int]] | None = None
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of each slot, in order: none for an idle one, else at least one."""
+        if self._tokens is None:
+            values = self._emitted.wait()[: self._batch].tolist()
+            if self.plan is None:
+                self._tokens = [[token] if token >= 0 else [] for token in values]
+            else:
+                self._tokens = [row[1 : 1 + row[0]] for row in values]
+            self._runner.finish(self, [len(tokens) for tokens in self._tokens])
+        return self._tokens

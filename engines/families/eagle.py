@@ -1,0 +1,244 @@
+"""EAGLE draft heads as they are published: by SafeAILab, by SpecForge and SGLang, and by vLLM's speculators.
+
+SafeAILab and SpecForge write the fields of the head's decoder layer at the top level of `config.json`, speculators
+below `transformer_layer_config`. What the file leaves open (which biases, which tables of its own) the tensors say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.checkpoint import Checkpoint
+from edgellm.engines.decoder import EMBEDDING, head_weight_name
+from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
+from edgellm.engines.draft_decoder import MAPPING, draft_weights
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.common import read_decoder, refuse_sliding_window
+from edgellm.engines.families.config_fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.eagle_features import CONVENTION_KEY, feature_layers
+from edgellm.engines.families.qwen3 import DEFAULT_HEAD_DIM
+
+__all__ = ["CONVENTION_KEY", "read_draft"]
+
+#: Which ids of the base's vocabulary the head has: it follows from `MAPPING`, and must agree with it.
+_INVERSE_MAPPING = "t2d"
+_LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.midlayer.", "model.layers.0.")
+_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_ADVICE = "Take a head that was trained for this very base, with the config.json that was published with it."
+
+
+def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> DraftConfig:
+    """The draft head of a checkpoint, checked whole and against its base.
+
+    Tables that equal the base's are left out, so that the two are shared. Raises UnsupportedModelError where the head
+    has a feature that is not implemented, else CheckpointError; either lists all problems.
+    """
+    reader = _Reader(draft, base, base_config)
+    config = reader.read()
+    problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
+        error = UnsupportedModelError if reader.fields.unsupported else CheckpointError
+        raise error(f"{draft.path} cannot be the draft of {base.path}: {count}:\n{listed}\n{_ADVICE}")
+    return config
+
+
+class _Reader:
+    """Reads one head; what is wrong with the file lands in `fields`, what does not fit the base in `problems`."""
+
+    def __init__(self, draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> None:
+        self.draft, self.base, self.base_config = draft, base, base_config
+        self.top: dict[str, Any] = draft.config
+        self.problems: list[str] = []
+        layer = self.top.get("transformer_layer_config")
+        self.is_speculators = "speculators_model_type" in self.top or layer is not None
+        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft")
+        if layer is not None and not isinstance(layer, dict):
+            self.fields.wrong.append(f"transformer_layer_config is {shown(layer)}, expected an object")
+        eagle = self.top.get("eagle_config")
+        self.eagle: dict[str, Any] = eagle if isinstance(eagle, dict) else {}
+        if eagle is not None and not isinstance(eagle, dict):
+            self.fields.wrong.append(f"eagle_config is {shown(eagle)}, expected an object")
+        names = draft.tensors
+        found = (prefix for prefix in _LAYER_PREFIXES if any(name.startswith(prefix) for name in names))
+        self.layer_prefix = next(found, "midlayer.")
+        self.prefix = "model." if self.layer_prefix.startswith("model.") else ""
+
+    def read(self) -> DraftConfig | None:
+        """The configuration; of use only where no problem was found."""
+        is_first = self._is_first_generation()
+        decoder = self._decoder()
+        self._compare_with_base(decoder)
+        norm = "none" if is_first else self._feature_norm()
+        feed_back = self._switch("norm_output") and not is_first
+        layers = (self.base_config.num_layers,)
+        if not is_first:
+            layers = feature_layers(self.top, self.eagle, self.is_speculators, self.base_config.num_layers, self.fields)
+        if self.fields.wrong or self.fields.unsupported:
+            return None
+        vocab_size = self._draft_vocab_size(decoder.vocab_size, is_first)
+        base_head = head_weight_name(self.base_config)
+        config = DraftConfig(
+            generation="1" if is_first else "3.1" if norm != "none" or feed_back else "3",
+            decoder=decoder,
+            draft_vocab_size=vocab_size,
+            has_mapping=not is_first and (MAPPING in self.draft.tensors or vocab_size != decoder.vocab_size),
+            feature_layers=layers,
+            feature_norm=norm,
+            layer_prefix=self.layer_prefix,
+            has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
+            has_head=not is_first and (DRAFT_HEAD in self.draft.tensors or vocab_size != decoder.vocab_size),
+            base_embedding=EMBEDDING,
+            base_head=base_head,
+            fc_bias=self._has("fc.bias", self._declared("bias"), self.prefix),
+            norm_before_residual=self._switch("norm_before_residual") and not is_first,
+            feed_back_normed=feed_back,
+        )
+        return self._checked(config)
+
+    def _is_first_generation(self) -> bool:
+        """By what `config.json` says; most heads call themselves LlamaForCausalLM, and there the tensors say it."""
+        kind = self.top.get("speculators_model_type")
+        if self.is_speculators:
+            if kind != "eagle3":
+                self.fields.unsupported.append(f"speculators_model_type is {shown(kind)}, supported is eagle3")
+            return False
+        architectures = self.top.get("architectures")
+        name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        if "eagle" in name.lower():
+            return "eagle3" not in name.lower()
+        return not any(tensor.endswith("hidden_norm.weight") for tensor in self.draft.tensors)
+
+    def _decoder(self) -> DecoderConfig:
+        fields, attention = self.fields, f"{self.layer_prefix}self_attn."
+        model_type = fields.values.get("model_type")
+        if model_type not in (None, *_MODEL_TYPES):
+            fields.unsupported.append(f"model_type is {shown(model_type)}, supported are {', '.join(_MODEL_TYPES)}")
+        if model_type not in ("qwen2", "qwen3"):
+            refuse_sliding_window(fields)
+        if fields.size("num_hidden_layers") > 1:
+            fields.unsupported.append(
+                f"num_hidden_layers is {fields.values['num_hidden_layers']}, supported are heads of one layer"
+            )
+        declared = self._declared("qkv_bias")
+        if declared is None:
+            declared = self._declared("attention_bias")
+        return read_decoder(
+            fields,
+            self.draft.dtype,
+            default_kv_heads=True,
+            default_head_dim=DEFAULT_HEAD_DIM if model_type == "qwen3" else None,
+            attention_bias=self._has("q_proj.bias", declared, attention),
+            attention_output_bias=self._has("o_proj.bias", None, attention),
+            mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
+            qk_norm=self._has("q_norm.weight", None, attention),
+        )
+
+    def _compare_with_base(self, decoder: DecoderConfig) -> None:
+        base = self.base_config
+        for key, found, wanted in (
+            ("hidden_size", decoder.hidden_size, base.hidden_size),
+            ("vocab_size", decoder.vocab_size, base.vocab_size),
+            ("target_hidden_size", self.top.get("target_hidden_size"), base.hidden_size),
+        ):
+            if found and found != wanted:
+                self.problems.append(f"{key} is {shown(found)}, the base has {wanted}")
+
+    def _feature_norm(self) -> str:
+        each = self._has("fc_norm.0.weight", self._declared("fc_norm"), self.prefix)
+        whole = self._has("input_norm.weight", self._declared("norm_before_fc"), self.prefix)
+        if each and whole:
+            self.fields.wrong.append("both fc_norm and norm_before_fc are set, expected one of them")
+        if self._declared("use_aux_hidden_state") is False:
+            self.fields.unsupported.append("use_aux_hidden_state is false, supported are heads that take hidden states")
+        return "each" if each else "whole" if whole else "none"
+
+    def _draft_vocab_size(self, vocab_size: int, is_first: bool) -> int:
+        value = self.top.get("draft_vocab_size")
+        if value is None or is_first:
+            return vocab_size
+        if not is_integer(value) or not 1 <= value <= vocab_size:
+            self.problems.append(f"draft_vocab_size is {shown(value)}, expected a whole number from 1 to {vocab_size}")
+            return vocab_size
+        return value
+
+    def _checked(self, config: DraftConfig) -> DraftConfig:
+        """Compare with the tensors, then leave out the tables that equal the base's."""
+        integers: dict[str, tuple[int, ...]] = {}
+        if config.has_mapping:
+            integers[MAPPING] = (config.draft_vocab_size,)
+            if _INVERSE_MAPPING in self.draft.tensors:
+                integers[_INVERSE_MAPPING] = (config.decoder.vocab_size,)
+        specs = draft_weights(config)
+        is_first_with_head = config.generation == "1" and DRAFT_HEAD in self.draft.tensors
+        shares_head = (config.has_head or is_first_with_head) and self._equals_base(DRAFT_HEAD, config.base_head)
+        found = self.draft.problems(specs, integers)
+        if is_first_with_head and shares_head:
+            found = [problem for problem in found if not problem.startswith(f"unknown: {DRAFT_HEAD} ")]
+        self.problems += found
+        if not found and config.has_mapping:
+            self.problems += self._mapping_problems(config)
+        shares_embedding = config.has_embedding and self._equals_base(f"{self.prefix}{DRAFT_EMBEDDING}", EMBEDDING)
+        return replace(
+            config,
+            has_embedding=config.has_embedding and not shares_embedding,
+            has_head=config.has_head and not shares_head,
+        )
+
+    def _equals_base(self, name: str, base_name: str) -> bool:
+        own, other = self.draft.tensors.get(name), self.base.tensors.get(base_name)
+        if own is None or other is None or (own.dtype, own.shape) != (other.dtype, other.shape):
+            return False
+        return np.array_equal(self.draft.raw_bytes(name), self.base.raw_bytes(base_name))
+
+    def _mapping_problems(self, config: DraftConfig) -> list[str]:
+        """What is wrong with the values of `d2t` and `t2d`."""
+        vocab_size, offsets = config.decoder.vocab_size, self.draft.integers(MAPPING)
+        targets = offsets + np.arange(config.draft_vocab_size)
+        outside = np.flatnonzero((targets < 0) | (targets >= vocab_size))
+        if outside.size:
+            first = outside[0]
+            return [
+                f"{MAPPING} maps {outside.size} draft ids out of the base's vocabulary of {vocab_size}: the first is "
+                f"{first} (offset {offsets[first]}, id {targets[first]})"
+            ]
+        ids, counts = np.unique(targets, return_counts=True)
+        if ids.size < targets.size:
+            twice = ids[counts > 1]
+            return [f"{MAPPING} maps several draft ids to {_listed(twice)}; each id of the base may be there once"]
+        if _INVERSE_MAPPING not in self.draft.tensors:
+            return []
+        inverse = np.flatnonzero(self.draft.integers(_INVERSE_MAPPING))
+        differing = np.setxor1d(ids, inverse)
+        if differing.size:
+            return [f"{_INVERSE_MAPPING} disagrees with {MAPPING} on {differing.size} ids, as {_listed(differing)}"]
+        return []
+
+    def _declared(self, key: str) -> bool | None:
+        """A switch of `config.json`, or None where it does not say."""
+        for values in (self.top, self.fields.values, self.eagle):
+            value = values.get(key)
+            if value is not None:
+                if isinstance(value, bool):
+                    return value
+                problem = f"{key} is {shown(value)}, expected true or false"
+                if problem not in self.fields.wrong:
+                    self.fields.wrong.append(problem)
+        return None
+
+    def _switch(self, key: str) -> bool:
+        return bool(self._declared(key))
+
+    def _has(self, tensor: str, declared: bool | None, prefix: str) -> bool:
+        """Whether a tensor belongs to the head: as `config.json` says, else where it is there."""
+        return f"{prefix}{tensor}" in self.draft.tensors if declared is None else declared
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(str(value) for value in ids[:5]) + (", ..." if len(ids) > 5 else "")

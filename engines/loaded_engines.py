@@ -1,0 +1,41 @@
+"""Engines by shape, loaded once and bound anew only where the slots change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from edgellm.engines.backend import Backend, Engine
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.kernels.arrays import Array
+
+
+class LoadedEngines:
+    """The engines of some shapes. Where engines exist for fixed shapes only, all are loaded at once."""
+
+    def __init__(self, backend: Backend, shapes: Iterable[EngineShape]) -> None:
+        self._backend = backend
+        self._engines = {shape: backend.load_engine(shape) for shape in shapes} if backend.fixed_shapes else {}
+        self._slots: dict[EngineShape, slice] = {}
+
+    def bound(
+        self, shape: EngineShape, slots: slice, bindings: Callable[[], Mapping[str, Array]], keep: bool = True
+    ) -> Engine:
+        """The engine for a shape, bound for the slots by `bindings()`.
+
+        `keep` False does not hold on to an engine that a backend without fixed shapes makes for this call.
+        """
+        engine = self._engines.get(shape)
+        if engine is None:
+            engine = self._backend.load_engine(shape)
+            engine.bind(bindings())
+            if keep or self._backend.fixed_shapes:
+                self._engines[shape], self._slots[shape] = engine, slots
+        elif self._slots.get(shape) != slots:
+            engine.bind(bindings())
+            self._slots[shape] = slots
+        return engine
+
+    def clear(self) -> None:
+        """Let go of all engines."""
+        self._engines.clear()
+        self._slots.clear()

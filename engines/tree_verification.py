@@ -1,0 +1,316 @@
+"""The second half of a round: the base model verifies a tree, accepted tokens are chosen, the state advances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.engines.backend import Backend
+from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.draft_candidates import Candidates, leading
+from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.draft_runner import EagleDraftEngineRunner, PendingEntries
+from edgellm.engines.loaded_engines import LoadedEngines
+from edgellm.kernels.arrays import Array
+
+#: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
+GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedTree:
+    """The arrays of one verified tree of T nodes in B slots, and of what was accepted of it (W = longest path + 1).
+
+    `tokens`, `parents`, `depths`, `draw_positions` [B, T], `ancestors` [B, T, T] bool; `logits` [B, T, V] float32;
+    `features` [B, T, F]; `accepted_indices`, `accepted_ids` [B, W]; `lengths` [B]; `emitted` [B, W+1].
+    """
+
+    plan: DraftPlan
+    tokens: Array
+    parents: Array
+    depths: Array
+    ancestors: Array
+    draw_positions: Array
+    inputs_embeds: Array
+    rope_rotary_cos_sin: Array
+    attention_mask: Array
+    logits: Array
+    features: Array
+    thresholds: Array
+    drawn: Array
+    accepted_indices: Array
+    accepted_ids: Array
+    lengths: Array
+    emitted: Array
+
+
+class TreeVerification:
+    """Owns the verify engines and the arrays of the tree. `draft` supplies q and the mapping of sampled chains."""
+
+    def __init__(
+        self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner, engines: LoadedEngines
+    ) -> None:
+        self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
+        config, limits = base.config, base.limits
+        slots, nodes, emitted = limits.max_batch, limits.verify_sizes[-1], limits.accept_tokens
+        rows = slots * nodes
+        feature_size = draft.config.draft.feature_size
+        compute = {
+            "inputs_embeds": config.hidden_size,
+            "rope_rotary_cos_sin": config.rotary_dim,
+            "features": feature_size,
+        }
+        self._buffers = {name: backend.zeros((rows * width,), "compute") for name, width in compute.items()}
+        for name in ("tokens", "parents", "depths", "draw_positions", "drawn"):
+            self._buffers[name] = backend.zeros((rows,), "int32")
+        self._buffers["ancestors"] = backend.zeros((rows * nodes,), "bool")
+        self._buffers["attention_mask"] = backend.zeros((rows * limits.tree_key_ranges[-1],), "bool")
+        self._buffers["logits"] = backend.zeros((rows * config.vocab_size,), "float32")
+        self._buffers["thresholds"] = backend.zeros((rows,), "float32")
+        for name in ("accepted_indices", "accepted_ids"):
+            self._buffers[name] = backend.zeros((slots * emitted,), "int32")
+        self._buffers["lengths"] = backend.zeros((slots,), "int32")
+        self._buffers["emitted"] = backend.zeros((slots * (emitted + 1),), "int32")
+        self._draft_probabilities: Array | None = None
+        self._workspaces: dict[str, Array] = {}
+        self._trees: dict[tuple[int, DraftPlan, int, int], VerifiedTree] = {}
+
+    def tree(self, batch: int, plan: DraftPlan, key_range: int) -> VerifiedTree:
+        """The arrays of a plan's tree, padded to the engine's number of tokens; made once."""
+        nodes = self.engine_nodes(plan)
+        key = (batch, plan, nodes, key_range)
+        if key not in self._trees:
+            self._trees[key] = self._make_tree(batch, plan, nodes, key_range)
+        return self._trees[key]
+
+    def engine_nodes(self, plan: DraftPlan) -> int:
+        """T: the tokens of the engine that verifies a plan's tree."""
+        if not self._backend.fixed_shapes:
+            return plan.tree_size
+        return next(size for size in self._base.limits.verify_sizes if size >= plan.tree_size)
+
+    def verify(self, tree: VerifiedTree, candidates: Candidates) -> None:
+        """Choose the tree's nodes, lay it out behind the committed rows, and compute logits and features of all."""
+        batch, nodes = tree.tokens.shape
+        slots, base = slice(0, batch), self._base
+        state = base.sequences(slots)
+        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], base.limits.kv_rows, nodes)
+        engine = self._engines.bound(shape, slots, lambda: self._bindings(tree, state.kvcache_start_index))
+        self._backend.draft_tree.prepare_verification(
+            not tree.plan.is_static,
+            tree.plan.candidates,
+            state.token_ids,
+            state.positions,
+            state.kvcache_start_index,
+            base.offsets[slots],
+            base.rotary,
+            base.embedding,
+            candidates.tokens,
+            candidates.scores,
+            candidates.parents,
+            candidates.selected,
+            tree.tokens,
+            tree.parents,
+            tree.depths,
+            tree.ancestors,
+            tree.draw_positions,
+            tree.inputs_embeds,
+            tree.rope_rotary_cos_sin,
+            tree.attention_mask,
+        )
+        engine.enqueue()
+
+    def accept(self, tree: VerifiedTree, acceptance: str) -> None:
+        """Choose what is accepted of the tree, by one of this module's rules."""
+        state = self._base.sequences(slice(0, tree.tokens.shape[0]))
+        if acceptance == GREEDY:
+            self._accept_greedy(tree, state.active)
+            return
+        batch, nodes = tree.tokens.shape
+        draws = self._base.sampling.draws(slice(0, batch))
+        per_node = self._base.sampling.node_draws(batch, nodes)
+        self._backend.acceptance.process_tree_logits(
+            tree.logits,
+            state.token_counts,
+            tree.tokens,
+            tree.ancestors,
+            draws["repetition_penalty"],
+            draws["presence_penalty"],
+            draws["frequency_penalty"],
+            draws["temperature"],
+            tree.logits,
+        )
+        rows = tree.logits.reshape(tree.tokens.size, tree.logits.shape[2])
+        kernels = self._backend.kernels
+        kernels.filter_threshold(rows, per_node["top_k"], per_node["top_p"], per_node["min_p"], tree.thresholds)
+        if acceptance == SAMPLED:
+            self._accept_sampled(tree, state.active, draws)
+            return
+        positions, drawn = tree.draw_positions.reshape(rows.shape[0]), tree.drawn.reshape(rows.shape[0])
+        draw = (per_node["temperature"], per_node["seed"], per_node["sequence"], positions)
+        kernels.sample(rows, tree.thresholds, *draw, drawn)
+        if acceptance == TYPICAL:
+            self._accept_typical(tree, state.active, draws)
+        else:
+            self._backend.acceptance.accept_drawn(
+                tree.drawn,
+                tree.tokens,
+                tree.parents,
+                tree.depths,
+                state.active,
+                None,
+                tree.accepted_indices,
+                tree.accepted_ids,
+                tree.lengths,
+            )
+
+    def advance(self, tree: VerifiedTree, pending: PendingEntries) -> None:
+        """Move the accepted KV rows together, keep their features for the draft, and take the tokens into the state."""
+        slots = slice(0, tree.tokens.shape[0])
+        acceptance, state = self._backend.acceptance, self._base.sequences(slots)
+        accepted = (tree.accepted_indices, tree.lengths)
+        acceptance.compact_kv(list(self._base.caches.values()), state.kvcache_start_index, *accepted)
+        acceptance.gather_features(tree.features, *accepted, pending.features[slots])
+        acceptance.advance_accepted(
+            tree.accepted_ids,
+            tree.lengths,
+            state.active,
+            state.token_ids,
+            state.kvcache_start_index,
+            state.positions,
+            state.token_counts,
+            pending.token_ids[slots],
+            pending.counts[slots],
+            pending.start[slots],
+            pending.last[slots],
+            tree.emitted,
+        )
+
+    def draw_child(self, batch: int, step: int, candidates: Candidates) -> None:
+        """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
+        slots = slice(0, batch)
+        draws = self._base.sampling.draws(slots)
+        logits = self._draft.logits(batch, 1)
+        self._backend.acceptance.draft_sample(
+            logits.reshape(batch, logits.shape[2]),
+            self._draft.draft_to_target,
+            draws["temperature"],
+            draws["top_k"],
+            draws["top_p"],
+            draws["min_p"],
+            draws["seed"],
+            draws["sequence"],
+            self._base.sequences(slots).positions,
+            step,
+            candidates.tokens,
+            self._probabilities(batch, candidates.plan.steps),
+            self._workspace("draft_sample", self._draft.config.draft.draft_vocab_size),
+        )
+
+    def _accept_greedy(self, tree: VerifiedTree, active: Array) -> None:
+        self._backend.acceptance.eagle_accept(
+            tree.logits,
+            tree.tokens,
+            tree.parents,
+            tree.depths,
+            active,
+            None,
+            tree.accepted_indices,
+            tree.accepted_ids,
+            tree.lengths,
+            self._workspace("eagle_accept"),
+        )
+
+    def _accept_typical(self, tree: VerifiedTree, active: Array, draws: dict[str, Array]) -> None:
+        self._backend.acceptance.typical_accept(
+            tree.logits,
+            tree.thresholds.reshape(*tree.tokens.shape),
+            draws["temperature"],
+            tree.drawn,
+            tree.tokens,
+            tree.parents,
+            tree.depths,
+            active,
+            tree.plan.posterior_threshold,
+            tree.plan.posterior_alpha,
+            tree.accepted_indices,
+            tree.accepted_ids,
+            tree.lengths,
+            self._workspace("sampling"),
+        )
+
+    def _accept_sampled(self, tree: VerifiedTree, active: Array, draws: dict[str, Array]) -> None:
+        batch = tree.tokens.shape[0]
+        self._backend.acceptance.accept_sampled_chain(
+            tree.logits,
+            tree.thresholds.reshape(*tree.tokens.shape),
+            draws["temperature"],
+            tree.tokens,
+            self._probabilities(batch, tree.plan.steps),
+            self._draft.target_to_draft,
+            draws["seed"],
+            draws["sequence"],
+            tree.draw_positions,
+            active,
+            tree.accepted_indices,
+            tree.accepted_ids,
+            tree.lengths,
+            self._workspace("sampling"),
+        )
+
+    def _bindings(self, tree: VerifiedTree, start: Array) -> dict[str, Array]:
+        batch = tree.tokens.shape[0]
+        bound = self._base.engine_weights() | {
+            "inputs_embeds": tree.inputs_embeds,
+            "rope_rotary_cos_sin": tree.rope_rotary_cos_sin,
+            "attention_mask": tree.attention_mask,
+            "kvcache_start_index": start,
+            "logits": tree.logits,
+            "hidden_states": tree.features,
+        }
+        for name, cache in self._base.caches.items():
+            bound[name] = bound[f"present_{name}"] = cache[:batch]
+        return bound
+
+    def _make_tree(self, batch: int, plan: DraftPlan, nodes: int, key_range: int) -> VerifiedTree:
+        config, per_node, per_path = self._base.config, (batch, nodes), (batch, plan.longest)
+        shapes = {
+            "tokens": per_node,
+            "parents": per_node,
+            "depths": per_node,
+            "ancestors": (batch, nodes, nodes),
+            "draw_positions": per_node,
+            "inputs_embeds": (batch, nodes, config.hidden_size),
+            "rope_rotary_cos_sin": (batch, nodes, config.rotary_dim),
+            "attention_mask": (batch, 1, nodes, key_range),
+            "logits": (batch, nodes, config.vocab_size),
+            "features": (batch, nodes, self._draft.config.draft.feature_size),
+            "thresholds": (batch * nodes,),
+            "drawn": per_node,
+            "accepted_indices": per_path,
+            "accepted_ids": per_path,
+            "lengths": (batch,),
+            "emitted": (batch, plan.longest + 1),
+        }
+        return VerifiedTree(plan, **{name: leading(self._buffers[name], shape) for name, shape in shapes.items()})
+
+    def _probabilities(self, batch: int, steps: int) -> Array:
+        """The draft's distributions of a sampled chain [B, D, U] float32; allocated when first needed."""
+        limits, vocabulary = self._base.limits, self._draft.config.draft.draft_vocab_size
+        if self._draft_probabilities is None:
+            size = limits.max_batch * limits.draft_steps * vocabulary
+            self._draft_probabilities = self._backend.zeros((size,), "float32")
+        return leading(self._draft_probabilities, (batch, steps, vocabulary))
+
+    def _workspace(self, use: str, vocabulary: int = 0) -> Array:
+        """The workspace of an acceptance kernel, for the largest tree; allocated when first needed."""
+        if use not in self._workspaces:
+            acceptance, limits = self._backend.acceptance, self._base.limits
+            slots, nodes, base_vocabulary = limits.max_batch, limits.verify_sizes[-1], self._base.config.vocab_size
+            size = {
+                "eagle_accept": lambda: acceptance.eagle_accept_workspace_size(slots, nodes, base_vocabulary),
+                "sampling": lambda: acceptance.sampling_workspace_size(slots, nodes, base_vocabulary),
+                "draft_sample": lambda: acceptance.draft_sample_workspace_size(slots, vocabulary),
+            }[use]()
+            self._workspaces[use] = self._backend.zeros((size,), "uint8")
+        return self._workspaces[use]

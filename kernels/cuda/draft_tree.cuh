@@ -1,0 +1,100 @@
+// What the kernels of the draft tree share: numbering of candidates, selection of the best keys, rows of one token.
+#pragma once
+
+#include "embedding_lookup.cuh"
+#include "ordered_keys.cuh"
+#include "prepare_attention.cuh"
+
+namespace draft {
+
+constexpr unsigned THREADS = 128;       // of blocks that call best_keys
+constexpr unsigned KEYS_A_THREAD = 32;  // at most, in best_keys
+constexpr unsigned MAXIMUM_TOP_K = 64;
+
+// Index of the first candidate of a level.
+__device__ inline unsigned level_start(unsigned level, unsigned top_k) {
+    return level == 1 ? 0 : top_k + (level - 2) * top_k * top_k;
+}
+
+__device__ inline bool of_level(int candidate, unsigned level, unsigned top_k) {
+    return candidate >= int(level_start(level, top_k)) && candidate < int(level_start(level + 1, top_k));
+}
+
+// A score with its candidate as one key, 0 for one that does not exist.
+__device__ inline unsigned long long existing_key(float value, unsigned id) {
+    return value > minus_infinity() ? value_and_id(value, id) : 0;
+}
+
+__device__ inline unsigned key_id(unsigned long long key) { return 0xffffffffu - unsigned(key); }
+
+// The block's `top_k` largest keys, descending, to best[0..top_k), 0 where there are no more. Thread t has the keys
+// key_of(i), i = 0..count-1, different from all others' or 0; at most KEYS_A_THREAD of them. `gathered` is shared memory
+// for KEYS_A_THREAD * top_k keys, `best` for top_k.
+//
+// The top_k-th largest of the threads' own maxima bounds the result from below, so few keys are left to be ranked.
+template <class KeyOf>
+__device__ inline void best_keys(
+    KeyOf key_of, unsigned count, unsigned top_k, unsigned long long* gathered, unsigned long long* best) {
+    __shared__ unsigned long long maxima[THREADS];
+    __shared__ unsigned long long bound;
+    __shared__ unsigned number;
+    unsigned long long maximum = 0;
+#pragma unroll
+    for (unsigned i = 0; i < count; ++i) {
+        unsigned long long key = key_of(i);
+        maximum = key > maximum ? key : maximum;
+    }
+    maxima[threadIdx.x] = maximum;
+    if (threadIdx.x == 0) bound = 1, number = 0;
+    __syncthreads();
+    unsigned rank = 0;
+    for (unsigned other = 0; other < THREADS; ++other) rank += maxima[other] > maximum;
+    if (maximum != 0 && rank == top_k - 1) bound = maximum;
+    __syncthreads();
+    if (maximum >= bound) {
+#pragma unroll
+        for (unsigned i = 0; i < count; ++i) {
+            unsigned long long key = key_of(i);
+            if (key >= bound) gathered[atomicAdd(&number, 1u)] = key;
+        }
+    }
+    for (unsigned i = threadIdx.x; i < top_k; i += THREADS) best[i] = 0;
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < number; i += THREADS) {
+        unsigned long long key = gathered[i];
+        unsigned place = 0;
+        for (unsigned other = 0; other < number; ++other) place += gathered[other] > key;
+        if (place < top_k) best[place] = key;
+    }
+    __syncthreads();
+}
+
+// From the second-level cache, as the kernel may start before the one that writes the row has finished.
+template <class T>
+__device__ inline void copy_fresh_row(T* target, const T* source, size_t elements) {
+    for (size_t i = threadIdx.x; i < elements; i += blockDim.x) target[i] = __ldcg(source + i);
+}
+
+__device__ inline void copy_fresh_row(char* target, const char* source, size_t row_bytes) {
+    if (aligned_16(target) && aligned_16(source) && row_bytes % 16 == 0) {
+        copy_fresh_row(reinterpret_cast<uint4*>(target), reinterpret_cast<const uint4*>(source), row_bytes / 16);
+    } else {
+        copy_fresh_row(reinterpret_cast<short*>(target), reinterpret_cast<const short*>(source), row_bytes / 2);
+    }
+}
+
+// A token's row of the rotary table, clamped to it.
+template <class Compute>
+__device__ inline void write_rotary_row(
+    const float* rotary_table, long long position, Compute* target, unsigned positions, unsigned rotary_size) {
+    position = min(max(position, 0ll), (long long)positions - 1);
+    const float* source = rotary_table + position * rotary_size;
+    for (unsigned i = threadIdx.x; i < rotary_size; i += blockDim.x) target[i] = Compute(source[i]);
+}
+
+// Lets a token see a key, counted from the first one behind the committed ones, if it is in the range.
+__device__ inline void see(unsigned char* mask_row, unsigned keys, long long key) {
+    if (key >= 0 && key < keys) mask_row[key] = 1;
+}
+
+}  // namespace draft

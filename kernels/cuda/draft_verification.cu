@@ -1,0 +1,203 @@
+#include "draft_tree.cuh"
+#include "programmatic_launch.cuh"
+#include "reductions.cuh"
+
+namespace draft {
+
+constexpr unsigned TREE_THREADS = 512;
+constexpr unsigned MAXIMUM_TREE_TOKENS = 1024;
+
+// Ordered keys of the candidates' scores: kept in shared memory where there is room, else made again at each look.
+struct ScoreKeys {
+    const float* scores;
+    const unsigned* kept;  // null where there is no room
+    unsigned count;
+
+    __device__ unsigned operator[](unsigned i) const {
+        return kept != nullptr ? kept[i] : ordered_key(__ldcg(scores + i));
+    }
+    // How many are at least `least`; the same in all threads of the block.
+    __device__ unsigned number_of(unsigned least) const {
+        unsigned number = 0;
+        for (unsigned start = 0; start < count; start += TREE_THREADS) {
+            unsigned i = start + threadIdx.x;
+            number += __syncthreads_count(i < count && (*this)[i] >= least);
+        }
+        return number;
+    }
+};
+
+// The `wanted` largest keys above that of -inf, equal ones by index, as ascending indices to `selected`; returns how many.
+__device__ inline unsigned select_ascending(const ScoreKeys& keys, unsigned wanted, int* selected) {
+    __shared__ unsigned partial[MAXIMUM_WARPS];
+    unsigned threshold = ordered_key(minus_infinity()) + 1;
+    unsigned reached = keys.number_of(threshold);
+    unsigned number = min(wanted, reached);
+    if (reached > wanted) {
+        // The largest threshold that enough keys reach, bit by bit.
+        threshold = 0;
+        for (unsigned bit = 1u << 31; bit != 0; bit >>= 1) {
+            unsigned at_least = keys.number_of(threshold | bit);
+            if (at_least < wanted) continue;
+            threshold |= bit;
+            if (at_least == wanted) break;
+        }
+    }
+    unsigned above = threshold == 0xffffffffu ? 0 : keys.number_of(threshold + 1);
+    unsigned ties = number - above;  // so many of the keys that equal the threshold are selected
+    unsigned above_before = 0, equal_before = 0;
+    for (unsigned start = 0; start < keys.count; start += TREE_THREADS) {
+        unsigned i = start + threadIdx.x;
+        unsigned key = i < keys.count ? keys[i] : 0;
+        bool is_above = key > threshold, is_equal = i < keys.count && key == threshold;
+        unsigned both = unsigned(is_above) | unsigned(is_equal) << 16;
+        unsigned before = block_inclusive_sum(both, partial) - both;
+        unsigned place_above = above_before + (before & 0xffff), place_equal = equal_before + (before >> 16);
+        if (is_above || (is_equal && place_equal < ties)) selected[place_above + min(place_equal, ties)] = int(i);
+        above_before += __syncthreads_count(is_above);
+        equal_before += __syncthreads_count(is_equal);
+    }
+    __syncthreads();
+    return number;
+}
+
+// The caller's choice, up to its first entry that is no candidate; returns how many.
+__device__ inline unsigned read_ascending(const int* source, unsigned size, unsigned candidates, int* selected) {
+    __shared__ unsigned number;
+    if (threadIdx.x == 0) number = size;
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < size; i += TREE_THREADS) {
+        selected[i] = __ldcg(source + i);
+        if (unsigned(selected[i]) >= candidates) atomicMin(&number, i);
+    }
+    __syncthreads();
+    return number;
+}
+
+// Place in the tree of the parent of the candidate at `place`; the place itself where the parent is not in the tree.
+__device__ inline unsigned place_of_parent(
+    const int* selected, unsigned number, unsigned place, const int* candidate_tokens, const int* candidate_parents) {
+    int candidate = selected[place - 1];
+    int parent = __ldcg(candidate_parents + candidate);
+    if (__ldcg(candidate_tokens + candidate) < 0 || parent >= candidate) return place;
+    if (parent == -1) return 0;
+    unsigned first = 0, last = number;  // the first entry that is not below the parent lies in this range
+    while (first < last) {
+        unsigned middle = (first + last) / 2;
+        if (selected[middle] < parent) first = middle + 1; else last = middle;
+    }
+    return first < number && selected[first] == parent ? first + 1 : place;
+}
+
+struct Node {
+    int token, parent, depth;
+};
+
+// The token at `place` and, in `on_path`, the places on its way from the root; padding where the way does not end there.
+__device__ inline Node find_node(
+    const unsigned short* up, unsigned place, unsigned number, int root, const int* selected,
+    const int* candidate_tokens, unsigned char* on_path) {
+    unsigned node = place;
+    int depth = 0;
+    on_path[node] = 1;
+    while (up[node] != node) {
+        node = up[node];
+        on_path[node] = 1;
+        ++depth;
+    }
+    if (place == 0) return {root, -1, 0};
+    if (node == 0) return {__ldcg(candidate_tokens + selected[place - 1]), int(up[place]), depth};
+    for (node = place; up[node] != node;) {  // only the token itself stays
+        node = up[node];
+        on_path[node] = 0;
+    }
+    on_path[place] = 1;
+    return {-1, -1, 0};
+}
+
+// Arrays of one sequence that hold the tree.
+struct Tree {
+    int *tokens, *parents, *depths, *draw_positions;
+    unsigned char* ancestors;
+};
+
+__device__ inline void write_node(
+    const Tree& tree, unsigned tokens, const Node& node, int position, const unsigned char* on_path) {
+    unsigned place = blockIdx.x;
+    for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) tree.ancestors[place * tokens + i] = on_path[i];
+    if (threadIdx.x != 0) return;
+    tree.tokens[place] = node.token;
+    tree.parents[place] = node.parent;
+    tree.depths[place] = node.depth;
+    tree.draw_positions[place] = position + node.depth;
+}
+
+}  // namespace draft
+
+// The tree to verify and everything that the base model reads of one of its tokens. Grid (tokens, sequences),
+// TREE_THREADS threads: each block selects all of the tree for itself and writes one token. Dynamic shared memory: one
+// word a candidate, or none. May be launched while the kernel before it still runs.
+#define DRAFT_VERIFICATION(NAME, COMPUTE)                                                                             \
+    extern "C" __global__ void __launch_bounds__(draft::TREE_THREADS) NAME(                                           \
+        const int* token_ids, const int* first_positions, const int* committed, const int* position_offsets,          \
+        const float* rotary_table, const char* embedding, const int* candidate_tokens, const float* candidate_scores, \
+        const int* candidate_parents, int* selected, int* tree_tokens, int* tree_parents, int* tree_depths,           \
+        unsigned char* tree_ancestors, int* draw_positions, char* inputs_embeds, COMPUTE* rope_rotary_cos_sin,        \
+        unsigned char* attention_mask, unsigned select, unsigned keeps_keys, unsigned counted, unsigned candidates,   \
+        unsigned selected_size, unsigned positions, unsigned rotary_size, unsigned keys, unsigned vocabulary,         \
+        size_t embedding_bytes) {                                                                                     \
+        using namespace draft;                                                                                        \
+        extern __shared__ unsigned kept_keys[];                                                                       \
+        __shared__ int chosen[MAXIMUM_TREE_TOKENS];                                                                   \
+        __shared__ unsigned short up[MAXIMUM_TREE_TOKENS];                                                            \
+        __shared__ unsigned char on_path[MAXIMUM_TREE_TOKENS];                                                        \
+        __shared__ Node node;                                                                                         \
+        launch_next_kernel();                                                                                         \
+        wait_for_previous_kernel();                                                                                   \
+        unsigned tokens = gridDim.x, place = blockIdx.x;                                                              \
+        size_t sequence = blockIdx.y, first = sequence * tokens, at = first + place;                                  \
+        const int* own_tokens = candidate_tokens + sequence * candidates;                                             \
+        const int* own_parents = candidate_parents + sequence * candidates;                                           \
+        int* own_selected = selected + sequence * selected_size;                                                      \
+        unsigned number;                                                                                              \
+        if (select) {                                                                                                 \
+            ScoreKeys score_keys = {candidate_scores + sequence * candidates, nullptr, counted};                      \
+            if (keeps_keys) {                                                                                         \
+                for (unsigned i = threadIdx.x; i < counted; i += TREE_THREADS) kept_keys[i] = score_keys[i];          \
+                score_keys.kept = kept_keys;                                                                          \
+                __syncthreads();                                                                                      \
+            }                                                                                                         \
+            number = select_ascending(score_keys, selected_size, chosen);                                             \
+            for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {                      \
+                own_selected[i] = i < number ? chosen[i] : -1;                                                        \
+            }                                                                                                         \
+        } else {                                                                                                      \
+            number = read_ascending(own_selected, selected_size, counted, chosen);                                    \
+        }                                                                                                             \
+        for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+            bool has_candidate = i > 0 && i <= number;                                                                \
+            up[i] = has_candidate ? place_of_parent(chosen, number, i, own_tokens, own_parents) : i;                  \
+            on_path[i] = 0;                                                                                           \
+        }                                                                                                             \
+        int length = __ldcg(committed + sequence);                                                                    \
+        unsigned char* mask_row = attention_mask + at * keys;                                                         \
+        write_mask_row(mask_row, keys, (long long)length - 1);                                                        \
+        __syncthreads();                                                                                              \
+        if (threadIdx.x == 0) {                                                                                       \
+            node = find_node(up, place, number, __ldcg(token_ids + sequence), chosen, own_tokens, on_path);           \
+        }                                                                                                             \
+        __syncthreads();                                                                                              \
+        for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+            if (on_path[i]) see(mask_row, keys, (long long)length + i);                                               \
+        }                                                                                                             \
+        Tree tree = {tree_tokens + first, tree_parents + first, tree_depths + first, draw_positions + first,          \
+                     tree_ancestors + first * tokens};                                                                \
+        write_node(tree, tokens, node, __ldcg(first_positions + sequence), on_path);                                  \
+        look_up(embedding, node.token, inputs_embeds + at * embedding_bytes, vocabulary, embedding_bytes);            \
+        long long position = (long long)length + node.depth + __ldcg(position_offsets + sequence);                    \
+        write_rotary_row(rotary_table, position, rope_rotary_cos_sin + at * rotary_size, positions, rotary_size);     \
+    }
+
+DRAFT_VERIFICATION(draft_verification_float32, float)
+DRAFT_VERIFICATION(draft_verification_float16, __half)
+DRAFT_VERIFICATION(draft_verification_bfloat16, __nv_bfloat16)

@@ -1,0 +1,362 @@
+"""The acceptance kernels on the GPU: compiled by NVRTC, launched through `cuda.bindings`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from edgellm.kernels.acceptance_checks import (
+    check_acceptance,
+    check_caches,
+    check_emitted,
+    check_mapping,
+    check_step,
+    check_typical,
+    check_workspace,
+)
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.cuda_kernels import CudaKernels
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import KernelModule, Launch, pointer
+
+#: Bytes of one `Row` of cuda/acceptance.cuh, which asserts it.
+_ROW_BYTES = 56
+#: As CACHES_PER_LAUNCH of cuda/accept_state.cu: addresses travel with the launch, so nothing is made ready before.
+_CACHES_PER_LAUNCH = 256
+_ROW_THREADS = 512
+_WALK_THREADS = 256
+_COPY_THREADS = 128
+_WARP = 32
+#: Blocks of _ROW_THREADS threads that a multiprocessor runs at once; more than these only wait in line.
+_BLOCKS_PER_MULTIPROCESSOR = 4
+
+
+class CudaAcceptance:
+    """See `edgellm.kernels.acceptance_interface.AcceptanceKernels`; arrays are `DeviceArray`, all goes to one stream.
+
+    A NaN among logits counts as -inf; a row of which nothing passes its threshold draws id 0.
+    """
+
+    def __init__(self, kernels: CudaKernels, stream: Any, compute_capability: str | None = None) -> None:
+        """Load the kernels into the current CUDA context.
+
+        `kernels` filter what `draft_sample` draws from; `stream` is their pycuda stream; `compute_capability` ("sm_90")
+        is the current device's if None. Raises MissingDependencyError or KernelError.
+        """
+        if compute_capability is None:
+            import pycuda.driver as cuda
+
+            major, minor = cuda.Context.get_device().compute_capability()
+            compute_capability = f"sm_{major}{minor}"
+        self._kernels = kernels
+        self._module = KernelModule(compute_capability, stream.handle)
+
+    def process_tree_logits(
+        self,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_ancestors: DeviceArray,
+        repetition_penalty: DeviceArray,
+        presence_penalty: DeviceArray,
+        frequency_penalty: DeviceArray,
+        temperature: DeviceArray,
+        processed: DeviceArray,
+    ) -> None:
+        """Penalties and temperature of every node, `logits` to `processed` [B, T, V]; see the interface."""
+        settings = (repetition_penalty, presence_penalty, frequency_penalty, temperature)
+        arrays = (logits, token_counts, tree_tokens, tree_ancestors, *settings, processed)
+        sizes = _check("process_tree_logits", *arrays)
+        grid = (self._blocks(sizes["V"], sizes["B"] * sizes["T"]), sizes["T"], sizes["B"])
+        self._launch("process_tree_logits", grid, _ROW_THREADS, *arrays, sizes["V"])
+
+    def eagle_accept_workspace_size(self, batch: int, tree_size: int, vocabulary: int) -> int:
+        """Bytes of workspace that `eagle_accept` needs."""
+        return _ROW_BYTES * batch * tree_size
+
+    def eagle_accept(
+        self,
+        logits: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_parents: DeviceArray,
+        tree_depths: DeviceArray,
+        active: DeviceArray,
+        vocab_mapping: DeviceArray | None,
+        accepted_indices: DeviceArray,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        workspace: DeviceArray,
+    ) -> None:
+        """Greedy acceptance in one launch; see the interface."""
+        tree = (tree_tokens, tree_parents, tree_depths, active)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        sizes = _check("eagle_accept", logits, *tree, *accepted, workspace)
+        check_mapping(check_device_arguments, "eagle_accept", vocab_mapping, sizes["V"])
+        rows = sizes["B"] * sizes["T"]
+        _check_workspace("eagle_accept", sizes, workspace, _ROW_BYTES * rows)
+        grid = (self._blocks(sizes["V"], rows), sizes["T"], sizes["B"])
+        arguments = (logits, *tree, vocab_mapping, *accepted, workspace, sizes["V"], sizes["W"])
+        self._launch("eagle_accept", grid, _ROW_THREADS, *arguments)
+
+    def accept_drawn(
+        self,
+        drawn: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_parents: DeviceArray,
+        tree_depths: DeviceArray,
+        active: DeviceArray,
+        vocab_mapping: DeviceArray | None,
+        accepted_indices: DeviceArray,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+    ) -> None:
+        """Follow the `drawn` [B, T] tokens through the trees; see the interface."""
+        tree = (tree_tokens, tree_parents, tree_depths, active)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        sizes = _check("accept_drawn", drawn, *tree, *accepted)
+        mapped = check_mapping(check_device_arguments, "accept_drawn", vocab_mapping, None)
+        arguments = (drawn, *tree, vocab_mapping, *accepted, sizes["T"], mapped, sizes["W"])
+        self._launch("accept_drawn", (sizes["B"], 1, 1), _WALK_THREADS, *arguments)
+
+    def sampling_workspace_size(self, batch: int, tree_size: int, vocabulary: int) -> int:
+        """Bytes of workspace that `typical_accept` and `accept_sampled_chain` need."""
+        return _ROW_BYTES * batch * tree_size
+
+    def typical_accept(
+        self,
+        processed: DeviceArray,
+        thresholds: DeviceArray,
+        temperature: DeviceArray,
+        drawn: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_parents: DeviceArray,
+        tree_depths: DeviceArray,
+        active: DeviceArray,
+        epsilon: float,
+        delta: float,
+        accepted_indices: DeviceArray,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        workspace: DeviceArray,
+    ) -> None:
+        """The deepest path of typical tokens, then `drawn` at its end; see the interface."""
+        distribution = (processed, thresholds, temperature)
+        tree = (tree_tokens, tree_parents, tree_depths, active)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        sizes = _check("typical_accept", *distribution, drawn, *tree, *accepted, workspace)
+        check_typical(epsilon, delta)
+        self._row_totals("typical_accept", sizes, processed, thresholds, active, tree_tokens, workspace)
+        bounds = (ctypes.c_double(epsilon), ctypes.c_double(delta))
+        arguments = (*distribution, drawn, *tree, *bounds, *accepted, workspace)
+        shape = (sizes["T"], sizes["V"], sizes["W"])
+        self._launch("typical_accept", (sizes["B"], 1, 1), _WALK_THREADS, *arguments, *shape)
+
+    def draft_sample_workspace_size(self, batch: int, draft_vocabulary: int) -> int:
+        """Bytes of workspace that `draft_sample` needs: scaled logits, rows, thresholds."""
+        return _scaled_bytes(batch, draft_vocabulary) + (_ROW_BYTES + 4) * batch
+
+    def draft_sample(
+        self,
+        logits: DeviceArray,
+        draft_to_target: DeviceArray,
+        temperature: DeviceArray,
+        top_k: DeviceArray,
+        top_p: DeviceArray,
+        min_p: DeviceArray,
+        seeds: DeviceArray,
+        sequences: DeviceArray,
+        positions: DeviceArray,
+        step: int,
+        chain_tokens: DeviceArray,
+        draft_probabilities: DeviceArray,
+        workspace: DeviceArray,
+    ) -> None:
+        """Draw token `step` of sampled chains from the draft's q and keep q; see the interface."""
+        filters, draw = (top_k, top_p, min_p), (seeds, sequences, positions)
+        drawn = (chain_tokens, draft_probabilities)
+        sizes = _check("draft_sample", logits, draft_to_target, temperature, *filters, *draw, *drawn, workspace)
+        check_step(sizes, step)
+        batch, vocabulary = sizes["B"], sizes["U"]
+        _check_workspace("draft_sample", sizes, workspace, self.draft_sample_workspace_size(batch, vocabulary))
+        rows_start = workspace.pointer + _scaled_bytes(batch, vocabulary)
+        rows = DeviceArray(rows_start, (_ROW_BYTES * batch,), "uint8", workspace)
+        scaled = DeviceArray(workspace.pointer, (batch, vocabulary), "float32", workspace)
+        thresholds = DeviceArray(rows_start + rows.nbytes, (batch,), "float32", workspace)
+        self._zero(rows)
+        grid = (self._blocks(vocabulary, batch), batch, 1)
+        self._launch("draft_scale", grid, _ROW_THREADS, logits, temperature, scaled, rows, vocabulary)
+        self._kernels.filter_threshold(scaled, *filters, thresholds)
+        self._launch("draft_total", grid, _ROW_THREADS, scaled, thresholds, rows, vocabulary)
+        arguments = (scaled, thresholds, temperature, draft_to_target, *draw, *drawn, rows)
+        self._launch("draft_draw", grid, _ROW_THREADS, *arguments, vocabulary, step, sizes["D"])
+
+    def accept_sampled_chain(
+        self,
+        processed: DeviceArray,
+        thresholds: DeviceArray,
+        temperature: DeviceArray,
+        tree_tokens: DeviceArray,
+        draft_probabilities: DeviceArray,
+        target_to_draft: DeviceArray,
+        seeds: DeviceArray,
+        sequences: DeviceArray,
+        draw_positions: DeviceArray,
+        active: DeviceArray,
+        accepted_indices: DeviceArray,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        workspace: DeviceArray,
+    ) -> None:
+        """Speculative sampling of chains; see the interface."""
+        distribution = (processed, thresholds, temperature)
+        draft, draw = (draft_probabilities, target_to_draft), (seeds, sequences, draw_positions)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        arrays = (*distribution, tree_tokens, *draft, *draw, active)
+        sizes = _check("accept_sampled_chain", *arrays, *accepted, workspace)
+        self._row_totals("accept_sampled_chain", sizes, processed, thresholds, active, tree_tokens, workspace)
+        shape = [sizes[axis] for axis in "TVDUW"]
+        self._launch("accept_chain_test", (sizes["B"], 1, 1), _WARP, *arrays, *accepted, workspace, *shape)
+        grid = (self._blocks(sizes["V"], sizes["B"]), sizes["B"], 1)
+        arguments = (*distribution, *draft, *draw, active, accepted_ids, workspace)
+        self._launch("accept_chain_draw", grid, _ROW_THREADS, *arguments, *shape)
+
+    def compact_kv(
+        self,
+        caches: Sequence[DeviceArray],
+        kvcache_start_index: DeviceArray,
+        accepted_indices: DeviceArray,
+        acceptance_lengths: DeviceArray,
+    ) -> None:
+        """Move the accepted rows of all caches to consecutive places, one launch for each 256 caches."""
+        arrays = (kvcache_start_index, accepted_indices, acceptance_lengths)
+        sizes = check_caches(check_device_arguments, caches, *arrays)
+        row_bytes = sizes["C"] * ITEM_SIZES[caches[0].dtype]
+        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
+            some = caches[first : first + _CACHES_PER_LAUNCH]
+            width = _element_bytes(row_bytes, *some)
+            elements = row_bytes // width
+            blocks = -(-len(some) * sizes["H"] * elements // _COPY_THREADS)
+            pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
+            shape = (len(some), sizes["H"], sizes["R"], elements, sizes["W"])
+            self._launch(f"compact_kv_{width}", (blocks, sizes["B"], 1), _COPY_THREADS, pointers, *arrays, *shape)
+
+    def gather_features(
+        self,
+        hidden_states: DeviceArray,
+        accepted_indices: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        pending_features: DeviceArray,
+    ) -> None:
+        """Rows of `hidden_states` [B, T, F] at the accepted nodes to the first of `pending_features` [B, P, F]."""
+        arrays = (hidden_states, accepted_indices, acceptance_lengths, pending_features)
+        sizes = _check("gather_features", *arrays)
+        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
+        width = _element_bytes(row_bytes, hidden_states, pending_features)
+        shape = (sizes["T"], sizes["P"], row_bytes // width)
+        self._launch(f"gather_features_{width}", (sizes["W"], sizes["B"], 1), _COPY_THREADS, *arrays, *shape)
+
+    def advance_accepted(
+        self,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        active: DeviceArray,
+        token_ids: DeviceArray,
+        kvcache_start_index: DeviceArray,
+        positions: DeviceArray,
+        token_counts: DeviceArray,
+        pending_ids: DeviceArray,
+        pending_counts: DeviceArray,
+        draft_start: DeviceArray,
+        draft_last: DeviceArray,
+        emitted: DeviceArray,
+    ) -> None:
+        """Take the accepted tokens into the state of each active slot; see the interface."""
+        state = (token_ids, kvcache_start_index, positions, token_counts)
+        draft = (pending_ids, pending_counts, draft_start, draft_last)
+        arrays = (accepted_ids, acceptance_lengths, active, *state, *draft, emitted)
+        sizes = _check("advance_accepted", *arrays)
+        check_emitted(sizes)
+        shape = (sizes["V"], sizes["P"], sizes["W"])
+        self._launch("advance_accepted", (sizes["B"], 1, 1), _WARP, *arrays, *shape)
+
+    def append_pending(
+        self,
+        hidden_states: DeviceArray,
+        tokens: DeviceArray,
+        active: DeviceArray,
+        pending_features: DeviceArray,
+        pending_ids: DeviceArray,
+        pending_counts: DeviceArray,
+        kvcache_start_index: DeviceArray,
+        draft_start: DeviceArray,
+        draft_last: DeviceArray,
+    ) -> None:
+        """A plain step's feature and token join the draft's pending input of each active slot; see the interface."""
+        pending = (pending_features, pending_ids, pending_counts)
+        arrays = (hidden_states, tokens, active, *pending, kvcache_start_index, draft_start, draft_last)
+        sizes = _check("append_pending", *arrays)
+        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
+        width = _element_bytes(row_bytes, hidden_states, pending_features)
+        shape = (sizes["P"], row_bytes // width)
+        self._launch(f"append_pending_{width}", (sizes["B"], 1, 1), _WALK_THREADS, *arrays, *shape)
+
+    def _row_totals(
+        self,
+        kernel: str,
+        sizes: dict[str, int],
+        processed: DeviceArray,
+        thresholds: DeviceArray,
+        active: DeviceArray,
+        tree_tokens: DeviceArray,
+        workspace: DeviceArray,
+    ) -> None:
+        """Maximum and sums of weights of every node's row, into the workspace."""
+        rows = sizes["B"] * sizes["T"]
+        _check_workspace(kernel, sizes, workspace, _ROW_BYTES * rows)
+        grid = (self._blocks(sizes["V"], rows), sizes["T"], sizes["B"])
+        used = (active, tree_tokens, workspace, sizes["V"])
+        self._launch("accept_row_best", grid, _ROW_THREADS, processed, *used)
+        self._launch("accept_row_total", grid, _ROW_THREADS, processed, thresholds, *used)
+
+    def _blocks(self, vocabulary: int, rows: int) -> int:
+        """Blocks for each of `rows` rows: enough to fill the GPU, no more than have four tokens a thread."""
+        most = -(-_BLOCKS_PER_MULTIPROCESSOR * self._module.multiprocessors // rows)
+        return min(-(-vocabulary // (4 * _ROW_THREADS)), most)
+
+    def _zero(self, array: DeviceArray) -> None:
+        driver = self._module.driver
+        (status,) = driver.cuMemsetD8Async(array.pointer, 0, array.nbytes, self._module.stream)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"clearing {array.nbytes} bytes of workspace failed: {status}")
+
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
+        """Enqueue a kernel; arrays (None: null) and sizes become pointers and unsigned integers."""
+        Launch(self._module, name, grid, threads, 0, [_argument(value) for value in arguments])()
+
+
+def _check(kernel: str, *arrays: DeviceArray) -> dict[str, int]:
+    return check_acceptance(check_device_arguments, kernel, *arrays)
+
+
+def _check_workspace(kernel: str, sizes: dict[str, int], workspace: DeviceArray, needed: int) -> None:
+    check_workspace(kernel, sizes, needed)
+    if workspace.pointer % 16:
+        raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 16 bytes")
+
+
+def _argument(value: Any) -> Any:
+    if value is None or isinstance(value, DeviceArray):
+        return pointer(value)
+    return ctypes.c_uint(value) if isinstance(value, int) else value
+
+
+def _scaled_bytes(batch: int, vocabulary: int) -> int:
+    """Bytes of scaled logits at the start of a workspace of `draft_sample`, filled up to 16."""
+    return -(-batch * vocabulary * ITEM_SIZES["float32"] // 16) * 16
+
+
+def _element_bytes(row_bytes: int, *arrays: DeviceArray) -> int:
+    """Bytes that one access can move in rows of `row_bytes` of all the arrays."""
+    return next(width for width in (16, 4, 2) if not any(n % width for n in (row_bytes, *(a.pointer for a in arrays))))

@@ -1,0 +1,362 @@
+"""What drafting emits has the base's own law: enumerated on a vocabulary of five, against the real kernels.
+
+The base and the draft are tables: the next token depends on the last one, and on the counts where there are penalties.
+A slot is one request with its own sequence number. Every kind emits the first tokens of thousands of slots, over as many
+rounds as that takes; their joint distribution is compared with the enumerated one by a chi-square test, which wrong
+acceptance rules fail. Deterministic trees emit the very tokens of plain decoding besides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from edgellm.kernels.numpy_acceptance import NumpyAcceptance
+from edgellm.kernels.numpy_kernels import NumpyKernels
+
+VOCABULARY, EMITTED, FIRST_TOKEN = 5, 3, 2
+DRAFT_IDS = np.array([4, 0, 1, 3], np.int32)  # target ids of the draft's vocabulary; the draft never says 2
+KERNELS, ACCEPTANCE = NumpyKernels(), NumpyAcceptance()
+NO_WORKSPACE = np.zeros(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Settings:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def rows(self, count: int) -> dict[str, np.ndarray]:
+        dtypes = {"top_k": np.int32}
+        return {name: np.full(count, value, dtypes.get(name, np.float32)) for name, value in vars(self).items()}
+
+
+SETTINGS = {
+    "plain": Settings(),
+    "top-k": Settings(top_k=3, temperature=1.4),
+    "top-p": Settings(top_p=0.8, temperature=0.8),
+    "penalties": Settings(repetition=1.5, presence=0.4, frequency=0.6, temperature=1.2),
+    "all": Settings(0.9, 4, 0.9, 0.05, 1.3, 0.2, 0.3),
+}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Logits of the base [V, V] and of the draft [V, U], by the last token."""
+
+    base: np.ndarray
+    draft: np.ndarray
+
+
+@pytest.fixture(params=[1, 2], ids=["unlike", "alike"])
+def tables(request) -> Tables:
+    """Random p and q; the draft knows nothing of the base, or says nearly the same."""
+    rng = np.random.default_rng(request.param)
+    base = rng.normal(0, 1.3, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    draft = rng.normal(0, 1.3, (VOCABULARY, DRAFT_IDS.size)).astype(np.float32)
+    if request.param == 2:
+        draft = base[:, DRAFT_IDS] + np.float32(0.3) * draft
+    return Tables(base, draft)
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values - values.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def base_distribution(logits: np.ndarray, counts: np.ndarray, settings: Settings) -> np.ndarray:
+    """The distribution that plain decoding draws from, read off the definitions in float64."""
+    values = logits.astype(float)
+    seen = counts > 0
+    values[seen] = np.where(values > 0, values / settings.repetition, values * settings.repetition)[seen]
+    values = values - settings.presence * seen - settings.frequency * counts
+    values = values / settings.temperature
+    kept = np.ones(values.size, bool)
+    if settings.top_k:
+        kept &= values >= np.sort(values)[-settings.top_k]
+    if settings.top_p < 1:
+        p = softmax(np.where(kept, values, -np.inf))
+        order = np.argsort(-p)
+        count = int(np.searchsorted(p[order].cumsum(), settings.top_p)) + 1
+        kept &= values >= values[order[count - 1]]
+    kept &= np.exp(values - values.max()) >= settings.min_p
+    return softmax(np.where(kept, values, -np.inf))
+
+
+def enumerated(tables: Tables, settings: Settings) -> np.ndarray:
+    """Probability of every sequence of emitted tokens, [V ** EMITTED]."""
+    probabilities = []
+    for sequence in itertools.product(range(VOCABULARY), repeat=EMITTED):
+        counts = np.zeros(VOCABULARY, int)
+        counts[FIRST_TOKEN] = 1
+        last, probability = FIRST_TOKEN, 1.0
+        for token in sequence:
+            probability *= base_distribution(tables.base[last], counts, settings)[token]
+            counts[token] += 1
+            last = token
+        probabilities.append(probability)
+    return np.array(probabilities)
+
+
+def fits(tokens: np.ndarray, expected: np.ndarray) -> bool:
+    """Chi-square: whether sequences [slots, EMITTED] could come from `expected`; refuses a true law 3 times in 10^5."""
+    cells = np.ravel_multi_index(tuple(tokens.T), (VOCABULARY,) * EMITTED)
+    observed = np.bincount(cells, minlength=expected.size)
+    if observed[expected < 1e-12].any():
+        return False
+    counts = expected * len(tokens)
+    frequent = counts >= 5
+    pairs = np.array([observed[frequent], counts[frequent]])
+    if counts[~frequent].sum() >= 5:
+        pairs = np.append(pairs, [[observed[~frequent].sum()], [counts[~frequent].sum()]], axis=1)
+    statistic = ((pairs[0] - pairs[1]) ** 2 / pairs[1]).sum()
+    degrees = pairs.shape[1] - 1
+    spread = 2 / (9 * degrees)
+    return statistic <= degrees * (1 - spread + 4 * math.sqrt(spread)) ** 3  # Wilson and Hilferty's quantile
+
+
+class Slots:
+    """The state of many requests that run side by side."""
+
+    def __init__(self, count: int, settings: Settings, most: int) -> None:
+        self.count, self.most = count, most
+        self.settings = settings.rows(count)
+        self.seeds = np.full(count, 2**40 + 17, np.uint64)
+        self.sequences = np.arange(count, dtype=np.int32)
+        self.active = np.ones(count, np.int32)
+        self.last = np.full((count, 1), FIRST_TOKEN, np.int32)
+        self.start = np.full(count, 6, np.int32)
+        self.positions = self.start + np.int32(1)
+        self.counts = np.zeros((count, VOCABULARY), np.int32)
+        self.counts[:, FIRST_TOKEN] = 1
+        self.tokens = np.full((count, EMITTED + most), -1, np.int32)
+        self.filled = np.zeros(count, np.int64)
+        self.rounds = 0
+
+    def unfinished(self) -> bool:
+        return bool((self.filled < EMITTED).any())
+
+    def processed(self, logits: np.ndarray, tree_tokens: np.ndarray, ancestors: np.ndarray) -> tuple:
+        """Logits [B, T, V] after penalties and temperature, and their thresholds [B, T]."""
+        rows, values = tree_tokens.shape[1], np.empty_like(logits)
+        names = ("repetition", "presence", "frequency", "temperature")
+        penalties = [self.settings[name] for name in names]
+        ACCEPTANCE.process_tree_logits(logits, self.counts, tree_tokens, ancestors, *penalties, values)
+        thresholds = np.empty(self.count * rows, np.float32)
+        filters = [self.settings[name].repeat(rows) for name in ("top_k", "top_p", "min_p")]
+        KERNELS.filter_threshold(values.reshape(-1, VOCABULARY), *filters, thresholds)
+        return values, thresholds.reshape(self.count, rows)
+
+    def drawn(self, values: np.ndarray, thresholds: np.ndarray, draw_positions: np.ndarray) -> np.ndarray:
+        """The token that plain decoding draws at every node, [B, T]."""
+        rows = thresholds.shape[1]
+        tokens = np.empty(self.count * rows, np.int32)
+        repeated = [array.repeat(rows) for array in (self.settings["temperature"], self.seeds, self.sequences)]
+        arguments = (values.reshape(-1, VOCABULARY), thresholds.reshape(-1), *repeated)
+        KERNELS.sample(*arguments, np.ascontiguousarray(draw_positions).reshape(-1), tokens)
+        return tokens.reshape(self.count, rows)
+
+    def accepted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        shape = (self.count, self.most)
+        return np.empty(shape, np.int32), np.empty(shape, np.int32), np.empty(self.count, np.int32)
+
+    def advance(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        self.rounds += 1
+        draft = [np.zeros((self.count, self.most), np.int32), *(np.zeros(self.count, np.int32) for _ in range(2))]
+        emitted = np.empty((self.count, self.most + 1), np.int32)
+        state = (self.active, self.last, self.start, self.positions, self.counts)
+        ACCEPTANCE.advance_accepted(ids, lengths, *state, *draft, np.zeros((self.count, 1), np.int32), emitted)
+        for place in range(self.most):
+            takes = (place < emitted[:, 0]) & (self.filled < EMITTED)
+            self.tokens[takes, self.filled[takes]] = emitted[takes, place + 1]
+            self.filled[takes] += 1
+
+
+def plain_tokens(tables: Tables, settings: Settings, count: int) -> np.ndarray:
+    """What plain decoding emits: `Kernels` alone, no tree, no acceptance."""
+    slots = Slots(count, settings, 1)
+    rows = slots.settings
+    for place in range(EMITTED):
+        logits = tables.base[slots.last[:, 0]]
+        values, thresholds = np.empty_like(logits), np.empty(count, np.float32)
+        penalties = [rows[name] for name in ("repetition", "presence", "frequency", "temperature")]
+        KERNELS.process_logits(logits, slots.counts, *penalties, values)
+        KERNELS.filter_threshold(values, rows["top_k"], rows["top_p"], rows["min_p"], thresholds)
+        draw = (rows["temperature"], slots.seeds, slots.sequences, slots.positions)
+        token = np.empty(count, np.int32)
+        KERNELS.sample(values, thresholds, *draw, token)
+        slots.last[:, 0] = token
+        slots.positions += 1
+        slots.counts[np.arange(count), token] += 1
+        slots.tokens[:, place] = token
+    return slots.tokens[:, :EMITTED]
+
+
+#: Node -> (parent, rank among the draft's best after the parent): a tree of depth 2, one cut at depth 1, a chain.
+TREES = {
+    "tree": ((-1, 0), (0, 0), (0, 2), (0, 1), (1, 1), (1, 0), (3, 0)),
+    "wide": ((-1, 0), (0, 0), (0, 1), (0, 2), (0, 3)),
+    "chain": ((-1, 0), (0, 0), (1, 0), (2, 0)),
+}
+
+
+def tree_tokens_emitted(tables: Tables, settings: Settings, kind: str, count: int, redraws: bool = False) -> Slots:
+    """Rounds with deterministic children: the draft's best. `redraws`: a wrong rule, see the test."""
+    shape = TREES[kind]
+    size = len(shape)
+    parents = np.array([parent for parent, _ in shape], np.int32)
+    depths, ancestors = np.zeros(size, np.int32), np.eye(size, dtype=bool)
+    for node in range(1, size):
+        depths[node] = depths[parents[node]] + 1
+        ancestors[node] |= ancestors[parents[node]] & (np.arange(size) > 0)
+    slots = Slots(count, settings, int(depths.max()) + 1)
+    ranked = DRAFT_IDS[np.argsort(-tables.draft, axis=1, kind="stable")]
+    repeated = [np.ascontiguousarray(np.broadcast_to(a, (count, *a.shape))) for a in (parents, depths, ancestors)]
+    while slots.unfinished():
+        tokens = np.empty((count, size), np.int32)
+        tokens[:, 0] = slots.last[:, 0]
+        for node in range(1, size):
+            parent, rank = shape[node]
+            tokens[:, node] = ranked[tokens[:, parent], rank]
+        values, thresholds = slots.processed(tables.base[tokens], tokens, repeated[2])
+        drawn = slots.drawn(values, thresholds, slots.positions[:, None] + depths)
+        indices, ids, lengths = slots.accepted()
+        tree = (tokens, repeated[0], repeated[1], slots.active)
+        ACCEPTANCE.accept_drawn(drawn, *tree, None, indices, ids, lengths)
+        if redraws:
+            ends = indices[np.arange(count), lengths - 1]
+            again = slots.drawn(values, thresholds, slots.positions[:, None] + depths + np.int32(1000))
+            ids[np.arange(count), lengths - 1] = again[np.arange(count), ends]
+        slots.advance(ids, lengths)
+    return slots
+
+
+def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, count: int, wrong: str = "") -> Slots:
+    """Rounds with chains sampled from the draft under its own settings. `wrong`: what is done wrong, see the test."""
+    steps = 2
+    slots, draft_rows = Slots(count, settings, steps + 1), draft.rows(count)
+    target_to_draft = np.full(VOCABULARY, -1, np.int32)
+    target_to_draft[DRAFT_IDS] = np.arange(DRAFT_IDS.size)
+    ancestors = np.ascontiguousarray(np.broadcast_to(np.tri(steps + 1, dtype=bool), (count, steps + 1, steps + 1)))
+    filters = [draft_rows[name] for name in ("top_k", "top_p", "min_p")]
+    while slots.unfinished():
+        chain = np.full((count, steps), -1, np.int32)
+        q = np.zeros((count, steps, DRAFT_IDS.size), np.float32)
+        last = slots.last[:, 0]
+        draw = (slots.seeds, slots.sequences, slots.positions)
+        for step in range(steps):
+            logits = tables.draft[last]
+            sampling = (draft_rows["temperature"], *filters, *draw)
+            ACCEPTANCE.draft_sample(logits, DRAFT_IDS, *sampling, step, chain, q, NO_WORKSPACE)
+            last = chain[:, step]
+            if wrong == "q before its processors":
+                q[:, step] = softmax(logits)
+        tokens = np.concatenate([slots.last, chain], axis=1)
+        if wrong == "unlikely drafts dropped":
+            likely = np.take_along_axis(q, target_to_draft[chain][:, :, None], 2)[:, :, 0] > 0.3
+            tokens[:, 1:][~np.logical_and.accumulate(likely, axis=1)] = -1
+        values, thresholds = slots.processed(tables.base[tokens], tokens, ancestors)
+        draw_positions = slots.positions[:, None] + np.arange(steps + 1, dtype=np.int32)
+        accepted = slots.accepted()
+        ACCEPTANCE.accept_sampled_chain(
+            values,
+            thresholds,
+            slots.settings["temperature"],
+            tokens,
+            q,
+            target_to_draft,
+            slots.seeds,
+            slots.sequences,
+            draw_positions,
+            slots.active,
+            *accepted,
+            NO_WORKSPACE,
+        )
+        slots.advance(accepted[1], accepted[2])
+    return slots
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_deterministic_trees_emit_the_tokens_of_plain_decoding(tables, name, kind):
+    slots = tree_tokens_emitted(tables, SETTINGS[name], kind, 200)
+    np.testing.assert_array_equal(slots.tokens[:, :EMITTED], plain_tokens(tables, SETTINGS[name], 200))
+    assert slots.rounds < EMITTED + 1
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_greedy_trees_emit_the_tokens_of_plain_decoding(tables, kind):
+    settings = Settings(temperature=0.0, repetition=1.2)
+    slots = tree_tokens_emitted(tables, settings, kind, 3)
+    np.testing.assert_array_equal(slots.tokens[:, :EMITTED], plain_tokens(tables, settings, 3))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_deterministic_trees_keep_the_law_of_the_base(tables, name):
+    slots = tree_tokens_emitted(tables, SETTINGS[name], "tree", 2500)
+    assert fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS[name]))
+
+
+DRAFTS = {"plain": Settings(), "top-k": Settings(0.7, 2), "filtered": Settings(1.3, 3, 0.8, 0.1)}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampled_chains_keep_the_law_of_the_base(tables, name, draft):
+    slots = chain_tokens_emitted(tables, SETTINGS[name], DRAFTS[draft], 4000)
+    assert fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS[name]))
+
+
+@pytest.mark.parametrize("wrong", ["q before its processors", "unlikely drafts dropped"])
+def test_sampled_chains_used_wrongly_fail(tables, wrong):
+    slots = chain_tokens_emitted(tables, SETTINGS["plain"], DRAFTS["filtered"], 4000, wrong)
+    assert not fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS["plain"]))
+
+
+def test_trees_whose_bonus_is_drawn_anew_fail(tables):
+    """A bonus from fresh random numbers forgets that no child equals it."""
+    slots = tree_tokens_emitted(tables, SETTINGS["plain"], "tree", 2500, redraws=True)
+    assert not fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS["plain"]))
+
+
+def simulated_chain(tables: Tables, rule: str, count: int) -> np.ndarray:
+    """Chains of two in plain NumPy, float64, its own random numbers, one rule of acceptance: tokens [slots, EMITTED]."""
+    rng = np.random.default_rng(5)
+    p_table = softmax(tables.base.astype(float))
+    q_table = np.zeros((VOCABULARY, VOCABULARY))
+    q_table[:, DRAFT_IDS] = softmax(tables.draft.astype(float))
+
+    def drawn(p: np.ndarray) -> np.ndarray:
+        return np.minimum((rng.random((count, 1)) > p.cumsum(axis=1)).sum(axis=1), VOCABULARY - 1)
+
+    rows = np.arange(count)
+    last = np.full(count, FIRST_TOKEN)
+    tokens = np.full((count, EMITTED), -1)
+    left = np.zeros(count, int)  # drafts that the slot's chain still has, tested one a turn; a bonus ends it
+    for place in range(EMITTED):
+        left = np.where(left == 0, 3, left) - 1  # two drafts, then the bonus
+        p, q = p_table[last], q_table[last]
+        draft = drawn(q)
+        p_of_draft, q_of_draft = p[rows, draft], q[rows, draft]
+        ratio = q_of_draft / p_of_draft if rule == "accepts with min(1, q/p)" else p_of_draft / q_of_draft
+        accepts = (rng.random(count) < ratio) & (left > 0)
+        residual = p if rule == "residual p" else np.maximum(p - q, 0)
+        refused = drawn(residual / np.maximum(residual.sum(axis=1, keepdims=True), 1e-300))
+        last = np.where(accepts, draft, np.where(left > 0, refused, drawn(p)))
+        left = np.where(accepts, left, 0)
+        tokens[:, place] = last
+    return tokens
+
+
+@pytest.mark.parametrize("rule", ["right", "accepts with min(1, q/p)", "residual p"])
+def test_only_the_right_rule_keeps_the_law_of_the_base(tables, rule):
+    tokens = simulated_chain(tables, rule, 4000)
+    assert fits(tokens, enumerated(tables, SETTINGS["plain"])) == (rule == "right")

@@ -1,0 +1,265 @@
+"""The drafting controller on simulated devices and texts: what it loses against the best configuration, in percent."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from edgellm.acceptance_model import AcceptanceModel
+from edgellm.drafting import DraftingConfig
+from edgellm.drafting_controller import DraftingController, candidate_plans
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.draft_plan import DraftPlan, chain
+from edgellm.errors import EngineError
+from edgellm.round_costs import PLAIN, RoundCosts
+
+LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
+PLANS = candidate_plans(DraftingConfig(), LIMITS)
+CHAINS = (1, 2, 3, 4, 6)
+# Milliseconds of a round. On a GPU verifying is cheap and drafting is not; on a CPU every verified node costs.
+GPU = {PLAIN: 0.88} | {f"chain {n}": 1.05 + 0.17 * n for n in CHAINS}
+GPU |= {"tree 10/3/8": 1.65, "tree 10/4/16": 1.9, "tree 10/5/32": 2.3, "tree 10/6/60": 2.85}
+CPU = {PLAIN: 4.2} | {f"chain {n}": 4.6 + 1.3 * n for n in CHAINS}
+CPU |= {"tree 10/3/8": 10.5, "tree 10/4/16": 14.0, "tree 10/5/32": 22.0, "tree 10/6/60": 38.0}
+LOSING = {name: cost if name == PLAIN else 5.0 * cost for name, cost in GPU.items()}
+# How much a tree helps: the logarithm of a level's miss, against a chain's.
+GAINS = {"tree 10/3/8": 1.3, "tree 10/4/16": 1.4, "tree 10/5/32": 1.5, "tree 10/6/60": 1.6}
+
+
+def truth(plan: DraftPlan | None, acceptance: float) -> list[float]:
+    """The acceptance at each depth of a plan where a chain's is `acceptance`."""
+    if plan is None:
+        return []
+    return [1.0 - (1.0 - acceptance) ** GAINS.get(plan.name, 1.0)] * plan.steps
+
+
+def tokens(depths: list[float]) -> float:
+    return 1.0 + sum(math.prod(depths[:depth]) for depth in range(1, len(depths) + 1))
+
+
+def name_of(plan: DraftPlan | None) -> str:
+    return PLAIN if plan is None else plan.name
+
+
+def best_rate(costs: dict[str, float], acceptance: float) -> float:
+    """Tokens per millisecond of the configuration that an oracle would take."""
+    return max(tokens(truth(plan, acceptance)) / costs[name_of(plan)] for plan in (None, *PLANS))
+
+
+def make(costs: dict[str, float], believed: dict[str, float] | None = None, plans=PLANS) -> DraftingController:
+    measured = costs if believed is None else believed
+    return DraftingController(plans, RoundCosts({name: {1: cost / 1000} for name, cost in measured.items()}))
+
+
+def simulate(controller, costs, acceptance: float, count: int, seed: int, in_flight: int = 0) -> tuple[float, dict]:
+    """Emit `count` tokens; returns the regret (share of the oracle's speed that was lost) and rounds by name."""
+    random = np.random.default_rng(seed)
+    emitted, spent, used, unread = 0, 0.0, {}, []
+    while emitted < count:
+        plan = controller.next_plan(10_000, 1)
+        length = 1
+        for chance in truth(plan, acceptance):
+            if random.random() >= chance:
+                break
+            length += 1
+        seconds = costs[name_of(plan)] / 1000 * math.exp(0.03 * random.standard_normal())
+        unread.append((plan, [length], seconds))
+        if len(unread) > in_flight:
+            controller.record(*unread.pop(0))
+        emitted += length
+        spent += seconds
+        used[name_of(plan)] = used.get(name_of(plan), 0) + 1
+    return 1.0 - emitted / spent / 1000 / best_rate(costs, acceptance), used
+
+
+@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_regret_on_a_steady_text(device, in_flight):
+    """What 2,000 tokens lose, finding out included. Up to 2 % may go into trying what does not look best."""
+    regrets = []
+    for acceptance in (0.05, 0.5, 0.7, 0.8, 0.9):
+        regret, used = simulate(make(device), device, acceptance, 2000, 0, in_flight)
+        print(f"acceptance {acceptance}: regret {regret:.1%}, {sorted(used.items(), key=lambda x: -x[1])[:3]}")
+        regrets.append(regret)
+    print(f"mean regret {np.mean(regrets):.1%}")
+    assert max(regrets) < 0.08
+    assert np.mean(regrets) < 0.04
+
+
+def test_where_drafting_always_loses_it_decodes_plainly():
+    for acceptance in (0.05, 0.5, 0.95):
+        regret, used = simulate(make(LOSING), LOSING, acceptance, 2000, 0)
+        print(f"acceptance {acceptance}: regret {regret:.2%}, {used}")
+        assert regret < 0.025
+        assert used[PLAIN] > 0.95 * sum(used.values())
+
+
+@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
+def test_it_follows_a_text_that_changes(device):
+    """What a change costs: the regret over the first 500 tokens after it, which includes finding out."""
+    controller = make(device)
+    regrets = {}
+    for number, acceptance in enumerate((0.85, 0.05, 0.85, 0.3, 0.95, 0.02, 0.9)):
+        early, _ = simulate(controller, device, acceptance, 500, number)
+        late, used = simulate(controller, device, acceptance, 1500, 100 + number)
+        print(f"to {acceptance}: regret {early:.1%}, then {late:.1%}, {sorted(used.items(), key=lambda x: -x[1])[:2]}")
+        regrets[number] = (early, late)
+    assert max(late for _, late in regrets.values()) < 0.07
+    assert max(early for early, _ in regrets.values()) < 0.35
+    assert np.mean([early for early, _ in regrets.values()]) < 0.17
+
+
+def test_it_resumes_after_a_long_plain_stretch():
+    controller = make(GPU)
+    simulate(controller, GPU, 0.02, 4000, 0)
+    assert controller.report().chosen == PLAIN
+    _, used = simulate(controller, GPU, 0.9, 400, 1)
+    assert used.get(PLAIN, 0) < 250
+    assert controller.report().chosen != PLAIN
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.6])
+def test_costs_that_were_measured_wrongly_are_corrected_by_what_rounds_take(factor):
+    believed = {name: cost * (factor if name.startswith("tree") else 1.0) for name, cost in GPU.items()}
+    controller = make(GPU, believed)
+    simulate(controller, GPU, 0.6, 1500, 0)
+    regret, used = simulate(controller, GPU, 0.6, 2000, 1)
+    print(f"regret {regret:.1%}, {used}")
+    assert regret < 0.1
+
+
+def test_a_device_that_slows_down_as_a_whole_changes_no_choice():
+    controller = make(GPU)
+    simulate(controller, GPU, 0.8, 1500, 0)
+    slow = {name: 1.8 * cost for name, cost in GPU.items()}
+    regret, used = simulate(controller, slow, 0.8, 1500, 1)
+    print(f"regret {regret:.1%}, {used}")
+    assert regret < 0.08
+
+
+def test_one_interrupted_round_does_not_drive_a_configuration_out():
+    controller = make(GPU)
+    simulate(controller, GPU, 0.8, 1000, 0)
+    chosen = controller.report().chosen
+    plan = next(plan for plan in PLANS if plan.name == chosen)
+    controller.record(plan, [plan.steps + 1], 30.0)  # half a minute: the machine slept
+    assert controller.next_plan(1000, 1) is not None
+    regret, _ = simulate(controller, GPU, 0.8, 1000, 1)
+    assert regret < 0.06
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_chain_goes_on_while_a_node_is_worth_its_time(acceptance):
+    """Depth d pays while its probability of being reached is at least tokens per ms times the ms that it adds."""
+    plans, added = [chain(steps) for steps in range(1, 9)], 0.2
+    costs = {PLAIN: 1.0} | {plan.name: 1.2 + added * plan.steps for plan in plans}
+    controller = make(costs, plans=plans)
+    random = np.random.default_rng(0)
+    for _ in range(400):
+        length = 1 + int(np.argmin([*(random.random(8) < acceptance), False]))
+        controller.record(plans[-1], [length], costs["chain 8"] / 1000)
+    controller.next_plan(1000, 1)
+    report = controller.report()
+    best = report.forecasts[0]
+    steps = int(best.name.removeprefix("chain "))
+    reached = [0.0, *np.cumprod(report.acceptance["chain"]), 0.0]
+    worth = best.tokens_per_second / 1000 * added
+    print(f"{best.name}: reached {reached[steps]:.3f}, next {reached[steps + 1]:.3f}, worth from {worth:.3f}")
+    assert reached[steps] >= worth - 1e-9 and reached[steps + 1] <= worth + 1e-9
+    chosen = next(forecast for forecast in report.forecasts if forecast.name == report.chosen)
+    assert chosen.tokens_per_second * 1.02 >= best.tokens_per_second * (1 - 1e-9)
+
+
+def test_plans_that_need_more_room_are_left_out():
+    controller = make(GPU)
+    simulate(controller, GPU, 0.95, 500, 0)
+    for room in range(1, 12):
+        plan = controller.next_plan(room, 1)
+        assert (0 if plan is None else plan.steps) + 1 <= room
+    assert controller.next_plan(0, 1) is None
+
+
+def test_steps_shrink_with_the_batch_where_drafting_loses():
+    """Where a batch makes every node cost, the chosen plan gets smaller."""
+    costs = {PLAIN: {1: 1e-3, 2: 1.0e-3, 8: 1.1e-3}}
+    for plan in PLANS:
+        costs[plan.name] = {
+            size: (1.0 + 0.05 * plan.steps + 0.02 * size * (plan.tree_size - 1)) * 1e-3 for size in (1, 2, 8)
+        }
+    sizes = []
+    for batch in (1, 2, 8):
+        controller = DraftingController(PLANS, RoundCosts(costs))
+        random = np.random.default_rng(0)
+        for _ in range(700):
+            plan = controller.next_plan(1000, batch)
+            lengths = [1 + int(np.argmin([*(random.random(len(t)) < t), False])) for t in [truth(plan, 0.6)] * batch]
+            controller.record(plan, lengths, RoundCosts(costs).seconds(name_of(plan), batch))
+        chosen = next((plan for plan in PLANS if plan.name == controller.report().chosen), None)
+        sizes.append(chosen.tree_size if chosen else 1)
+    print(sizes)
+    assert sizes[0] > sizes[1] >= sizes[2]
+
+
+def test_choices_follow_from_finished_rounds_alone():
+    controller, other = make(GPU), make(GPU)
+    for plan, length in ((PLANS[2], 3), (PLANS[-1], 5), (None, 1), (PLANS[0], 1)) * 20:
+        seconds = GPU[name_of(plan)] / 1000
+        controller.record(plan, [length], seconds)
+        other.record(plan, [length], seconds)
+        first = controller.next_plan(1000, 1)
+        assert [controller.next_plan(1000, 1) for _ in range(3)] == [first] * 3
+        assert other.next_plan(1000, 1) == first
+
+
+def test_rounds_of_the_deterministic_form_count_for_their_plan():
+    plans = candidate_plans(DraftingConfig(kind="chain", draft_steps=3, sampled=True), LIMITS)
+    costs = RoundCosts({name: {1: 0.001} for name in (PLAIN, *(plan.name for plan in plans))})
+    controller = DraftingController(plans, costs)
+    controller.record(plans[1].deterministic(), [2], 0.001)
+    assert controller.report().rounds == {"chain 2 sampled": 1}
+
+
+def test_the_report_says_what_was_chosen_and_why():
+    controller = make(CPU)
+    simulate(controller, CPU, 0.85, 800, 0)
+    report = controller.report()
+    assert report.chosen in {plan.name for plan in PLANS}
+    assert report.reason.startswith(f"{report.chosen}: ") and f"; {PLAIN}: 1.00 tokens in 4." in report.reason
+    assert sum(report.rounds.values()) > 200 and 0 < report.explored < 0.2 * sum(report.rounds.values())
+    assert abs(report.acceptance["chain"][0] - 0.85) < 0.1
+    rates = [forecast.tokens_per_second for forecast in report.forecasts]
+    assert rates == sorted(rates, reverse=True) and len(rates) == len(PLANS) + 1
+    plain = make(LOSING)
+    simulate(plain, LOSING, 0.5, 300, 0)
+    assert plain.report().reason.startswith(f"{PLAIN}: 1.00 tokens") and "; the best draft, " in plain.report().reason
+
+
+def test_candidates_of_each_kind():
+    def names(**values):
+        return [plan.name for plan in candidate_plans(DraftingConfig(**values), LIMITS)]
+
+    assert names() == [f"chain {n}" for n in CHAINS] + ["tree 10/3/8", "tree 10/4/16", "tree 10/5/32", "tree 10/6/60"]
+    assert names(kind="chain", draft_steps=5) == [f"chain {n}" for n in (1, 2, 3, 4, 5)]
+    assert names(draft_top_k=1, draft_steps=3) == ["chain 1", "chain 2", "chain 3"]
+    assert names(kind="choices", choices=[[0], [1], [0, 0]]) == ["choices 2/1/3", "choices 2/2/4"]
+    with pytest.raises(EngineError, match="draft_steps is 7"):
+        names(kind="chain", draft_steps=7)
+
+
+def test_acceptance_is_borrowed_until_a_kind_has_figures_of_its_own():
+    model = AcceptanceModel({"chain": 1.0, "tree": 1.5}, 3)
+    for _ in range(200):
+        model.record("chain", 2, [3])
+        model.record("chain", 2, [1])
+    estimates = model.estimates()
+    assert abs(estimates["chain"][0][0] - 0.5) < 0.05
+    assert estimates["chain"][1][0] > 0.9  # once the first was right the second always was
+    assert 0.55 < estimates["tree"][0][0] < 0.75  # 1 - 0.5^1.5 = 0.65
+    assert estimates["tree"][0][1] > 3 * estimates["chain"][0][1]
+    before = estimates["chain"][0]
+    for _ in range(500):
+        model.record_plain()
+    after = model.estimates()["chain"][0]
+    assert abs(after[0] - before[0]) < 0.1 and after[1] > 3 * before[1]
