@@ -69,6 +69,8 @@ def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str,
     common = {key: value for key, value in settings.items() if key not in ("draft", "kind", "choices", *SIZES)}
     preset = common.pop("preset", None)
     asked = common | _asked(name)
+    if asked.get("acceptance") != "typical":
+        asked = {key: value for key, value in asked.items() if not key.startswith("posterior_")}
     try:
         checked = checked_drafting(asked)
         config = drafting_config(limits, backend, checked, preset)

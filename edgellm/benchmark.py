@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgellm.bench_configurations import BenchConfiguration
 from edgellm.bench_prompts import BenchPrompt
 
 if TYPE_CHECKING:
+    from edgellm.drafting_controller import DraftingReport
     from edgellm.drafting_statistics import DraftingStatistics
     from edgellm.llm import LLM
     from edgellm.sampling_params import SamplingParams
@@ -28,51 +29,66 @@ class BenchRun:
     drafting: DraftingStatistics | None
 
 
+@dataclass(frozen=True)
+class BenchResult:
+    """All answers, and of adaptive configurations what their controllers say at the end, by name."""
+
+    runs: list[BenchRun]
+    reports: dict[str, DraftingReport]
+
+
 def run_benchmark(
     llm: LLM,
+    plain: LLM,
     prompts: Sequence[BenchPrompt],
     configurations: Sequence[BenchConfiguration],
     params: SamplingParams,
     repeat: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[BenchRun]:
-    """Answer every prompt `repeat` times with every configuration.
+) -> BenchResult:
+    """Answer every prompt `repeat` times with every configuration: plain decoding on `plain`, the others on `llm`.
 
     Configurations take turns at each prompt, another one first each time, so that a machine that gets slower or faster
     meets all of them. Each answers one prompt before it counts: code is loaded and graphs are captured then.
     """
+    models = {each.name: plain if each.drafting is None else llm for each in configurations}
     for configuration in configurations:
-        _answer(llm, prompts[0], configuration, params)
+        _answer(models[configuration.name], prompts[0], configuration, params)
     runs: list[BenchRun] = []
+    reports: dict[str, DraftingReport] = {}
     total = repeat * len(prompts) * len(configurations)
     for number in range(repeat):
         for index, prompt in enumerate(prompts):
             first = (number + index) % len(configurations)
             for configuration in (*configurations[first:], *configurations[:first]):
-                response = _answer(llm, prompt, configuration, params)
+                response = _answer(models[configuration.name], prompt, configuration, params)
                 seconds = response.timings.decode_seconds
                 runs.append(
                     BenchRun(
                         configuration.name, prompt.task, index, number, response.token_ids, seconds, response.drafting
                     )
                 )
+                if configuration.drafting is not None and llm.drafting_report is not None:
+                    reports[configuration.name] = llm.drafting_report
                 if progress is not None:
                     progress(len(runs), total)
-    return runs
+    return BenchResult(runs, reports)
 
 
 def _answer(llm: LLM, prompt: BenchPrompt, configuration: BenchConfiguration, params: SamplingParams) -> Any:
-    llm.use_drafting(configuration.drafting)
+    if llm.drafting != configuration.drafting:
+        llm.use_drafting(configuration.drafting)
     return llm.chat(prompt.messages, params)
 
 
-def summarize(runs: Sequence[BenchRun], configurations: Sequence[BenchConfiguration]) -> list[dict[str, Any]]:
+def summarize(result: BenchResult, configurations: Sequence[BenchConfiguration]) -> list[dict[str, Any]]:
     """One JSON object for each configuration; the first is the yardstick of ratios and outputs.
 
     Speeds are tokens after the first over the seconds for them; `ratio` is the speed over the yardstick's,
     `ratio_by_repeat` the same within each repetition. `outputs` counts answers whose tokens equal the yardstick's to
-    the same prompt, and where others differ first.
+    the same prompt, and where others differ first. `controller` is the DraftingReport of an adaptive configuration.
     """
+    runs = result.runs
     yardstick = [run for run in runs if run.configuration == configurations[0].name]
     found = []
     for configuration in configurations:
@@ -89,6 +105,7 @@ def summarize(runs: Sequence[BenchRun], configurations: Sequence[BenchConfigurat
                 ],
                 "tasks": {task: _figures(_of(own, task=task), _of(yardstick, task=task)) for task in tasks},
                 "outputs": _compared(own, yardstick),
+                "controller": asdict(report) if (report := result.reports.get(configuration.name)) else None,
             }
         )
     return found

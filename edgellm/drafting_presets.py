@@ -113,8 +113,9 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
     `options` holds no None. Raises RequestError where the options contradict each other.
     """
-    checked = checked_drafting(options)
     kept = dict(settings)
+    lossy = {"acceptance": "typical"} if kept.get("acceptance") == "typical" else {}
+    checked = {key: value for key, value in checked_drafting(lossy | dict(options)).items() if key in options}
     if checked:
         kept.pop("draft", None)
     if checked.get("draft") is False:
@@ -122,7 +123,9 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
     if "choices" in checked:
         kept = {key: value for key, value in kept.items() if key not in ("kind", "sampled", *SIZES)}
     if any(size in checked for size in SIZES):
-        kept = {key: value for key, value in kept.items() if key != "choices" and kept.get("kind") != "choices"}
+        kept.pop("choices", None)
+        if kept.get("kind") == "choices":
+            del kept["kind"]
     if checked.get("acceptance") == "typical":
         kept.pop("sampled", None)
     if checked.get("acceptance") == "exact":

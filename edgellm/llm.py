@@ -9,8 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from edgellm.adaptive_drafting import adaptive_drafting
 from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, PlainRunner, Runner
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
+from edgellm.drafting_controller import DraftingController, DraftingReport
+from edgellm.drafting_presets import default_drafting
 from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
@@ -34,9 +37,9 @@ class LLM:
     """A language model, opened from an engine directory (by default the one that ships with the package).
 
     `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
-    draft; "auto" drafts where the directory has a draft model, adaptively, with trees as large as it was built for;
-    None loads no draft model. Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy,
-    or `sampled`). One request runs at a time; the KV cache of the latest is kept, so that a next prompt with the same
+    draft; "auto" drafts where the directory has a draft model, as this machine's preset says; None loads no draft
+    model. Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). One
+    request runs at a time; the KV cache of the latest is kept, so that a next prompt with the same
     beginning prefills only what is new. Use it as a context manager, or call `close`. Raises EdgeLLMError subclasses
     that say what is wrong.
     """
@@ -50,20 +53,18 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.directory = EngineDirectory.open(SHIPPED_MODEL if engine_directory is None else Path(engine_directory))
-        self.drafting = _drafting_for(self.directory, drafting)
-        plan = None if self.drafting is None else self.drafting.plan(self.directory.limits)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._busy = threading.Lock()
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
+        self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
+        self._drafting: DraftingConfig | None = None
         opened = open_backend(backend, self.directory)
         try:
-            self._runner = _open_runner(opened, self.directory, plan is not None, progress)
-            self._chooser: PlanChooser = FixedDrafting(plan)
-            if self.drafting is not None and self.drafting.adaptive:
-                from edgellm.drafting_controller import adaptive_drafting
-
-                self._chooser = adaptive_drafting(self.drafting, self.directory, self._runner)
+            asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            self._runner = _open_runner(opened, self.directory, asked, progress)
+            if asked is not None:
+                self.use_drafting(asked)
         except BaseException:
             opened.close()
             raise
@@ -72,6 +73,40 @@ class LLM:
     def backend_name(self) -> str:
         """ "tensorrt" or "numpy"."""
         return self._open_runner().backend.name
+
+    @property
+    def drafting(self) -> DraftingConfig | None:
+        """How requests are drafted; None: plainly."""
+        return self._drafting
+
+    @property
+    def drafting_report(self) -> DraftingReport | None:
+        """What adaptive drafting chose so far, and why; None where drafting is not adaptive."""
+        chooser = self._choosers[self._drafting]
+        return chooser.report() if isinstance(chooser, DraftingController) else None
+
+    def use_drafting(self, drafting: DraftingConfig | None) -> None:
+        """Draft otherwise, or not at all, from the next request on; what was learned for a setting is kept for it.
+
+        Raises RequestError while a request runs or where no draft model is loaded, EngineError where the engines
+        cannot serve the setting.
+        """
+        runner = self._open_runner()
+        if drafting is not None and not isinstance(runner, EagleRunner):
+            raise RequestError("no draft model is loaded: open the LLM with drafting, on a directory that has one")
+        self._acquire()
+        try:
+            if drafting not in self._choosers:
+                plan = drafting.plan(self.directory.limits)
+                adaptive = drafting.adaptive
+                if adaptive:  # measuring costs uses all slots
+                    self._contents = [KVContents() for _ in self._contents]
+                self._choosers[drafting] = (
+                    adaptive_drafting(drafting, self.directory, runner) if adaptive else FixedDrafting(plan)
+                )
+            self._drafting = drafting
+        finally:
+            self._busy.release()
 
     @property
     def context_length(self) -> int:
@@ -137,7 +172,7 @@ class LLM:
         return Stream(self._loop().run([sequence]), sequence, params, self._busy.release)
 
     def _loop(self) -> DecodingLoop:
-        return DecodingLoop(self._open_runner(), self._contents, self._chooser)
+        return DecodingLoop(self._open_runner(), self._contents, self._choosers[self._drafting])
 
     def _acquire(self) -> None:
         if not self._busy.acquire(blocking=False):
@@ -174,24 +209,20 @@ class LLM:
         return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally)
 
 
-def _drafting_for(
-    directory: EngineDirectory, drafting: DraftingConfig | Literal["auto"] | None
-) -> DraftingConfig | None:
-    """What "auto" means for a directory; raises RequestError where drafting is asked for without a draft model."""
-    if drafting == "auto":
-        return None if directory.draft is None else DraftingConfig.largest(directory.limits, adaptive=True)
-    if drafting is not None and directory.draft is None:
+def _open_runner(
+    backend: Backend,
+    directory: EngineDirectory,
+    drafting: DraftingConfig | None,
+    progress: Callable[[int, int], None] | None,
+) -> Runner:
+    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none."""
+    if drafting is None:
+        with closing(directory.checkpoint()) as checkpoint:
+            return PlainRunner(BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, progress))
+    if directory.draft is None:
         raise RequestError(
             f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
-    return drafting
-
-
-def _open_runner(
-    backend: Backend, directory: EngineDirectory, with_draft: bool, progress: Callable[[int, int], None] | None
-) -> Runner:
-    if with_draft:
-        return EagleRunner.open(backend, directory, progress)
-    with closing(directory.checkpoint()) as checkpoint:
-        return PlainRunner(BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, progress))
+    drafting.plan(directory.limits)  # refused before anything is loaded
+    return EagleRunner.open(backend, directory, progress)

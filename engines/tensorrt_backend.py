@@ -167,7 +167,6 @@ class TensorRTBackend:
         """Free engines and scratch, then leave the context."""
         self._engines.clear()
         self._runtime = None
-        self._runtime = None
         self._scratch = None
         self.device.close()
 

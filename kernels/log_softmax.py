@@ -35,14 +35,13 @@ class LogSoftmax:
     """Computes normalizers of rows; keeps its scratch memory from call to call, so it is not thread-safe."""
 
     def __init__(self) -> None:
-        self._shape = (0, 0)
-        self._ones = np.ones(CHUNK)
+        self._shape = (0, 0, 0)
 
     def normalizers(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The maximum m [n] and log(sum of exp(value - m)) [n] of `rows` [n, V], all float32; rows hold no NaN.
+        """The maximum m [n] and log(sum of exp(value - m)) [n] of `rows` [n, V], all float32.
 
         The log-probability of a value is (value - m) - log sum. A row of -inf has m = -inf; infinite values of a row
-        share probability 1.
+        share probability 1. For a row with NaN, m is NaN and the other has no meaning.
         """
         count, size = rows.shape
         block = max(1, _BLOCK // size)
@@ -54,38 +53,36 @@ class LogSoftmax:
 
     def _block(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, size = rows.shape
-        whole, rest = divmod(size, CHUNK)
-        chunks = whole + (rest > 0)
-        self._resize(count, chunks)
-        values, split = self._values, whole * CHUNK
-        source = rows[:, :split].reshape(count, whole, CHUNK)
-        maxima = np.empty((count, chunks), np.float32)
-        if whole:
-            source.max(axis=2, out=maxima[:, :whole])
+        width = min(size, CHUNK)
+        whole, rest = divmod(size, width)
+        split = whole * width
+        values = self._resize(count, whole + (rest > 0), width)
+        flat = values.reshape(count, -1)
+        maxima = np.empty(values.shape[:2], np.float32)
+        source = rows[:, :split].reshape(count, whole, width)
+        source.max(axis=2, out=maxima[:, :whole])
         if rest:
             rows[:, split:].max(axis=1, out=maxima[:, whole])
-        infinite = not np.isfinite(maxima).all()
-        references = np.where(maxima == -np.inf, np.float32(0), maxima) if infinite else maxima
+        finite = np.isfinite(maxima).all()
+        references = maxima if finite else np.where(maxima == -np.inf, np.float32(0), maxima)
         with np.errstate(invalid="ignore", over="ignore"):
-            if whole:
-                target = values[:, :split].reshape(count, whole, CHUNK)
-                np.subtract(source, references[:, :whole, None], out=target)
+            np.subtract(source, references[:, :whole, None], out=values[:, :whole])
             if rest:
-                np.subtract(rows[:, split:], references[:, whole:], out=values[:, split:size])
-                values[:, size:] = _NOTHING
-            if infinite:
+                np.subtract(rows[:, split:], references[:, whole:], out=flat[:, split:size])
+                flat[:, size:] = _NOTHING
+            if not finite:
                 values[np.isnan(values)] = 0  # infinity less itself
             _weigh(values, self._polynomial, self._exponents)
         np.copyto(self._sums, values)  # sums of integers below 2^53 are exact in float64, in any order
-        sums = np.dot(self._sums.reshape(-1, CHUNK), self._ones).astype(np.uint64)
-        return _combine(maxima, sums.reshape(count, chunks))
+        return _combine(maxima, np.dot(self._sums, self._ones).astype(np.uint64))
 
-    def _resize(self, count: int, chunks: int) -> None:
-        shape = count, chunks * CHUNK
+    def _resize(self, *shape: int) -> np.ndarray:
+        """Scratch memory [rows, chunks, ids of a chunk], all of this shape; returns that of the values."""
         if shape != self._shape:
-            self._shape = shape
+            self._shape, self._ones = shape, np.ones(shape[2])
             self._values, self._polynomial = np.empty(shape, np.float32), np.empty(shape, np.float32)
             self._exponents, self._sums = np.empty(shape, np.int32), np.empty(shape)
+        return self._values
 
 
 def _weigh(values: np.ndarray, polynomial: np.ndarray, exponents: np.ndarray) -> None:
@@ -108,16 +105,13 @@ def _weigh(values: np.ndarray, polynomial: np.ndarray, exponents: np.ndarray) ->
 
 def _combine(maxima: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row maxima [n] and log sums [n] from the `maxima` float32 and `sums` uint64 [n, chunks] of their chunks."""
-    if maxima.shape[1] == 1:
-        maximum, total = maxima[:, 0], sums[:, 0]
-    else:
-        maximum = maxima.max(axis=1)
+    maximum = maxima.max(axis=1)
+    if maxima.shape[1] > 1:
         with np.errstate(invalid="ignore", over="ignore"):
             differences = maxima - maximum[:, None]
             differences[maxima == maximum[:, None]] = 0  # infinite ones too
             _weigh(differences, np.empty_like(differences), np.empty_like(differences, np.int32))
-        scales = differences.astype(np.uint64)
+            scales = differences.astype(np.uint64)
         high = ((sums >> _LOW_BITS) * scales) >> _UPPER_SHIFT
-        low = ((sums & _LOW_MASK) * scales) >> _FULL_SHIFT
-        total = (high + low).sum(axis=1, dtype=np.uint64)
-    return maximum, log(total.astype(np.float32) * _INVERSE_ONE)
+        sums = high + (((sums & _LOW_MASK) * scales) >> _FULL_SHIFT)
+    return maximum, log(sums.sum(axis=1, dtype=np.uint64).astype(np.float32) * _INVERSE_ONE)

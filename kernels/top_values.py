@@ -14,6 +14,9 @@ def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     The lower place comes first among equals. Where V < count the rest is place 0 and value -inf. No NaN among them.
     """
     size, rows = values.shape[1], np.arange(values.shape[0])[:, None]
+    if count == 1:
+        places = values.argmax(axis=1)[:, None]
+        return places, values[rows, places]
     if count > size:
         padding = (0, 0), (0, count - size)
         places, found = largest(values, size)

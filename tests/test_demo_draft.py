@@ -188,3 +188,36 @@ def test_continuations_end_where_the_text_ends():
         assert len(new) == 9
     cut = continued(base, prompts, 9, 1.0, generator, ends={greedy[0][4]})
     assert cut[0] == greedy[0][: greedy[0].index(greedy[0][4]) + 1]
+
+
+def test_draft_vocabulary_is_what_answers_use_most(tmp_path):
+    import numpy as np
+
+    from tools.demo_model.train_draft import frequent_answer_tokens
+
+    tokens = np.array([[7, 7, 7, 7, 3, 3, 9, 5, 5, 5]], np.uint16)
+    codes = np.array(
+        [[CONTEXT + FIRST, CONTEXT, CONTEXT, ANSWER, ANSWER, ANSWER, ANSWER, CONTEXT, ANSWER, ANSWER]], np.uint8
+    )
+    np.savez(tmp_path / "00000.npz", tokens=tokens, codes=codes)
+    found = frequent_answer_tokens(tmp_path, 1, 3, 50, np.array([9, 9, 9], np.uint16))
+    assert found.tolist() == [9, 3, 5]
+
+
+def test_continuations_replace_the_last_rows_of_a_batch():
+    import numpy as np
+
+    from tools.demo_model.train_draft import mixed_batches
+
+    source = iter([(np.full((5, 4), 1), np.full((5, 4), 2))])
+    texts = np.full((3, 4), 7), np.full((3, 4), 8)
+    tokens, codes = next(mixed_batches(source, texts, 2, np.random.default_rng(0)))
+    assert tokens[:, 0].tolist() == [1, 1, 1, 7, 7] and codes[:, 0].tolist() == [2, 2, 2, 8, 8]
+
+
+def test_model_card_tells_of_a_draft_head_where_there_is_one():
+    from tools.demo_model.model_card import draft_text
+
+    training = {"parameters": 1_987_840, "tokens": 2e6, "optimizer_steps": 3, "minutes": 4, "device": "x", "chain": 6}
+    text = draft_text(training, {"seed": 5, "prompts": 8, "chain of 5": {"mean acceptance length": 3.456}})
+    assert "1.99 million" in text and "| chain of 5 | 3.46 |" in text and "$" not in text

@@ -12,7 +12,7 @@ import pytest
 from edgellm.engines.backend import Backend, Engine, open_backend
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.decoder_config import EngineLimits, EngineShape
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.memory_plan import plan_memory
@@ -66,7 +66,7 @@ class Engines:
         results = {"logits", "hidden_states", *(name for name in bindings if name.startswith(("k_cache", "v_cache")))}
         return {name: self._values(bindings[name]) for name in results}
 
-    def decoder(self, shape: EngineShape):
+    def decoder(self, shape: EngineShape) -> DecoderConfig:
         """The layers that the shape's engine has."""
         return self.draft.decoder if shape.model == "draft" else self.directory.config
 

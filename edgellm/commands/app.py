@@ -15,7 +15,7 @@ from edgellm.commands.console import write_error
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 
-COMMANDS = ("chat", "generate", "build", "convert", "info", "doctor")
+COMMANDS = ("chat", "generate", "bench", "build", "convert", "info", "doctor")
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 

@@ -12,6 +12,7 @@ from edgellm.settings import Settings
 
 if TYPE_CHECKING:
     from edgellm.drafting import DraftingConfig
+    from edgellm.engines.engine_directory import EngineDirectory
     from edgellm.llm import LLM
 
 GENERATION_CONFIG_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -19,7 +20,12 @@ PROGRESS_AFTER_SECONDS = 0.7
 
 
 def open_model(settings: Settings) -> LLM:
-    """Open the model, its progress shown on a terminal where it takes a while."""
+    """Open the model as the settings say, its progress shown on a terminal where it takes a while."""
+    return open_model_with(settings, chosen_drafting(settings))
+
+
+def open_model_with(settings: Settings, drafting: DraftingConfig | None) -> LLM:
+    """As `open_model`, but drafting in this way (None: no draft is loaded)."""
     from edgellm.llm import LLM  # what a wrong option needs not load
     from edgellm.text.chat_template import ChatTemplate
 
@@ -29,7 +35,7 @@ def open_model(settings: Settings) -> LLM:
         llm = LLM(
             settings.model,
             backend=settings.backend,
-            drafting=chosen_drafting(settings),
+            drafting=drafting,
             progress=progress if sys.stderr.isatty() else None,
         )
     finally:
@@ -47,11 +53,8 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     if settings.drafting.get("draft") is False:
         return None
     from edgellm.drafting_presets import drafting_config
-    from edgellm.engines.engine_directory import EngineDirectory
-    from edgellm.engines.gpu import find_gpu
-    from edgellm.llm import SHIPPED_MODEL
 
-    directory = EngineDirectory.read(settings.model or SHIPPED_MODEL)
+    directory = described_directory(settings)
     if directory.draft is None:
         if settings.drafting.get("draft") is True:
             raise RequestError(
@@ -59,9 +62,25 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
                 "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave the options of drafting out"
             )
         return None
-    backend = settings.backend if settings.backend != "auto" else "numpy" if find_gpu() is None else "tensorrt"
     asked = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
-    return drafting_config(directory.limits, backend, asked, settings.drafting.get("preset"))
+    return drafting_config(directory.limits, backend_name(settings), asked, settings.drafting.get("preset"))
+
+
+def described_directory(settings: Settings) -> EngineDirectory:
+    """What the model's `edgellm.json` says; the files are not checked."""
+    from edgellm.engines.engine_directory import EngineDirectory
+    from edgellm.llm import SHIPPED_MODEL
+
+    return EngineDirectory.read(settings.model or SHIPPED_MODEL)
+
+
+def backend_name(settings: Settings) -> str:
+    """The backend that the settings come to on this machine: "numpy" or "tensorrt"."""
+    from edgellm.engines.gpu import find_gpu
+
+    if settings.backend != "auto":
+        return settings.backend
+    return "numpy" if find_gpu() is None else "tensorrt"
 
 
 def model_name(llm: LLM) -> str:

@@ -86,7 +86,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     arguments = parser.parse_args()
 
-
     def result(name: str) -> dict:
         return json.loads((RESULTS / f"{name}.json").read_text())
 

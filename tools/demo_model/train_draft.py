@@ -55,7 +55,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--record", type=Path, help="file for the record of the training (default: in the work directory)")
+    parser.add_argument(
+        "--record", type=Path, help="file for the record of the training (default: in the work directory)"
+    )
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--optimizer-steps", type=int, help="stop after so many steps instead")
     parser.add_argument("--rows", type=int, default=64, help="rows of 2,048 tokens per step")

@@ -198,7 +198,9 @@ def decode_kernels(device, depth=4):
 
     sources, options = compiler._sources, compiler._OPTIONS
     everything = sources()
-    compiler._sources = lambda: {name: text for name, text in everything.items() if name.startswith("decode_")}
+    compiler._sources = lambda: {
+        name: text for name, text in everything.items() if name.startswith(("decode_", "programmatic_"))
+    }
     compiler._OPTIONS = (*options, f"--define-macro=DECODE_DEPTH={depth}")
     try:
         cubin = compiler.compile_kernels(device.compute_capability)

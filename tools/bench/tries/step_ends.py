@@ -40,24 +40,24 @@ class Variants:
 
     def state(self, emitted=None) -> SequenceState:
         runner = self.runner
-        arrays = runner._active, runner._token_ids, runner._start, runner._positions, runner._sampling.token_counts
+        arrays = runner._active, runner._token_ids, runner._start, runner._positions, runner.sampling.token_counts
         return SequenceState(*[array[ONE] for array in arrays], self.index, emitted or runner._emitted[ONE])
 
     def two_launches(self) -> None:
         runner, inputs = self.runner, self.inputs
-        self.kernels.embedding_lookup(runner._embedding, runner._token_ids[ONE], inputs["inputs_embeds"])
-        rows = runner._start[ONE], runner._offsets[ONE], runner._rotary
+        self.kernels.embedding_lookup(runner.embedding, runner._token_ids[ONE], inputs["inputs_embeds"])
+        rows = runner._start[ONE], runner.offsets[ONE], runner.rotary
         self.kernels.prepare_attention(*rows, inputs["rope_rotary_cos_sin"], inputs["attention_mask"])
 
     def one_launch(self, mask=None) -> None:
         runner, inputs = self.runner, self.inputs
         self.kernels.prepare_step(
-            runner._embedding,
+            runner.embedding,
             runner._token_ids[ONE],
             inputs["inputs_embeds"],
             runner._start[ONE],
-            runner._offsets[ONE],
-            runner._rotary,
+            runner.offsets[ONE],
+            runner.rotary,
             inputs["rope_rotary_cos_sin"],
             self.no_mask if mask is None else mask,
         )

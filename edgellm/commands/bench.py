@@ -1,0 +1,154 @@
+"""`edgellm bench`: how fast drafting is here, against decoding without a draft, on given prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.bench_plot import speed_plot
+from edgellm.commands.bench_report import report_lines
+from edgellm.commands.console import prepare_output, write_note
+from edgellm.commands.draft_options import DraftingOptions
+from edgellm.commands.opening import (
+    backend_name,
+    described_directory,
+    model_name,
+    open_model_with,
+    sampling_params,
+    system_prompt,
+)
+from edgellm.commands.option_groups import with_option_groups
+from edgellm.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from edgellm.bench_prompts import BenchPrompt
+    from edgellm.settings import Settings
+
+MAX_TOKENS = 64
+
+
+@with_option_groups
+def bench(
+    *,
+    engine_directory: Annotated[
+        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="A prompt a line, or JSON lines with prompt, messages or turns, and task [default: a few].",
+        ),
+    ] = None,
+    configurations: Annotated[
+        str | None,
+        typer.Option(
+            "--configurations",
+            help="Comma-separated: chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:FILE, adaptive; :sampled or :typical "
+            "may follow [default: some of each].",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Times that each prompt is answered.")] = 3,
+    output: Annotated[Path | None, typer.Option("--output", help="Write all figures to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw speeds and acceptance into this SVG file.")] = None,
+    prompting: options.PromptOptions,
+    sampling: options.SamplingOptions,
+    backend: options.Backend = None,
+    config: options.Config = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compare the speed of drafting configurations with decoding without a draft, and their answers with its."""
+    prepare_output()
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
+    settings = options.chosen_settings(
+        config, model=engine_directory, backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
+    )
+    settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
+    from edgellm.bench_prompts import default_prompts, load_prompts
+
+    results = measure(settings, default_prompts() if prompts is None else load_prompts(prompts), configurations, repeat)
+    for line in report_lines(results):
+        typer.echo(line)
+    if output is not None:
+        _write(output, json.dumps(results, indent=2) + "\n", "--output")
+    if plot is not None:
+        _write(plot, speed_plot(results), "--plot")
+
+
+def measure(
+    settings: Settings, prompts: Sequence[BenchPrompt], configurations: str | None, repeat: int
+) -> dict[str, Any]:
+    """Run all configurations and return what there is to report, as JSON values."""
+    from edgellm.bench_configurations import parse_configurations
+    from edgellm.benchmark import run_benchmark, summarize
+
+    limits = described_directory(settings).limits
+    chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)
+    params = sampling_params(settings)
+    progress = _Progress()
+    with ExitStack() as opened:
+        plain = llm = opened.enter_context(open_model_with(settings, None))
+        drafted = [each.drafting for each in chosen if each.drafting is not None]
+        if drafted:
+            # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
+            llm = opened.enter_context(open_model_with(settings, drafted[0]))
+        asked = _with_system_prompt(prompts, system_prompt(llm, settings))
+        try:
+            result = run_benchmark(llm, plain, asked, chosen, params, repeat, progress)
+        finally:
+            progress.clear()
+        return {
+            "model": model_name(llm),
+            "backend": llm.backend_name,
+            "date": date.today().isoformat(),
+            "sampling": asdict(params),
+            "prompts": len(asked),
+            "repeat": repeat,
+            "configurations": summarize(result, chosen),
+        }
+
+
+def _with_system_prompt(prompts: Sequence[BenchPrompt], text: str | None) -> list[BenchPrompt]:
+    if text is None:
+        return list(prompts)
+    system = {"role": "system", "content": text}
+    return [
+        prompt if prompt.messages[0]["role"] == "system" else replace(prompt, messages=(system, *prompt.messages))
+        for prompt in prompts
+    ]
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{option} {path} cannot be written: {error.strerror or error}") from error
+    write_note(f"{path} written")
+
+
+class _Progress:
+    """A count on the terminal's last line."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            self._shown = True
+            print(f"\ranswer {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the count away."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
