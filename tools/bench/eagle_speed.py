@@ -1,0 +1,339 @@
+"""Speed of EAGLE rounds on a GPU with the shapes of Llama-3.2-1B, a head of matching shape, and random weights.
+
+    python tools/bench/eagle_speed.py [--work DIRECTORY] [--output RESULTS.json] [--mean 4.24] [--rounds 100]
+
+For each configuration (chains, small trees, the tree of 10 / 6 / 60): a round as one CUDA graph; its engines, each as a
+graph of its own and all together; its other kernels, with the engines left out of the graph; tokens per second of a loop
+in which the host reads every round, against plain decoding of the same base without a draft; and the times that the host
+waits in a round, counted. Weights are random, so acceptance is SIMULATED: the lengths of the rounds are given
+(`simulated_acceptance.py`), every stage runs, the acceptance kernel included. Needs TensorRT, pycuda and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
+from random_draft import write_draft
+from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
+
+from edgellm.adaptive_drafting import measure_round_costs
+from edgellm.drafting import DraftingConfig
+from edgellm.drafting_controller import candidate_plans
+from edgellm.engines.backend import open_backend
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.comparison import open_runner
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.eagle_runner import EagleRunner
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.tensorrt_engine import TensorRTEngine
+
+CAPACITY = 1024
+PROMPT_TOKENS = 500
+#: Rounds between two events: few, since each makes the sequence longer.
+ROUNDS_PER_SERIES = 20
+SERIES = 5
+TARGETS = {"round_over_engines": 1.05, "other_kernels_us": 120.0, "host_waits": 1.0, "speedup": 2.0, "round_ms": 2.9}
+
+
+def prepare(work: Path) -> tuple[EngineDirectory, EngineDirectory]:
+    """Write the checkpoints and build the engine directories, without and with the draft."""
+    base, draft = work / "checkpoint", work / "draft"
+    if not (base / "model.safetensors").exists():
+        write_checkpoint(base, LLAMA_3_2_1B)
+    if not (draft / "model.safetensors").exists():
+        write_draft(draft, LLAMA_3_2_1B)
+    sizes = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
+    plain, eagle = work / "plain", work / "eagle"
+    common = {"weights": "link", "force": True}
+    build_engine_directory(base, plain, EngineLimits(kv_capacity=CAPACITY), **common)
+    build_engine_directory(base, eagle, EngineLimits(kv_capacity=CAPACITY, **sizes), draft=draft, **common)
+    return EngineDirectory.open(plain), EngineDirectory.open(eagle)
+
+
+class RoundBench:
+    """Measures the rounds of one runner in slot 0."""
+
+    def __init__(self, runner: EagleRunner) -> None:
+        self.runner, self.backend = runner, runner.backend
+        self.stream = runner.backend.device.stream
+        self.forced = ForcedAcceptance(runner.backend)
+        runner.before_acceptance = self.forced
+        self._prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, PROMPT_TOKENS)]
+
+    def fill(self, lengths: np.ndarray) -> None:
+        """A sequence of PROMPT_TOKENS, whose next rounds will have these lengths."""
+        self.runner.start(0, self._prompt, 0, SamplingValues()).wait()
+        self.forced.use(lengths)
+
+    def graph(self, plan: DraftPlan) -> Callable[[], None]:
+        """The whole round as a graph, made anew."""
+        stages = self.runner.prepare_round(1, plan).stages.values()
+
+        def whole() -> None:
+            for stage in stages:
+                stage()
+
+        whole()  # loads code, which a capture must not do
+        captured = self.backend.capture(whole, f"the round {plan.name}")
+        if captured is whole:
+            raise SystemExit(f"the round {plan.name} could not be captured")
+        return captured
+
+    def milliseconds(self, launch: Callable[[], None], lengths: np.ndarray, plan: DraftPlan) -> float:
+        """Median over the series of the GPU time of one launch, all from the same state."""
+        import pycuda.driver as cuda
+
+        spans = []
+        for _ in range(SERIES):
+            self.fill(lengths)
+            self.runner.round(1, plan).wait()
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(self.stream)
+            for _ in range(ROUNDS_PER_SERIES):
+                launch()
+            end.record(self.stream)
+            end.synchronize()
+            spans.append(begin.time_till(end) / ROUNDS_PER_SERIES)
+        return statistics.median(spans)
+
+    def loop(self, plan: DraftPlan | None, lengths: np.ndarray, rounds: int) -> tuple[float, float]:
+        """Seconds and tokens of a loop in which the host reads each round while the next one runs."""
+        self.fill(lengths)
+        step = self.runner.step
+        self.backend.synchronize()
+        unread, tokens = [step(1, plan)], 0
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            unread.append(step(1, plan))
+            tokens += len(unread.pop(0).wait()[0])
+        seconds = time.perf_counter() - begin
+        unread.pop(0).wait()
+        return seconds, tokens
+
+
+@contextmanager
+def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
+    """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
+    listed: list[Any] = []
+    kinds = (TensorRTEngine, CudaDecodeEngine)
+    originals = {kind: kind.enqueue for kind in kinds}
+
+    def patched(kind: type) -> Callable[[Any], None]:
+        def enqueue(engine: Any) -> None:
+            listed.append(engine)
+            (replacement or originals[kind])(engine)
+
+        return enqueue
+
+    for kind in kinds:
+        kind.enqueue = patched(kind)
+    try:
+        yield listed
+    finally:
+        for kind in kinds:
+            kind.enqueue = originals[kind]
+
+
+@contextmanager
+def counted_waits() -> Iterator[list[str]]:
+    """Meanwhile every call by which the host waits for the GPU is listed: event, stream, context, blocking copies."""
+    import pycuda.driver as cuda
+
+    waits: list[str] = []
+    places = [(cuda.Event, "synchronize"), (cuda.Stream, "synchronize"), (cuda.Context, "synchronize")]
+    places += [(cuda, name) for name in ("memcpy_dtoh", "memcpy_htod", "memcpy_dtod")]
+    originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
+
+    def counting(label: str, original: Any) -> Callable[..., Any]:
+        called = original.__func__ if isinstance(original, staticmethod) else original
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            waits.append(label)
+            return called(*arguments, **named)
+
+        return call
+
+    for owner, name, original in originals:
+        call = counting(f"{owner.__name__}.{name}", original)
+        setattr(owner, name, staticmethod(call) if isinstance(original, staticmethod) else call)
+    try:
+        yield waits
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, Any]:
+    """The parts of a round of `plan` whose length is simulated with this mean."""
+    lengths = schedule(mean, plan.steps)
+    bench.fill(lengths)
+    for _ in range(3):
+        bench.runner.round(1, plan).wait()  # uncaptured, captured, replayed
+    whole = bench.graph(plan)
+    with enqueue_replaced(None) as engines:
+        for stage in bench.runner.prepare_round(1, plan).stages.values():
+            stage()
+    with enqueue_replaced(lambda engine: None):
+        others = bench.graph(plan)
+    bench.runner.before_acceptance = None
+    with enqueue_replaced(lambda engine: None):
+        without_forcing = bench.graph(plan)
+    bench.runner.before_acceptance = bench.forced
+    alone = [bench.backend.capture(engine.enqueue, engine.shape.name) for engine in engines]
+
+    def one_after_another() -> None:
+        for engine in engines:
+            engine.enqueue()
+
+    together = bench.backend.capture(one_after_another, "all engines")
+    round_ms = bench.milliseconds(whole, lengths, plan)
+    phases = [(engine.shape.name, bench.milliseconds(launch, lengths, plan)) for engine, launch in zip(engines, alone)]
+    engines_ms = sum(span for _, span in phases)
+    return {
+        "configuration": plan.name,
+        "simulated_mean": mean,
+        "round_ms": round_ms,
+        "engines_alone_ms": engines_ms,
+        "engines_in_one_graph_ms": bench.milliseconds(together, lengths, plan),
+        "round_over_engines": round_ms / engines_ms,
+        "other_kernels_us": 1000 * bench.milliseconds(without_forcing, lengths, plan),
+        "other_kernels_with_forcing_us": 1000 * bench.milliseconds(others, lengths, plan),
+        "phases_ms": phases,
+    }
+
+
+def plain_loop(runner: Any, prompt: Sequence[int], steps: int) -> float:
+    """Milliseconds of a plain step with the host reading every token while the next step runs."""
+    runner.start(0, prompt, 0, SamplingValues()).wait()
+    for _ in range(3):
+        runner.decode(1).wait()
+    unread = [runner.decode(1)]
+    begin = time.perf_counter()
+    for _ in range(steps):
+        unread.append(runner.decode(1))
+        unread.pop(0).wait()
+    seconds = time.perf_counter() - begin
+    unread.pop(0).wait()
+    return seconds / steps * 1000
+
+
+def measure_loops(
+    bench: RoundBench, plain: Any, rows: list[dict[str, Any]], plans: Sequence[DraftPlan], rounds: int
+) -> dict[str, Any]:
+    """Speeds of the loops, taking turns with plain decoding; added to `rows`. Returns what plain decoding took."""
+    spans: dict[str, list[tuple[float, float]]] = {plan.name: [] for plan in plans}
+    plain_ms, kept_ms = [], []
+    prompt = bench._prompt
+    for _ in range(SERIES):
+        plain_ms.append(plain_loop(plain, prompt, 200))
+        for plan, row in zip(plans, rows, strict=True):
+            lengths = schedule(row["simulated_mean"], plan.steps)
+            spans[plan.name].append(bench.loop(plan, lengths, rounds))
+        seconds, tokens = bench.loop(None, np.ones(SCHEDULE_ROUNDS), 200)
+        kept_ms.append(seconds / tokens * 1000)
+    vanilla = statistics.median(plain_ms)
+    for plan, row in zip(plans, rows, strict=True):
+        found = spans[plan.name]
+        tokens = sum(count for _, count in found)
+        row["found_mean"] = tokens / (rounds * len(found))
+        row["loop_round_ms"] = statistics.median(seconds / rounds * 1000 for seconds, _ in found)
+        row["tokens_per_second"] = statistics.median(count / seconds for seconds, count in found)
+        row["speedup"] = row["tokens_per_second"] * vanilla / 1000
+        with counted_waits() as waits:
+            bench.loop(plan, schedule(row["simulated_mean"], plan.steps), rounds)
+        # Filling, the wait before the loop and the last round's are not of the measured rounds.
+        row["host_waits"] = waits.count("Event.synchronize") / (rounds + 2)
+        row["other_waits"] = sorted({wait for wait in waits if wait != "Event.synchronize"})
+    return {"step_ms": vanilla, "step_with_draft_loaded_ms": statistics.median(kept_ms)}
+
+
+def verdict(row: dict[str, Any]) -> dict[str, bool]:
+    """Which of the targets the configuration of 10 / 6 / 60 reaches."""
+    return {
+        "round at most 1.05 times its engines alone": row["round_over_engines"] <= TARGETS["round_over_engines"],
+        "other kernels at most 120 us": row["other_kernels_us"] <= TARGETS["other_kernels_us"],
+        "at most one wait a round": row["host_waits"] <= TARGETS["host_waits"],
+        "2.0 times plain decoding, or a round of 2.9 ms": row["speedup"] >= TARGETS["speedup"]
+        or row["loop_round_ms"] <= TARGETS["round_ms"],
+    }
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """The rows for people."""
+    names = (
+        ("configuration", "s"),
+        ("round_ms", ".3f"),
+        ("engines_alone_ms", ".3f"),
+        ("round_over_engines", ".3f"),
+        ("other_kernels_us", ".1f"),
+        ("found_mean", ".2f"),
+        ("loop_round_ms", ".3f"),
+        ("tokens_per_second", ".0f"),
+        ("speedup", ".2f"),
+        ("host_waits", ".2f"),
+    )
+    print("  ".join(name for name, _ in names))
+    for row in results["rounds"]:
+        print("  ".join(f"{format(row[name], kind):>{len(name)}}" for name, kind in names))
+    for target, reached in results["targets"].items():
+        print(f"{'reached' if reached else 'MISSED '}  {target}")
+
+
+def main() -> None:
+    """Measure everything, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--mean", type=float, default=4.24, help="simulated tokens a round of the largest tree")
+    parser.add_argument("--rounds", type=int, default=SCHEDULE_ROUNDS, help="rounds of a loop")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    plain_directory, directory = prepare(arguments.work)
+    print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
+    plans = candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
+    results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
+    with open_runner("tensorrt", plain_directory) as plain:
+        runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
+        try:
+            results["gpu"] = runner.backend.device.name
+            bench = RoundBench(runner)
+            results["rounds"] = []
+            for plan in plans:
+                mean = simulated_mean(plan, plans[-1], arguments.mean)
+                results["rounds"].append(measure_plan(bench, plan, mean))
+                print(json.dumps(results["rounds"][-1]), flush=True)
+            results["plain"] = measure_loops(bench, plain, results["rounds"], plans, arguments.rounds)
+            runner.stop(0)
+            costs = measure_round_costs(runner, plans, [1])
+            results["controller_costs_ms"] = {name: 1000 * points[1] for name, points in costs.measured.items()}
+        finally:
+            runner.close()
+    results["targets"] = verdict(results["rounds"][-1])
+    results["seconds"] = time.perf_counter() - started
+    print_table(results)
+    text = json.dumps(results, indent=2)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
