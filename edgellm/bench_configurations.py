@@ -95,5 +95,7 @@ def _asked(name: str) -> dict[str, Any]:
     if kind == "chain" and len(sizes) == 1:
         return asked | {"kind": "chain", "draft_steps": int(sizes[0])}
     if (kind == "tree" and len(sizes) == 3) or (kind == "adaptive" and len(sizes) in (0, 3)):
+        if kind == "tree":
+            asked["kind"] = kind
         return asked | dict(zip(SIZES, map(int, sizes), strict=False))
     raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")

@@ -1,6 +1,7 @@
 """Every error that EdgeLLM raises on purpose, in one place to import from."""
 
 from edgellm.engines.errors import (
+    AdapterError,
     BuildError,
     CheckpointError,
     DeviceMemoryError,
@@ -14,6 +15,7 @@ from edgellm.engines.errors import (
 )
 
 __all__ = [
+    "AdapterError",
     "BuildError",
     "CheckpointError",
     "DeviceMemoryError",
@@ -25,6 +27,7 @@ __all__ = [
     "PlanError",
     "RequestError",
     "SettingsError",
+    "SnapshotError",
     "TemplateError",
     "UnsupportedModelError",
 ]
@@ -32,6 +35,14 @@ __all__ = [
 
 class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
+
+
+class SnapshotError(EdgeLLMError):
+    """A snapshot of a KV cache cannot be made, read or used; `reason` names why in a few words ("other weights")."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TemplateError(EdgeLLMError):

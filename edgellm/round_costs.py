@@ -16,7 +16,7 @@ import numpy as np
 
 from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.digests import hash_bytes
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.plan_files import cached_plans_path, present_platform
@@ -37,13 +37,14 @@ class RoundCostsError(EngineError):
 
 @dataclass(frozen=True)
 class Device:
-    """What measured costs are bound to: the engine directory as it is, the backend, and what it runs on.
+    """What measured costs are bound to: the engine directory as it is, EdgeLLM's release, the backend, and the machine.
 
     `platform` is the plan folder's name (as in sm_90-rtx-1.6.1.120) or "numpy"; `processor` the GPU, or the CPU with
     its cores, with the release of NumPy.
     """
 
     description_sha256: str
+    edgellm: str
     backend: str
     platform: str
     processor: str
@@ -54,8 +55,8 @@ class Device:
         plans, gpu = present_platform(), find_gpu()
         if backend == "numpy" or plans is None or gpu is None:
             processor = f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores, NumPy {np.__version__}"
-            return cls(directory.description_sha256, backend, _NO_PLANS, processor)
-        return cls(directory.description_sha256, backend, plans.folder, gpu.name)
+            return cls(directory.description_sha256, edgellm_version(), backend, _NO_PLANS, processor)
+        return cls(directory.description_sha256, edgellm_version(), backend, plans.folder, gpu.name)
 
     @property
     def file_name(self) -> str:

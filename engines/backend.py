@@ -49,6 +49,13 @@ class Readback(Protocol):
         """The values, once everything enqueued before the reading is done."""
 
 
+class Transfer(Protocol):
+    """A copy between host memory and device memory that is under way; it keeps both alive."""
+
+    def wait(self) -> None:
+        """Return once it is done: what was read is there, or what was written from may be changed."""
+
+
 class Backend(Protocol):
     """What a runner needs of a machine."""
 
@@ -92,6 +99,17 @@ class Backend(Protocol):
 
     def read(self, array: Array) -> Readback:
         """Start bringing a small array to the host; at most 8 of the same shape may be unread at a time."""
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """[nbytes] uint8 of host memory for `upload_rows` and `download_rows` at the full speed of the bus (pinned on
+        the GPU). Raises DeviceMemoryError."""
+
+    def upload_rows(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
+        """Set the first `rows` rows of each group of `target` [G, C, D] from those of host `values` [G, N, D] (bfloat16
+        as uint16), in order with the other work. Raises EngineError for another shape or dtype."""
+
+    def download_rows(self, source: Array, values: np.ndarray, rows: int) -> Transfer:
+        """Fill the first `rows` rows of host `values` [G, N, D] from `source` [G, C, D], as `upload_rows` sets them."""
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None

@@ -8,7 +8,7 @@ Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,9 @@ from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import AdapterError, EngineError
+from edgellm.engines.lora_adapter import LoraAdapter
+from edgellm.engines.lora_slots import AdapterSlots
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
@@ -61,6 +63,9 @@ class BaseEngineRunner:
     `feature_user` is given what the engines put out for it; what it needs besides is public: `weights`, `caches`,
     `embedding`, `rotary` and `offsets` [S] (position less row), `sampling`, `lengths` (the committed rows of each
     slot, as the host knows them, never too few; 0 for an idle one).
+
+    With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
+    run where a sequence has an adapter. `adapters` (None without) adds and removes them.
     """
 
     def __init__(
@@ -72,16 +77,19 @@ class BaseEngineRunner:
         progress: Callable[[int, int], None] | None = None,
         draft: DraftConfig | None = None,
         feature_user: FeatureUser | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
         self._engines: dict[EngineShape, Engine] = {}
         if backend.fixed_shapes:
-            for shape in limits.engine_shapes():
+            for shape in limits.engine_shapes() if adapters is None else limits.all_engine_shapes():
                 if shape.model == "base" and shape.phase in _PHASES:
                     self._engines[shape] = backend.load_engine(shape)
         specs = decoder_weights(config)
-        self.memory_plan = plan_memory(config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft)
+        self.memory_plan = plan_memory(
+            config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None
+        )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
         self.embedding = self.weights[EMBEDDING]
@@ -92,10 +100,13 @@ class BaseEngineRunner:
             for index in range(config.num_layers)
             for kind in ("k", "v")
         }
+        self.adapters = None if adapters is None else AdapterSlots(backend, config, limits)
+        for name, adapter in (adapters or {}).items():
+            self.adapters.add(name, adapter)
         self._allocate_state()
-        self._steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.lengths = [0] * limits.max_batch
-        self._warm: set[tuple[int, int, bool]] = set()
+        self._warm: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
 
     def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
@@ -135,7 +146,8 @@ class BaseEngineRunner:
         if longest > self.limits.kv_rows:
             raise EngineError(f"the KV cache of {self.limits.kv_rows} rows is full")
         bucket = min(size for size in self.limits.batches if size >= batch)
-        key = (bucket, self._key_range(longest), self.sampling.plain(slice(0, batch)))
+        slots = slice(0, batch)
+        key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
         if key in self._warm and key not in self._steps:
             self._steps[key] = self.backend.capture(lambda: self._decode_step(*key), f"the decode step {key}")
         if key in self._steps:
@@ -145,7 +157,30 @@ class BaseEngineRunner:
             self._warm.add(key)
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
-        return self._read_emitted(slice(0, batch), slice(0, bucket))
+        return self._read_emitted(slots, slice(0, bucket))
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """Let the sequence that `slot` is going to hold take the adapter `name` (None: none), until it stops.
+
+        Its KV rows are reusable for sequences with the same adapter only. Raises AdapterError for a name that is not
+        loaded, and where more adapters would be in use at once than the engines hold; nothing has changed then.
+        """
+        if self.adapters is not None:
+            self.adapters.assign(slot, name)
+        elif name is not None:
+            raise AdapterError(f"the adapter {name!r} was asked for, but the model was opened without adapters")
+
+    def adapts(self, slots: slice) -> bool:
+        """Whether a sequence of the slots has an adapter."""
+        return self.adapters is not None and self.adapters.in_use(slots)
+
+    def engine_shape(self, shape: EngineShape, slots: slice) -> EngineShape:
+        """The shape of the engine that must run for the slots: `shape` itself, or the one that applies adapters."""
+        return self.limits.with_adapters(shape) if self.adapts(slots) else shape
+
+    def adapter_inputs(self, shape: EngineShape, slots: slice) -> dict[str, Array]:
+        """What an engine with adapters is bound to beside the rest; nothing for one without."""
+        return self.adapters.bindings(slots) if shape.lora_slots and self.adapters is not None else {}
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -154,6 +189,7 @@ class BaseEngineRunner:
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
         self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
+        self.set_adapter(slot, None)
         self.lengths[slot] = 0
 
     def move(self, source: int, target: int) -> None:
@@ -166,6 +202,8 @@ class BaseEngineRunner:
         for array in (*arrays, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         self.sampling.move(source, target)
+        if self.adapters is not None:
+            self.adapters.move(source, target)
         self.lengths[target] = self.lengths[source]
         self.stop(source)
 
@@ -180,6 +218,8 @@ class BaseEngineRunner:
         self._engines.clear()
         self.weights.clear()
         self.caches.clear()
+        if self.adapters is not None:
+            self.adapters.clear()
         self.backend.close()
 
     def _allocate_state(self) -> None:
@@ -238,6 +278,7 @@ class BaseEngineRunner:
         if bound is None:
             bindings |= self.engine_weights() | self._step_inputs(shape)
         if bound != slots:
+            bindings |= self.adapter_inputs(shape, slots)
             for name, cache in self.caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
             bindings["logits"] = self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)
@@ -276,8 +317,9 @@ class BaseEngineRunner:
         self.backend.upload(token_ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([start], np.int32))
         self.backend.upload(self._last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
-        shape = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
         one = slice(slot, slot + 1)
+        plain = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
+        shape = self.engine_shape(plain, one)
         engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
         kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
         kernels.prepare_attention(
@@ -289,10 +331,12 @@ class BaseEngineRunner:
         )
         engine.enqueue()
 
-    def _decode_step(self, batch: int, key_range: int, plain: bool) -> None:
+    def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> None:
         """One token for each of the leading slots, from device state to device state."""
         slots = slice(0, batch)
         shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
+        if adapts:
+            shape = self.limits.with_adapters(shape)
         engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
         mask = inputs["attention_mask"]
         self.backend.kernels.prepare_step(

@@ -200,6 +200,8 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
     """
     if dtype not in ("float16", "bfloat16"):
         return f"decode kernels compute in float16 and bfloat16, not {dtype}"
+    if shape.lora_slots:
+        return "decode kernels do not apply LoRA adapters"
     if shape.phase not in ("decode", "verify") or (shape.phase == "decode" and shape.tokens != 1):
         return f"decode kernels decode one token or verify some, not {shape.tokens} in the phase {shape.phase}"
     if not 1 <= _rows(shape) <= MAX_ROWS or shape.selected != shape.tokens:

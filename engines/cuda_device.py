@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
+from edgellm.engines.row_copies import check_rows
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 
 logger = logging.getLogger("edgellm.cuda")
@@ -54,6 +55,18 @@ class DeviceReadback:
         """The values, once the event has come."""
         self._event.synchronize()
         return self._values.copy()
+
+
+class DeviceTransfer:
+    """A copy from or to `values` on the host, with the event after which it is done."""
+
+    def __init__(self, values: np.ndarray, array: DeviceArray, event: Any) -> None:
+        self._memory = (values, array)  # alive for as long as the copy may run
+        self._event = event
+
+    def wait(self) -> None:
+        """Return once the event has come."""
+        self._event.synchronize()
 
 
 class CudaDevice:
@@ -130,6 +143,48 @@ class CudaDevice:
         self._cuda.memcpy_dtoh(values, array.pointer)
         return values
 
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """[nbytes] uint8, pinned. Raises DeviceMemoryError."""
+        try:
+            return self._cuda.pagelocked_empty((nbytes,), np.uint8)
+        except self._cuda.MemoryError as error:
+            raise DeviceMemoryError(
+                f"Allocating {nbytes >> 20} MiB of pinned host memory failed: give snapshots a smaller memory budget"
+            ) from error
+
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """One two-dimensional copy: a line for each of the G groups. Pageable memory works, but slowly."""
+        copy = self._row_copy(target, values, rows)
+        copy.set_src_host(values)
+        copy.set_dst_device(target.pointer)
+        copy.src_pitch, copy.dst_pitch = _pitches(values, target)
+        return self._start_copy(copy, values, target)
+
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """One two-dimensional copy, the other way."""
+        copy = self._row_copy(source, values, rows)
+        copy.set_src_device(source.pointer)
+        copy.set_dst_host(values)
+        copy.dst_pitch, copy.src_pitch = _pitches(values, source)
+        return self._start_copy(copy, values, source)
+
+    def _row_copy(self, array: DeviceArray, values: np.ndarray, rows: int) -> Any:
+        """A two-dimensional copy of `rows` rows of `values` [G, N, D] and `array` [G, C, D], without its ends."""
+        check_rows(array.shape, host_dtype(array.dtype), values, rows)
+        if not values.flags.c_contiguous:
+            raise EngineError("rows are copied from and to contiguous host memory only")
+        copy = self._cuda.Memcpy2D()
+        copy.height = values.shape[0]
+        copy.width_in_bytes = rows * values.shape[2] * values.itemsize
+        return copy
+
+    def _start_copy(self, copy: Any, values: np.ndarray, array: DeviceArray) -> DeviceTransfer:
+        if copy.width_in_bytes and copy.height:
+            copy(self.stream)
+        event = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
+        event.record(self.stream)
+        return DeviceTransfer(values, array, event)
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Zeroed pinned host memory that kernels write directly; see `Backend.host_visible`."""
         memory = HostVisibleMemory(self._cuda, tuple(shape), dtype)
@@ -203,6 +258,11 @@ class CudaDevice:
             self._readbacks.clear()
             self._context.pop()
             self._context = None
+
+
+def _pitches(values: np.ndarray, array: DeviceArray) -> tuple[int, int]:
+    """Bytes from one group to the next, on the host and on the device."""
+    return values.nbytes // max(1, values.shape[0]), array.nbytes // max(1, array.shape[0])
 
 
 class _GraphLaunch:

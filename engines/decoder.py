@@ -41,6 +41,7 @@ class DecoderDescription(LayerDescription[Tensor]):
         ops, config, shape = self.operations, self.config, self.shape
         hidden = ops.input("inputs_embeds", (shape.batch, shape.tokens, config.hidden_size), "compute")
         positions = self.position_inputs()
+        self.adapter_inputs()
         features = {}
         for index in range(config.num_layers):
             if index in config.feature_layers:

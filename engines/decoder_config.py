@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.engines.strict_json import ADDED_LATER
@@ -71,7 +71,9 @@ class EngineShape:
     """The fixed shapes of one engine: its phase, B sequences, T tokens of each, L key rows read, C rows held.
 
     `selected` is how many of the T rows get logits. `model` is "base" or "draft"; `phase` "prefill", "decode" or
-    "verify" of the base, "prefill", "accept" or "propose" of the draft. Names a plan: `base.decode-b1-t1-l1024`.
+    "verify" of the base, "prefill", "accept" or "propose" of the draft. An engine with LoRA adapters takes
+    `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
+    `base.decode-b1-t1-l1024.lora`.
     """
 
     phase: str
@@ -81,11 +83,14 @@ class EngineShape:
     kv_rows: int
     selected: int = 1
     model: str = field(default="base", metadata=ADDED_LATER)
+    lora_slots: int = field(default=0, metadata=ADDED_LATER)
+    lora_rank: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
-        return f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        return f"{name}.lora" if self.lora_slots else name
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class EngineLimits:
     `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
     of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
-    without one.
+    without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
+    without.
     """
 
     max_batch: int = 1
@@ -104,6 +110,18 @@ class EngineLimits:
     draft_top_k: int = field(default=0, metadata=ADDED_LATER)
     draft_steps: int = field(default=0, metadata=ADDED_LATER)
     verify_tree_size: int = field(default=0, metadata=ADDED_LATER)
+    max_lora_rank: int = field(default=0, metadata=ADDED_LATER)
+    lora_slots: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are engines with LoRA adapters."""
+        return self.lora_slots > 0
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank that adapters are padded to: a multiple of 8, which matrix units want."""
+        return _rounded_up(self.max_lora_rank, 8)
 
     @property
     def has_draft(self) -> bool:
@@ -165,9 +183,23 @@ class EngineLimits:
         """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
         return self.draft_steps + 1
 
+    def with_adapters(self, shape: EngineShape) -> EngineShape:
+        """The engine of the base that does what `shape` does and applies LoRA adapters."""
+        return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
+
+    def adapter_engine_shapes(self) -> list[EngineShape]:
+        """The base's engines with LoRA adapters: one for each without. The draft model has none."""
+        if not self.has_lora:
+            return []
+        return [self.with_adapters(shape) for shape in self.engine_shapes() if shape.model == "base"]
+
+    def all_engine_shapes(self) -> list[EngineShape]:
+        """Every engine of a directory, those with LoRA adapters included."""
+        return self.engine_shapes() + self.adapter_engine_shapes()
+
     def engine_shapes(self) -> list[EngineShape]:
-        """Every engine of a directory: of the base decode, prefill (one sequence at a time), verify; of the draft
-        accept, propose, prefill."""
+        """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
+        draft accept, propose, prefill."""
         shapes = [
             EngineShape("decode", batch, 1, key_range, self.kv_rows)
             for batch in self.batches

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.lora_weights import SCALES, adapted_projections
 from edgellm.engines.operations import Operations, Tensor
 
 
@@ -59,6 +60,7 @@ class LayerDescription(Generic[Tensor]):
         self.decoder = config
         self.shape = shape
         self.weight_shapes = {spec.name: spec.shape for spec in specs}
+        self._adapted = {each.name: each for each in adapted_projections(specs)} if shape.lora_slots else {}
 
     def weight(self, name: str) -> Tensor:
         """The weight, which must be there."""
@@ -71,6 +73,21 @@ class LayerDescription(Generic[Tensor]):
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm by the weight `name`."""
         return self.operations.rms_norm(x, self.weight(name), self.decoder.rms_norm_eps)
+
+    def projection(self, x: Tensor, name: str) -> Tensor:
+        """The linear layer `name` of x [B, T, K], with bias and LoRA adapters where there are any."""
+        ops, shape = self.operations, self.shape
+        y = ops.linear(x, self.weight(f"{name}.weight"), self.bias(f"{name}.bias"))
+        adapted = self._adapted.get(name)
+        if adapted is None:
+            return y
+        a, b = (ops.weight(*edge) for edge in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return ops.adapt(y, x, a, b, self._scales)
+
+    def adapter_inputs(self) -> None:
+        """`lora_scales`, in an engine with LoRA adapters: to be declared before a projection is."""
+        if self.shape.lora_slots:
+            self._scales = self.operations.input(SCALES, (self.shape.batch, self.shape.lora_slots), "compute")
 
     def position_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """`rope_rotary_cos_sin`, `attention_mask` and `kvcache_start_index`."""
@@ -91,8 +108,7 @@ class LayerDescription(Generic[Tensor]):
         cos_sin, mask, start_index = positions
         ops, config, prefix = self.operations, self.decoder, f"{prefix}self_attn."
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = ops.linear(x, self.weight(f"{prefix}qkv_proj.weight"), self.bias(f"{prefix}qkv_proj.bias"))
-        qkv = ops.split_heads(qkv, heads + 2 * kv_heads)
+        qkv = ops.split_heads(self.projection(x, f"{prefix}qkv_proj"), heads + 2 * kv_heads)
         if config.qk_norm:
             query, key, value = ops.split(qkv, (heads, kv_heads, kv_heads), axis=1)
             query, key = self.norm(query, f"{prefix}q_norm.weight"), self.norm(key, f"{prefix}k_norm.weight")
@@ -108,14 +124,9 @@ class LayerDescription(Generic[Tensor]):
         ops.output(f"present_k_cache_{index}", keys)
         ops.output(f"present_v_cache_{index}", values)
         context = ops.attention(query, keys, values, mask, config.head_dim**-0.5)
-        return ops.linear(
-            ops.merge_heads(context), self.weight(f"{prefix}o_proj.weight"), self.bias(f"{prefix}o_proj.bias")
-        )
+        return self.projection(ops.merge_heads(context), f"{prefix}o_proj")
 
     def mlp(self, prefix: str, x: Tensor) -> Tensor:
         """The gated MLP of the layer whose weights begin with `prefix`."""
-        ops, prefix = self.operations, f"{prefix}mlp."
-        gate_up = ops.linear(x, self.weight(f"{prefix}gate_up_proj.weight"), self.bias(f"{prefix}gate_up_proj.bias"))
-        return ops.linear(
-            ops.silu_mul(gate_up), self.weight(f"{prefix}down_proj.weight"), self.bias(f"{prefix}down_proj.bias")
-        )
+        gate_up = self.projection(x, f"{prefix}mlp.gate_up_proj")
+        return self.projection(self.operations.silu_mul(gate_up), f"{prefix}mlp.down_proj")

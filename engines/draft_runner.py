@@ -156,6 +156,7 @@ class EagleDraftEngineRunner:
         nodes = 1 if level == 1 else candidates.plan.top_k
         self.backend.draft_tree.expand_frontier(
             level,
+            not candidates.plan.is_static,
             self.logits(batch, nodes),
             self.draft_to_target,
             candidates.frontiers,

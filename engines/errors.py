@@ -3,6 +3,7 @@
 from edgellm.kernels.errors import EdgeLLMError, KernelError, MissingDependencyError
 
 __all__ = [
+    "AdapterError",
     "BuildError",
     "CheckpointError",
     "DeviceMemoryError",
@@ -18,6 +19,10 @@ __all__ = [
 
 class CheckpointError(EdgeLLMError):
     """A checkpoint is missing, damaged, or does not hold the tensors that its configuration asks for."""
+
+
+class AdapterError(EdgeLLMError):
+    """A LoRA adapter is damaged, does not fit the model or asks for what is not implemented."""
 
 
 class UnsupportedModelError(EdgeLLMError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, WeightSpec
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_decoder import draft_weights
+from edgellm.engines.lora_weights import adapted_projections, adapter_bytes
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
@@ -43,10 +44,11 @@ def plan_memory(
     dtype: str,
     scratch: int = 0,
     draft: DraftConfig | None = None,
+    adapters: bool = False,
 ) -> MemoryPlan:
     """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
 
-    With a `draft` its own are added.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters.
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
@@ -63,6 +65,8 @@ def plan_memory(
     }
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
+    if adapters:
+        items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | {"engine scratch": scratch})
 
 

@@ -19,6 +19,7 @@ from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.numpy_operations import NumpyOperations
+from edgellm.engines.row_copies import check_rows
 from edgellm.engines.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_acceptance import NumpyAcceptance
@@ -38,6 +39,13 @@ class NumpyReadback:
     def wait(self) -> np.ndarray:
         """The values."""
         return self._values
+
+
+class NumpyTransfer:
+    """A copy that is done already."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 class NumpyEngine:
@@ -109,6 +117,22 @@ class NumpyBackend:
     def read(self, array: np.ndarray) -> NumpyReadback:
         """Take a copy."""
         return NumpyReadback(array)
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """Memory like any other."""
+        return self.empty((nbytes,), "uint8")
+
+    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        check_rows(target.shape, target.dtype, values, rows)
+        np.copyto(target[:, :rows], values[:, :rows])
+        return NumpyTransfer()
+
+    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        check_rows(source.shape, source.dtype, values, rows)
+        np.copyto(values[:, :rows], source[:, :rows])
+        return NumpyTransfer()
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None

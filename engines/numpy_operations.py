@@ -40,6 +40,8 @@ class NumpyOperations(Operations[np.ndarray]):
         self._visible: VisibleKeys | None = None
         self._cos_sin: np.ndarray | None = None
         self._rotation: tuple[np.ndarray, np.ndarray] | None = None
+        self._scales: np.ndarray | None = None
+        self._adapted: list[tuple[int, int, np.float32]] = []
 
     def input(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
         array = self._bindings.get(name)
@@ -54,6 +56,8 @@ class NumpyOperations(Operations[np.ndarray]):
             self._mask = None
         elif array is self._cos_sin:
             self._cos_sin = None
+        elif array is self._scales:
+            self._scales = None
         return array
 
     def weight(self, name: str, shape: Sequence[int]) -> np.ndarray:
@@ -88,6 +92,22 @@ class NumpyOperations(Operations[np.ndarray]):
         if bias is not None:
             result += bias
         return result.reshape(*x.shape[:-1], rows)
+
+    def adapt(self, y: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        size = a.shape[0] // scales.shape[1]
+        for sequence, adapter, scale in self._adapted_sequences(scales):
+            rows = slice(adapter * size, (adapter + 1) * size)
+            if x.shape[1] == 1:
+                low = np.dot(a[rows], x[sequence, 0])
+                if scale != _ONE:
+                    low *= scale
+                y[sequence, 0] += np.dot(low, b[rows])
+            else:
+                low = np.dot(a[rows], x[sequence].T)
+                if scale != _ONE:
+                    low *= scale
+                y[sequence] += np.dot(low.T, b[rows])
+        return y
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
         size = x.shape[-1]
@@ -181,6 +201,14 @@ class NumpyOperations(Operations[np.ndarray]):
 
     def to_float32(self, x: np.ndarray) -> np.ndarray:
         return x
+
+    def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
+        """(sequence, adapter, scale) where the scale is not 0; same for all layers."""
+        if scales is not self._scales:
+            sequences, adapters = np.nonzero(scales)
+            self._adapted = list(zip(sequences.tolist(), adapters.tolist(), scales[sequences, adapters], strict=True))
+            self._scales = scales
+        return self._adapted
 
     def _rotation_of(self, cos_sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[B, 1, T, R] cosines twice, and [B, 1, T, 2, R/2] sines, negative for the first half; same for all layers."""

@@ -35,6 +35,14 @@ class Operations(ABC, Generic[Tensor]):
         """[..., K] times the transpose of [N, K], plus [N]: [..., N]."""
 
     @abstractmethod
+    def adapt(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
+        """y + (x a^T * scales) b: what LoRA adapters (Hu et al. 2021) add to `y` [B, T, N], the projection of x.
+
+        x is [B, T, K]. `a` [S * P, K] and `b` [S * P, N] hold the P rows of each of S adapters one behind the other;
+        `scales` [B, S] says how much of each adapter each sequence takes. `y` is not to be used afterwards.
+        """
+
+    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, the mean in float32 (Zhang and Sennrich 2019)."""
 

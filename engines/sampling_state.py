@@ -62,13 +62,15 @@ class SamplingState:
     def __init__(self, backend: Backend, slots: int, vocab_size: int, longest_prompt: int) -> None:
         self._backend = backend
         self._values = [SamplingValues()] * slots
+        self._node_parameters: dict[int, dict[str, Array]] = {}
+        self._stale: set[int] = set()
         self._parameters: dict[str, Array] = {name: backend.zeros((slots,), dtype) for name, dtype in _DTYPES.items()}
+        for slot in range(slots):
+            self._take(slot, SamplingValues())
         self._processed = backend.empty((slots, vocab_size), "float32")
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
         self.token_counts = backend.zeros((slots, vocab_size), "int32")
-        self._node_parameters: dict[int, dict[str, Array]] = {}
-        self._stale: set[int] = set()
 
     def set(self, slot: int, values: SamplingValues, prompt_ids: Sequence[int]) -> None:
         """Start a request in `slot`."""

@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, unsupported
-from edgellm.engines.cuda_device import CudaDevice, DeviceReadback
+from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTransfer
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
@@ -88,6 +88,18 @@ class TensorRTBackend:
     def read(self, array: DeviceArray) -> DeviceReadback:
         """Start a copy to pinned memory, or note when what is in pinned memory already is complete."""
         return self.device.read(array)
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """Pinned memory."""
+        return self.device.host_memory(nbytes)
+
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the device, on the stream."""
+        return self.device.upload_rows(target, values, rows)
+
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the host, on the stream."""
+        return self.device.download_rows(source, values, rows)
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None

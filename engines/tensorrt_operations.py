@@ -65,6 +65,19 @@ class TensorRTOperations(Operations[Any]):
             product = self.add(product, self._reshape(bias, (1, bias.shape[0])))
         return self._reshape(product, (*leading, weight.shape[0]))
 
+    def adapt(self, y: Any, x: Any, a: Any, b: Any, scales: Any) -> Any:
+        """All adapters as one of rank S * P, of which the scales leave each sequence its own: no matrix is gathered."""
+        operation = self.trt.MatrixOperation
+        batch, tokens, width = x.shape
+        adapters, rank = scales.shape[1], a.shape[0]
+        rows = self._reshape(x, (batch * tokens, width))
+        low = self._layer(self.network.add_matrix_multiply(rows, operation.NONE, a, operation.TRANSPOSE), "lora_a")
+        low = self._reshape(low, (batch, tokens, adapters, rank // adapters))
+        low = self._elementwise(low, self._reshape(scales, (batch, 1, adapters, 1)), "PROD")
+        low = self._reshape(low, (batch * tokens, rank))
+        added = self._layer(self.network.add_matrix_multiply(low, operation.NONE, b, operation.NONE), "lora_b")
+        return self.add(y, self._reshape(added, tuple(y.shape)))
+
     def rms_norm(self, x: Any, weight: Any, epsilon: float) -> Any:
         wide = self.to_float32(x)
         squares = self._elementwise(wide, wide, "PROD")

@@ -30,6 +30,17 @@ _DISTRIBUTION = (
     ("thresholds", "BT", "float32"),
     ("temperature", "B", "float32"),
 )
+_SLOT_DRAWS = (
+    ("repetition_penalty", "B", "float32"),
+    ("presence_penalty", "B", "float32"),
+    ("frequency_penalty", "B", "float32"),
+    ("temperature", "B", "float32"),
+    ("top_k", "B", "int32"),
+    ("top_p", "B", "float32"),
+    ("min_p", "B", "float32"),
+    ("seeds", "B", "uint64"),
+    ("sequences", "B", "int32"),
+)
 _WORKSPACE = (("workspace", "N", "uint8"),)
 
 SIGNATURES.update(
@@ -71,6 +82,32 @@ SIGNATURES.update(
             ("sequences", "B", "int32"),
             ("draw_positions", "BT", "int32"),
             ("active", "B", "int32"),
+            *_ACCEPTED,
+            *_WORKSPACE,
+        ),
+        "accept_draws": (
+            ("logits", "BTV", "float32"),
+            ("token_counts", "BV", "int32"),
+            *_TREE[:3],
+            ("tree_ancestors", "BTT", "bool"),
+            ("draw_positions", "BT", "int32"),
+            ("active", "B", "int32"),
+            *_SLOT_DRAWS,
+            ("thresholds", "BT", "float32"),
+            ("drawn", "BT", "int32"),
+            *_ACCEPTED,
+        ),
+        "accept_sampled_draws": (
+            ("logits", "BTV", "float32"),
+            ("token_counts", "BV", "int32"),
+            ("tree_tokens", "BT", "int32"),
+            ("tree_ancestors", "BTT", "bool"),
+            ("draft_probabilities", "BDU", "float32"),
+            ("target_to_draft", "V", "int32"),
+            ("draw_positions", "BT", "int32"),
+            ("active", "B", "int32"),
+            *_SLOT_DRAWS,
+            ("thresholds", "BT", "float32"),
             *_ACCEPTED,
             *_WORKSPACE,
         ),
@@ -116,7 +153,7 @@ SIGNATURES.update(
 )
 
 #: Kernels whose vocabulary is bounded by what their fixed-point sums hold, and the axis that is it.
-_SUMMED = {"typical_accept": "V", "accept_sampled_chain": "V", "draft_sample": "U"}
+_SUMMED = {"typical_accept": "V", "accept_sampled_chain": "V", "accept_sampled_draws": "V", "draft_sample": "U"}
 
 Check = Callable[..., dict[str, int]]
 

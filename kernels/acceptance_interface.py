@@ -31,7 +31,7 @@ sum; float arithmetic is confined to operations that IEEE 754 fixes and to `port
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgellm.kernels.arrays import Array
 
@@ -47,6 +47,31 @@ MAXIMUM_ROWS = 65_535
 #: Fourth counter word of Philox, which keeps the random words of one position apart by what they serve.
 #: `Kernels.sample` draws a target token with 0.
 TARGET_STREAM, DRAFT_STREAM, TEST_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
+
+
+class SlotDraws(NamedTuple):
+    """How each slot draws its tokens, [B] each: the parameters of `Kernels`, by their names and dtypes there."""
+
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seeds: Array
+    sequences: Array
+
+
+class NodeDraws(NamedTuple):
+    """The same for each node, [B * T] each: a slot's values repeated T times."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seeds: Array
+    sequences: Array
 
 
 class AcceptanceKernels(Protocol):
@@ -199,6 +224,55 @@ class AcceptanceKernels(Protocol):
         nothing of it); after the last node from p, as `Kernels.sample` does. Words are those of (`seeds` [B] uint64,
         `sequences` [B], `draw_positions` [B, T] of the previous node). Slots of `temperature` [B] 0 accept the argmax
         of p alone and emit it.
+        """
+
+    def accept_draws(
+        self,
+        logits: Array,
+        token_counts: Array,
+        tree_tokens: Array,
+        tree_parents: Array,
+        tree_depths: Array,
+        tree_ancestors: Array,
+        draw_positions: Array,
+        active: Array,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: Array,
+        drawn: Array,
+        accepted_indices: Array,
+        accepted_ids: Array,
+        acceptance_lengths: Array,
+    ) -> None:
+        """Acceptance of deterministic children from the logits on: follow what plain decoding draws at each node.
+
+        `process_tree_logits` in place, `Kernels.filter_threshold`, `Kernels.sample` at `draw_positions` [B, T], then
+        `accept_drawn`. `logits` [B, T, V], `thresholds` [B, T] and `drawn` [B, T] are left with what these computed, in
+        NumPy only of the nodes that were visited.
+        """
+
+    def accept_sampled_draws(
+        self,
+        logits: Array,
+        token_counts: Array,
+        tree_tokens: Array,
+        tree_ancestors: Array,
+        draft_probabilities: Array,
+        target_to_draft: Array,
+        draw_positions: Array,
+        active: Array,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: Array,
+        accepted_indices: Array,
+        accepted_ids: Array,
+        acceptance_lengths: Array,
+        workspace: Array,
+    ) -> None:
+        """Acceptance of sampled chains from the logits on.
+
+        `process_tree_logits` in place, `Kernels.filter_threshold`, then `accept_sampled_chain`. `logits` [B, T, V] and
+        `thresholds` [B, T] are left with what these computed, in NumPy only of the nodes that were visited.
         """
 
     def compact_kv(

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 from edgellm.kernels.acceptance_checks import (
     check_acceptance,
-    check_caches,
-    check_emitted,
     check_mapping,
     check_step,
     check_typical,
     check_workspace,
 )
+from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.cuda_accepted_state import CudaAcceptedState
 from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import KernelModule
 
 #: Bytes of one `Row` of cuda/acceptance.cuh, which asserts it.
 _ROW_BYTES = 56
-#: As CACHES_PER_LAUNCH of cuda/accept_state.cu: addresses travel with the launch, so nothing is made ready before.
-_CACHES_PER_LAUNCH = 256
 _ROW_THREADS = 512
 _WALK_THREADS = 256
-_COPY_THREADS = 128
 _WARP = 32
 #: Blocks of _ROW_THREADS threads that a multiprocessor runs at once; more than these only wait in line.
 _BLOCKS_PER_MULTIPROCESSOR = 4
 
 
-class CudaAcceptance:
+class CudaAcceptance(CudaAcceptedState):
     """See `edgellm.kernels.acceptance_interface.AcceptanceKernels`; arrays are `DeviceArray`, all goes to one stream.
 
     A NaN among logits counts as -inf; a row of which nothing passes its threshold draws id 0.
@@ -51,7 +47,7 @@ class CudaAcceptance:
             major, minor = cuda.Context.get_device().compute_capability()
             compute_capability = f"sm_{major}{minor}"
         self._kernels = kernels
-        self._module = KernelModule(compute_capability, stream.handle)
+        super().__init__(KernelModule(compute_capability, stream.handle))
 
     def process_tree_logits(
         self,
@@ -222,85 +218,79 @@ class CudaAcceptance:
         arguments = (*distribution, *draft, *draw, active, accepted_ids, workspace)
         self._launch("accept_chain_draw", grid, _ROW_THREADS, *arguments, *shape)
 
-    def compact_kv(
+    def accept_draws(
         self,
-        caches: Sequence[DeviceArray],
-        kvcache_start_index: DeviceArray,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_parents: DeviceArray,
+        tree_depths: DeviceArray,
+        tree_ancestors: DeviceArray,
+        draw_positions: DeviceArray,
+        active: DeviceArray,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: DeviceArray,
+        drawn: DeviceArray,
         accepted_indices: DeviceArray,
-        acceptance_lengths: DeviceArray,
-    ) -> None:
-        """Move the accepted rows of all caches to consecutive places, one launch for each 256 caches."""
-        arrays = (kvcache_start_index, accepted_indices, acceptance_lengths)
-        sizes = check_caches(check_device_arguments, caches, *arrays)
-        row_bytes = sizes["C"] * ITEM_SIZES[caches[0].dtype]
-        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
-            some = caches[first : first + _CACHES_PER_LAUNCH]
-            width = _element_bytes(row_bytes, *some)
-            elements = row_bytes // width
-            blocks = -(-len(some) * sizes["H"] * elements // _COPY_THREADS)
-            pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
-            shape = (len(some), sizes["H"], sizes["R"], elements, sizes["W"])
-            self._launch(f"compact_kv_{width}", (blocks, sizes["B"], 1), _COPY_THREADS, pointers, *arrays, *shape)
-
-    def gather_features(
-        self,
-        hidden_states: DeviceArray,
-        accepted_indices: DeviceArray,
-        acceptance_lengths: DeviceArray,
-        pending_features: DeviceArray,
-    ) -> None:
-        """Rows of `hidden_states` [B, T, F] at the accepted nodes to the first of `pending_features` [B, P, F]."""
-        arrays = (hidden_states, accepted_indices, acceptance_lengths, pending_features)
-        sizes = _check("gather_features", *arrays)
-        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
-        width = _element_bytes(row_bytes, hidden_states, pending_features)
-        shape = (sizes["T"], sizes["P"], row_bytes // width)
-        self._launch(f"gather_features_{width}", (sizes["W"], sizes["B"], 1), _COPY_THREADS, *arrays, *shape)
-
-    def advance_accepted(
-        self,
         accepted_ids: DeviceArray,
         acceptance_lengths: DeviceArray,
-        active: DeviceArray,
-        token_ids: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        positions: DeviceArray,
-        token_counts: DeviceArray,
-        pending_ids: DeviceArray,
-        pending_counts: DeviceArray,
-        draft_start: DeviceArray,
-        draft_last: DeviceArray,
-        emitted: DeviceArray,
     ) -> None:
-        """Take the accepted tokens into the state of each active slot; see the interface."""
-        state = (token_ids, kvcache_start_index, positions, token_counts)
-        draft = (pending_ids, pending_counts, draft_start, draft_last)
-        arrays = (accepted_ids, acceptance_lengths, active, *state, *draft, emitted)
-        sizes = _check("advance_accepted", *arrays)
-        check_emitted(sizes)
-        shape = (sizes["V"], sizes["P"], sizes["W"])
-        self._launch("advance_accepted", (sizes["B"], 1, 1), _WARP, *arrays, *shape)
+        """Follow what plain decoding draws at each node, from the logits on; see the interface."""
+        tree = (tree_tokens, tree_parents, tree_depths)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        arrays = (logits, token_counts, *tree, tree_ancestors, draw_positions, active)
+        sizes = _check("accept_draws", *arrays, *slot_draws, thresholds, drawn, *accepted)
+        self._filter_nodes(logits, token_counts, tree_tokens, tree_ancestors, slot_draws, node_draws, thresholds)
+        nodes = sizes["B"] * sizes["T"]
+        rows, bounds = logits.reshape(nodes, sizes["V"]), thresholds.reshape(nodes)
+        names = (node_draws.temperature, node_draws.seeds, node_draws.sequences, draw_positions.reshape(nodes))
+        self._kernels.sample(rows, bounds, *names, drawn.reshape(nodes))
+        self.accept_drawn(drawn, *tree, active, None, *accepted)
 
-    def append_pending(
+    def accept_sampled_draws(
         self,
-        hidden_states: DeviceArray,
-        tokens: DeviceArray,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_ancestors: DeviceArray,
+        draft_probabilities: DeviceArray,
+        target_to_draft: DeviceArray,
+        draw_positions: DeviceArray,
         active: DeviceArray,
-        pending_features: DeviceArray,
-        pending_ids: DeviceArray,
-        pending_counts: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        draft_start: DeviceArray,
-        draft_last: DeviceArray,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: DeviceArray,
+        accepted_indices: DeviceArray,
+        accepted_ids: DeviceArray,
+        acceptance_lengths: DeviceArray,
+        workspace: DeviceArray,
     ) -> None:
-        """A plain step's feature and token join the draft's pending input of each active slot; see the interface."""
-        pending = (pending_features, pending_ids, pending_counts)
-        arrays = (hidden_states, tokens, active, *pending, kvcache_start_index, draft_start, draft_last)
-        sizes = _check("append_pending", *arrays)
-        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
-        width = _element_bytes(row_bytes, hidden_states, pending_features)
-        shape = (sizes["P"], row_bytes // width)
-        self._launch(f"append_pending_{width}", (sizes["B"], 1, 1), _WALK_THREADS, *arrays, *shape)
+        """Acceptance of sampled chains from the logits on; see the interface."""
+        draft = (draft_probabilities, target_to_draft)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        arrays = (logits, token_counts, tree_tokens, tree_ancestors, *draft, draw_positions, active)
+        _check("accept_sampled_draws", *arrays, *slot_draws, thresholds, *accepted, workspace)
+        self._filter_nodes(logits, token_counts, tree_tokens, tree_ancestors, slot_draws, node_draws, thresholds)
+        draw = (slot_draws.seeds, slot_draws.sequences, draw_positions)
+        distribution = (logits, thresholds, slot_draws.temperature)
+        self.accept_sampled_chain(*distribution, tree_tokens, *draft, *draw, active, *accepted, workspace)
+
+    def _filter_nodes(
+        self,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        tree_tokens: DeviceArray,
+        tree_ancestors: DeviceArray,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: DeviceArray,
+    ) -> None:
+        """Process all rows of `logits` in place and find their thresholds."""
+        self.process_tree_logits(logits, token_counts, tree_tokens, tree_ancestors, *slot_draws[:4], logits)
+        rows = logits.reshape(thresholds.size, logits.shape[2])
+        filters = (node_draws.top_k, node_draws.top_p, node_draws.min_p)
+        self._kernels.filter_threshold(rows, *filters, thresholds.reshape(thresholds.size))
 
     def _row_totals(
         self,
@@ -321,8 +311,8 @@ class CudaAcceptance:
         self._launch("accept_row_total", grid, _ROW_THREADS, processed, thresholds, *used)
 
     def _blocks(self, vocabulary: int, rows: int) -> int:
-        """Blocks for each of `rows` rows: enough to fill the GPU, no more than have four tokens a thread."""
-        most = -(-_BLOCKS_PER_MULTIPROCESSOR * self._module.multiprocessors // rows)
+        """Blocks for each of `rows` rows: as many as the GPU runs at once, no more than have four tokens a thread."""
+        most = max(1, _BLOCKS_PER_MULTIPROCESSOR * self._module.multiprocessors // rows)
         return min(-(-vocabulary // (4 * _ROW_THREADS)), most)
 
     def _zero(self, array: DeviceArray) -> None:
@@ -330,10 +320,6 @@ class CudaAcceptance:
         (status,) = driver.cuMemsetD8Async(array.pointer, 0, array.nbytes, self._module.stream)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"clearing {array.nbytes} bytes of workspace failed: {status}")
-
-    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
-        """Enqueue a kernel; arrays (None: null) and sizes become pointers and unsigned integers."""
-        Launch(self._module, name, grid, threads, 0, [_argument(value) for value in arguments])()
 
 
 def _check(kernel: str, *arrays: DeviceArray) -> dict[str, int]:
@@ -346,17 +332,6 @@ def _check_workspace(kernel: str, sizes: dict[str, int], workspace: DeviceArray,
         raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 16 bytes")
 
 
-def _argument(value: Any) -> Any:
-    if value is None or isinstance(value, DeviceArray):
-        return pointer(value)
-    return ctypes.c_uint(value) if isinstance(value, int) else value
-
-
 def _scaled_bytes(batch: int, vocabulary: int) -> int:
     """Bytes of scaled logits at the start of a workspace of `draft_sample`, filled up to 16."""
     return -(-batch * vocabulary * ITEM_SIZES["float32"] // 16) * 16
-
-
-def _element_bytes(row_bytes: int, *arrays: DeviceArray) -> int:
-    """Bytes that one access can move in rows of `row_bytes` of all the arrays."""
-    return next(width for width in (16, 4, 2) if not any(n % width for n in (row_bytes, *(a.pointer for a in arrays))))

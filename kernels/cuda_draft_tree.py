@@ -59,6 +59,7 @@ class CudaDraftTree:
     def expand_frontier(
         self,
         level: int,
+        score: bool,
         logits: DeviceArray,
         draft_to_target: DeviceArray,
         frontiers: DeviceArray,
@@ -84,7 +85,7 @@ class CudaDraftTree:
         arguments = (
             *map(pointer, (logits, draft_to_target, frontiers, *candidates, workspace)),
             *map(ctypes.c_void_p, (sums, best, maxima)),
-            *_unsigned(sizes["V"], sizes["n"], level, sizes["F"], top_k, sizes["C"]),
+            *_unsigned(score, sizes["V"], sizes["n"], level, sizes["F"], top_k, sizes["C"]),
         )
         self._launch("draft_expand", (chunks, rows, 1), _THREADS, _gathered_bytes(top_k), arguments)
 

@@ -53,6 +53,7 @@ class DraftTreeKernels(Protocol):
     def expand_frontier(
         self,
         level: int,
+        score: bool,
         logits: Array,
         draft_to_target: Array,
         frontiers: Array,
@@ -69,7 +70,8 @@ class DraftTreeKernels(Protocol):
         `candidate_scores` [B, C] float32 (the parent's score, 0 for the root, plus the log-probability) and
         `candidate_parents` [B, C] int32 (the parent's index, -1 for the root). Entries that do not exist (an idle
         parent, fewer than K logits above -inf) get token -1, score -inf, parent -1. `workspace` [N] uint8 has at
-        least `expand_workspace_size` bytes, is zero before the first call and is left fit for the next.
+        least `expand_workspace_size` bytes, is zero before the first call and is left fit for the next. Without `score`
+        log-probabilities count as 0: a static tree needs none, and they cost more than the rest.
 
         The log-probability is (logit - m) - log(s), m the row's maximum, in float32; s is the sum over chunks of
         4,096 ids of the chunk's sum of exp(logit - its maximum), times exp(its maximum - m), all in unsigned 64-bit

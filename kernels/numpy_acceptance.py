@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from edgellm.kernels.acceptance_checks import (
     check_acceptance,
-    check_caches,
-    check_emitted,
     check_mapping,
     check_step,
     check_typical,
 )
-from edgellm.kernels.acceptance_interface import DRAFT_STREAM, RESIDUAL_STREAM, TARGET_STREAM, TEST_STREAM
+from edgellm.kernels.acceptance_interface import DRAFT_STREAM, NodeDraws, SlotDraws
 from edgellm.kernels.checks import check_host_arguments
 from edgellm.kernels.fixed_point_sampling import Distribution, Draws, divided
+from edgellm.kernels.numpy_accepted_state import NumpyAcceptedState
 from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.sampled_chain import accept_chains
 from edgellm.kernels.tree_walk import deepest_path, typical_children, walk, walk_all, write_accepted
 
 
-class NumpyAcceptance:
+class NumpyAcceptance(NumpyAcceptedState):
     """See `edgellm.kernels.acceptance_interface.AcceptanceKernels`; arrays are NumPy arrays, bfloat16 ones as uint16.
 
     A NaN among logits counts as -inf; a row of which nothing passes its threshold draws id 0.
@@ -46,19 +46,9 @@ class NumpyAcceptance:
         settings = (repetition_penalty, presence_penalty, frequency_penalty, temperature)
         sizes = _check("process_tree_logits", logits, token_counts, tree_tokens, tree_ancestors, *settings, processed)
         for slot in range(sizes["B"]):
-            row_settings = [setting[slot : slot + 1] for setting in settings]
-            penalizes = not (repetition_penalty[slot] == 1 and presence_penalty[slot] == frequency_penalty[slot] == 0)
-            counts = token_counts[slot : slot + 1]
-            if penalizes:
-                counts = counts.copy()
-            for node in range(sizes["T"]):
-                path = _path_tokens(tree_tokens[slot], tree_ancestors[slot, node], sizes["V"]) if penalizes else ()
-                for token in path:
-                    counts[0, token] += 1
-                rows = logits[slot, node : node + 1], processed[slot, node : node + 1]
-                self._kernels.process_logits(rows[0], counts, *row_settings, rows[1])
-                for token in path:
-                    counts[0, token] -= 1
+            self._process_nodes(
+                slot, range(sizes["T"]), logits, token_counts, tree_tokens, tree_ancestors, settings, processed
+            )
 
     def eagle_accept_workspace_size(self, batch: int, tree_size: int, vocabulary: int) -> int:
         """0: NumPy needs no workspace."""
@@ -211,7 +201,7 @@ class NumpyAcceptance:
         """Speculative sampling of chains, all slots of one depth at once; see the interface."""
         drawing = (seeds, sequences, draw_positions)
         accepted = (accepted_indices, accepted_ids, acceptance_lengths)
-        sizes = _check(
+        _check(
             "accept_sampled_chain",
             processed,
             thresholds,
@@ -224,139 +214,124 @@ class NumpyAcceptance:
             *accepted,
             workspace,
         )
-        accepted_indices.fill(-1)
-        accepted_ids.fill(-1)
-        acceptance_lengths.fill(0)
-        slots = np.flatnonzero(active == 1)
-        longest = min(sizes["T"] - 1, sizes["D"], sizes["W"] - 1)
-        known = (target_to_draft >= 0) & (target_to_draft < sizes["U"])
-        mapping = np.where(known, target_to_draft, 0)
-        for node in range(longest + 1):
-            if not slots.size:
-                break
-            accepted_indices[slots, node] = node
-            acceptance_lengths[slots] = node + 1
-            rows = Distribution(processed[slots, node], thresholds[slots, node], temperature[slots])
-            drafted = tree_tokens[slots, node + 1] if node < longest else np.full(slots.size, -1, np.int32)
-            ends = drafted < 0
-            if ends.any():
-                last = slots[ends]
-                draws = Draws(seeds[last], sequences[last], draw_positions[last, node], TARGET_STREAM)
-                accepted_ids[last, node] = draws.by_score(*rows.scores(ends))
-            if ends.all():
-                break
-            slots, drafted = slots[~ends], drafted[~ends]
-            p = rows.probabilities()[~ends]
-            q = np.where(known, draft_probabilities[slots, node][:, mapping], np.float32(0))
-            draw = (seeds[slots], sequences[slots], draw_positions[slots, node])
-            accepts = _passes_test(p, q, drafted, Draws(*draw, TEST_STREAM).uniform())
-            accepted_ids[slots[accepts], node] = drafted[accepts]
-            rejected = slots[~accepts]
-            if rejected.size:
-                draws = Draws(*[values[~accepts] for values in draw], RESIDUAL_STREAM)
-                accepted_ids[rejected, node] = draws.by_weight(_residual(p[~accepts], q[~accepts]))
-            slots = slots[accepts]
 
-    def compact_kv(
+        def distribution(slots: np.ndarray, node: int) -> Distribution:
+            return Distribution(processed[slots, node], thresholds[slots, node], temperature[slots])
+
+        accept_chains(distribution, tree_tokens, draft_probabilities, target_to_draft, drawing, active, accepted)
+
+    def accept_draws(
         self,
-        caches: Sequence[np.ndarray],
-        kvcache_start_index: np.ndarray,
+        logits: np.ndarray,
+        token_counts: np.ndarray,
+        tree_tokens: np.ndarray,
+        tree_parents: np.ndarray,
+        tree_depths: np.ndarray,
+        tree_ancestors: np.ndarray,
+        draw_positions: np.ndarray,
+        active: np.ndarray,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: np.ndarray,
+        drawn: np.ndarray,
         accepted_indices: np.ndarray,
-        acceptance_lengths: np.ndarray,
-    ) -> None:
-        """Move the accepted rows of all caches to consecutive places; rows in place already are not touched."""
-        arrays = (kvcache_start_index, accepted_indices, acceptance_lengths)
-        sizes = check_caches(check_host_arguments, caches, *arrays)
-        for slot, (start, length) in enumerate(zip(kvcache_start_index, acceptance_lengths, strict=True)):
-            places = np.arange(min(length, sizes["W"]))
-            sources, targets = start + accepted_indices[slot, : places.size], start + places
-            inside = (np.minimum(sources, targets) >= 0) & (np.maximum(sources, targets) < sizes["R"])
-            moved = inside & (sources != targets)
-            if not moved.any():
-                continue
-            sources, targets = sources[moved], targets[moved]
-            for cache in caches:
-                cache[slot, :, targets] = cache[slot, :, sources]
-
-    def gather_features(
-        self,
-        hidden_states: np.ndarray,
-        accepted_indices: np.ndarray,
-        acceptance_lengths: np.ndarray,
-        pending_features: np.ndarray,
-    ) -> None:
-        """Rows of `hidden_states` [B, T, F] at the accepted nodes to the first of `pending_features` [B, P, F]."""
-        sizes = _check("gather_features", hidden_states, accepted_indices, acceptance_lengths, pending_features)
-        for slot, length in enumerate(acceptance_lengths):
-            for place, node in enumerate(accepted_indices[slot, : max(length, 0)]):
-                if 0 <= node < sizes["T"]:
-                    pending_features[slot, place] = hidden_states[slot, node]
-
-    def advance_accepted(
-        self,
         accepted_ids: np.ndarray,
         acceptance_lengths: np.ndarray,
-        active: np.ndarray,
-        token_ids: np.ndarray,
-        kvcache_start_index: np.ndarray,
-        positions: np.ndarray,
-        token_counts: np.ndarray,
-        pending_ids: np.ndarray,
-        pending_counts: np.ndarray,
-        draft_start: np.ndarray,
-        draft_last: np.ndarray,
-        emitted: np.ndarray,
     ) -> None:
-        """Take the accepted tokens into the state of each active slot; see the interface."""
-        state = (token_ids, kvcache_start_index, positions, token_counts)
-        draft = (pending_ids, pending_counts, draft_start, draft_last)
-        sizes = _check("advance_accepted", accepted_ids, acceptance_lengths, active, *state, *draft, emitted)
-        check_emitted(sizes)
-        for slot in range(sizes["B"]):
-            length = min(int(acceptance_lengths[slot]), sizes["W"])
-            emitted[slot] = -1
-            emitted[slot, 0] = 0
-            if active[slot] != 1 or length < 1:
-                continue
-            tokens = accepted_ids[slot, :length]
-            emitted[slot, 0] = length
-            emitted[slot, 1 : length + 1] = tokens
-            pending_ids[slot] = -1
-            pending_ids[slot, :length] = tokens
-            pending_counts[slot] = length
-            draft_start[slot] = kvcache_start_index[slot]
-            draft_last[slot, 0] = length - 1
-            token_ids[slot, 0] = tokens[-1]
-            kvcache_start_index[slot] += length
-            positions[slot] += length
-            np.add.at(token_counts[slot], tokens[(tokens >= 0) & (tokens < sizes["V"])], 1)
+        """Process, filter and draw the nodes that the walk visits, and no others; see the interface."""
+        tree = (tree_tokens, tree_parents, tree_depths)
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        arrays = (logits, token_counts, *tree, tree_ancestors, draw_positions, active)
+        _check("accept_draws", *arrays, *slot_draws, thresholds, drawn, *accepted)
 
-    def append_pending(
+        def draw(slot: int, node: int) -> int:
+            row = slice(slot, slot + 1)
+            self._filter_node(slot, node, logits, token_counts, tree_tokens, tree_ancestors, slot_draws, thresholds)
+            names = (slot_draws.temperature[row], slot_draws.seeds[row], slot_draws.sequences[row])
+            place = (slot, slice(node, node + 1))
+            self._kernels.sample(logits[place], thresholds[place], *names, draw_positions[place], drawn[place])
+            return int(drawn[slot, node])
+
+        walk_all(draw, tree, active, None, accepted)
+
+    def accept_sampled_draws(
         self,
-        hidden_states: np.ndarray,
-        tokens: np.ndarray,
+        logits: np.ndarray,
+        token_counts: np.ndarray,
+        tree_tokens: np.ndarray,
+        tree_ancestors: np.ndarray,
+        draft_probabilities: np.ndarray,
+        target_to_draft: np.ndarray,
+        draw_positions: np.ndarray,
         active: np.ndarray,
-        pending_features: np.ndarray,
-        pending_ids: np.ndarray,
-        pending_counts: np.ndarray,
-        kvcache_start_index: np.ndarray,
-        draft_start: np.ndarray,
-        draft_last: np.ndarray,
+        slot_draws: SlotDraws,
+        node_draws: NodeDraws,
+        thresholds: np.ndarray,
+        accepted_indices: np.ndarray,
+        accepted_ids: np.ndarray,
+        acceptance_lengths: np.ndarray,
+        workspace: np.ndarray,
     ) -> None:
-        """A plain step's feature and token join the draft's pending input of each active slot; see the interface."""
-        pending = (pending_features, pending_ids, pending_counts)
-        sizes = _check(
-            "append_pending", hidden_states, tokens, active, *pending, kvcache_start_index, draft_start, draft_last
-        )
-        for slot in range(sizes["B"]):
-            count = pending_counts[slot]
-            if active[slot] != 1 or not 0 <= count < sizes["P"]:
-                continue
-            pending_features[slot, count] = hidden_states[slot, 0]
-            pending_ids[slot, count] = tokens[slot]
-            pending_counts[slot] = count + 1
-            draft_start[slot] = kvcache_start_index[slot] - (count + 1)
-            draft_last[slot, 0] = count
+        """Process and filter the nodes that the chain reaches, and no others; see the interface."""
+        accepted = (accepted_indices, accepted_ids, acceptance_lengths)
+        draft = (draft_probabilities, target_to_draft)
+        arrays = (logits, token_counts, tree_tokens, tree_ancestors, *draft, draw_positions, active)
+        _check("accept_sampled_draws", *arrays, *slot_draws, thresholds, *accepted, workspace)
+
+        def distribution(slots: np.ndarray, node: int) -> Distribution:
+            for slot in slots.tolist():
+                self._filter_node(slot, node, logits, token_counts, tree_tokens, tree_ancestors, slot_draws, thresholds)
+            return Distribution(logits[slots, node], thresholds[slots, node], slot_draws.temperature[slots])
+
+        drawing = (slot_draws.seeds, slot_draws.sequences, draw_positions)
+        accept_chains(distribution, tree_tokens, *draft, drawing, active, accepted)
+
+    def _process_nodes(
+        self,
+        slot: int,
+        nodes: Iterable[int],
+        logits: np.ndarray,
+        token_counts: np.ndarray,
+        tree_tokens: np.ndarray,
+        tree_ancestors: np.ndarray,
+        settings: Sequence[np.ndarray],
+        processed: np.ndarray,
+    ) -> None:
+        """`process_tree_logits` of some nodes of one slot; `settings` are its three penalties and the temperature."""
+        row_settings = [setting[slot : slot + 1] for setting in settings]
+        repetition, presence, frequency = (setting[0] for setting in row_settings[:3])
+        penalizes = repetition != 1 or presence != 0 or frequency != 0
+        counts = token_counts[slot : slot + 1]
+        if penalizes:
+            counts = counts.copy()
+        for node in nodes:
+            path = ()
+            if penalizes:
+                path = _path_tokens(tree_tokens[slot], tree_ancestors[slot, node], counts.shape[1])
+            for token in path:
+                counts[0, token] += 1
+            place = (slot, slice(node, node + 1))
+            self._kernels.process_logits(logits[place], counts, *row_settings, processed[place])
+            for token in path:
+                counts[0, token] -= 1
+
+    def _filter_node(
+        self,
+        slot: int,
+        node: int,
+        logits: np.ndarray,
+        token_counts: np.ndarray,
+        tree_tokens: np.ndarray,
+        tree_ancestors: np.ndarray,
+        slot_draws: SlotDraws,
+        thresholds: np.ndarray,
+    ) -> None:
+        """Process one node's row of `logits` in place and find its threshold."""
+        settings = slot_draws[:4]
+        self._process_nodes(slot, [node], logits, token_counts, tree_tokens, tree_ancestors, settings, logits)
+        filters = [values[slot : slot + 1] for values in (slot_draws.top_k, slot_draws.top_p, slot_draws.min_p)]
+        place = (slot, slice(node, node + 1))
+        self._kernels.filter_threshold(logits[place], *filters, thresholds[place])
 
 
 def _check(kernel: str, *arrays: np.ndarray) -> dict[str, int]:
@@ -367,17 +342,3 @@ def _path_tokens(tokens: np.ndarray, ancestors: np.ndarray, vocabulary: int) -> 
     """Tokens of the nodes on a path, without the root's, as far as they are ids; `ancestors` [T] is the node's row."""
     path = tokens[1:][ancestors[1:]]
     return path[(path >= 0) & (path < vocabulary)].tolist()
-
-
-def _passes_test(p: np.ndarray, q: np.ndarray, drafted: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Which drafts [n] are accepted: u q(x) <= p(x) and p(x) > 0; `p` and `q` [n, V] float32."""
-    rows, inside = np.arange(drafted.size), drafted < p.shape[1]
-    columns = np.where(inside, drafted, 0)
-    p_of_draft, q_of_draft = p[rows, columns], q[rows, columns]
-    return inside & (p_of_draft > 0) & (uniform * q_of_draft <= p_of_draft)
-
-
-def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """max(p - q, 0) [n, V] float32; p where that is nothing."""
-    residual = np.maximum(p - q, np.float32(0))
-    return np.where(residual.any(axis=1, keepdims=True), residual, p)

@@ -36,6 +36,7 @@ class NumpyDraftTree:
     def expand_frontier(
         self,
         level: int,
+        score: bool,
         logits: np.ndarray,
         draft_to_target: np.ndarray,
         frontiers: np.ndarray,
@@ -58,17 +59,12 @@ class NumpyDraftTree:
         check_expansion(level, sizes, 0)
         batch, rows, top_k = sizes["B"], sizes["n"], sizes["K"]
         values = logits.reshape(batch * rows, sizes["V"])
-        maxima, log_sums = self._log_softmax.normalizers(values)
-        if np.isnan(maxima).any():
+        if np.isnan(values.max()):
             values = np.where(np.isnan(values), _MINUS_INFINITY, values)
-            maxima, log_sums = self._log_softmax.normalizers(values)
         ids, found = largest(values, top_k)
         parents, parent_scores = _parents(level, frontiers, candidate_scores)
-        maxima = maxima[:, None]
-        with np.errstate(invalid="ignore", over="ignore"):
-            scores = found - maxima
-            scores[found == maxima] = 0  # also where both are infinite
-            scores -= log_sums[:, None]
+        scores = self._log_probabilities(values, found) if score else np.zeros_like(found)
+        with np.errstate(over="ignore"):
             scores += parent_scores.reshape(-1, 1)
         exists = scores > _MINUS_INFINITY
         exists &= found > _MINUS_INFINITY
@@ -81,6 +77,16 @@ class NumpyDraftTree:
         entries = slice(start, start + rows * top_k)
         for target, source in ((candidate_tokens, tokens), (candidate_scores, scores), (candidate_parents, parents)):
             target[:, entries] = source.reshape(batch, -1)
+
+    def _log_probabilities(self, values: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Those of the logits `found` [n, K] of the rows `values` [n, Vd]."""
+        maxima, log_sums = self._log_softmax.normalizers(values)
+        maxima = maxima[:, None]
+        with np.errstate(invalid="ignore", over="ignore"):
+            scores = found - maxima
+            scores[found == maxima] = 0  # also where both are infinite
+            scores -= log_sums[:, None]
+        return scores
 
     def prepare_proposal(
         self,

@@ -21,8 +21,10 @@ def round_to_float32(value: float) -> float:
         return float(np.float32(value))
 
 
-def expand(row: np.ndarray, draft_to_target: np.ndarray, parent_score: float, top_k: int) -> list[tuple[int, float]]:
-    """(token, score) of a node's children, summed in float64; the missing ones are (-1, -inf)."""
+def expand(
+    row: np.ndarray, draft_to_target: np.ndarray, parent_score: float, top_k: int, score: bool = True
+) -> list[tuple[int, float]]:
+    """(token, score) of a node's children, summed in float64 (0 without `score`); the missing ones are (-1, -inf)."""
     values = [-np.inf if np.isnan(value) else float(value) for value in row]
     maximum = max(values)
     children = []
@@ -30,9 +32,9 @@ def expand(row: np.ndarray, draft_to_target: np.ndarray, parent_score: float, to
         differences = [0.0 if value == maximum else round_to_float32(value - maximum) for value in values]
         log_sum = float(np.log(np.sum(np.exp(differences))))
         for index in best(list(zip(values, range(len(values)), strict=True)), top_k):
-            score = round_to_float32(parent_score + differences[index] - log_sum)
-            if score > -np.inf:
-                children.append((int(draft_to_target[index]), score))
+            total = round_to_float32(parent_score + differences[index] - log_sum) if score else 0.0
+            if values[index] > -np.inf < total:
+                children.append((int(draft_to_target[index]), total))
     return children + [(-1, -np.inf)] * (top_k - len(children))
 
 

@@ -331,9 +331,11 @@ def test_sampled_chains_keep_the_law_of_the_base(tables, name, draft):
     assert fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS[name]))
 
 
-@pytest.mark.parametrize("wrong", ["q before its processors", "unlikely drafts dropped"])
-def test_sampled_chains_used_wrongly_fail(tables, wrong):
-    slots = chain_tokens_emitted(tables, SETTINGS["plain"], DRAFTS["top-k"], 2500, wrong)
+@pytest.mark.parametrize(
+    ("wrong", "draft"), [("q before its processors", "top-k"), ("unlikely drafts dropped", "plain")]
+)
+def test_sampled_chains_used_wrongly_fail(tables, wrong, draft):
+    slots = chain_tokens_emitted(tables, SETTINGS["plain"], DRAFTS[draft], 2500, wrong)
     assert not fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS["plain"]))
 
 

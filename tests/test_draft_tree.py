@@ -32,9 +32,9 @@ KINDS = st.sampled_from(["ordinary", "ties", "equal", "awkward"])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def expand(drafting, level: int) -> None:
+def expand(drafting, level: int, score: bool = True) -> None:
     arrays = (drafting.draft_to_target, drafting.frontiers, *drafting.candidates())
-    KERNELS.expand_frontier(level, drafting.logits[level - 1], *arrays, NO_WORKSPACE)
+    KERNELS.expand_frontier(level, score, drafting.logits[level - 1], *arrays, NO_WORKSPACE)
 
 
 def propose(drafting, level: int, select: bool = True) -> tuple[np.ndarray, ...]:
@@ -55,7 +55,7 @@ def propose(drafting, level: int, select: bool = True) -> tuple[np.ndarray, ...]
     return outputs
 
 
-def check_expansion(drafting, level: int) -> None:
+def check_expansion(drafting, level: int, score: bool = True) -> None:
     top_k = drafting.top_k
     start = level_start(level, top_k)
     for b in range(drafting.batch):
@@ -65,7 +65,7 @@ def check_expansion(drafting, level: int) -> None:
             idle = level > 1 and not reference.is_of_level(parent, level - 1, top_k)
             parent_score = 0.0 if level == 1 else -np.inf if idle else float(scores[parent])
             row = drafting.logits[level - 1][b, slot]
-            expected = reference.expand(row, drafting.draft_to_target, parent_score, top_k)
+            expected = reference.expand(row, drafting.draft_to_target, parent_score, top_k, score)
             entries = slice(start + slot * top_k, start + (slot + 1) * top_k)
             assert tokens[entries].tolist() == [token for token, _ in expected]
             np.testing.assert_allclose(scores[entries], [score for _, score in expected], rtol=2e-6, atol=1e-5)
@@ -176,10 +176,10 @@ def test_static_round_by_recursion(seed, batch, top_k, steps, kind):
         row = rng.integers(start, end, (batch, top_k))
         strange = rng.integers(-2, count + 3, row.shape)
         drafting.frontiers[:, level - 1] = np.where(rng.random(row.shape) < 0.2, strange, row)
-    before = drafting.frontiers.copy()
+    before, score = drafting.frontiers.copy(), bool(seed % 2)
     for level in range(1, steps + 1):
-        expand(drafting, level)
-        check_expansion(drafting, level)
+        expand(drafting, level, score)
+        check_expansion(drafting, level, score)
         if level < steps:
             check_proposal(drafting, level, propose(drafting, level, select=False))
     assert (drafting.frontiers == before).all()

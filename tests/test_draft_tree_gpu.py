@@ -89,9 +89,9 @@ class Twins:
     CANDIDATES = ("candidate_tokens", "candidate_scores", "candidate_parents")
     PLACES = ("committed", "position_offsets", "rotary_table", "embedding")
 
-    def expand(self, level: int) -> None:
+    def expand(self, level: int, score: bool = True) -> None:
         names = (f"logits {level}", "draft_to_target", "frontiers", *self.CANDIDATES)
-        self._enqueue("expand_frontier", names, level, workspaces=True)
+        self._enqueue("expand_frontier", names, level, score, workspaces=True)
         self._compare(f"expand {level}", self.CANDIDATES)
 
     def propose(self, level: int, select: bool = True) -> None:
@@ -119,10 +119,10 @@ class Twins:
             )
 
     def round(self, select: bool = True) -> None:
-        self.expand(1)
+        self.expand(1, select)
         for level in range(1, self.drafting.steps):
             self.propose(level, select)
-            self.expand(level + 1)
+            self.expand(level + 1, select)
         self.verify(select)
 
 
@@ -222,7 +222,7 @@ def test_captured_round(gpu, caplog):
 
     def expand(level: int) -> None:
         arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
-        kernels.expand_frontier(level, device[f"logits {level}"], *arrays)
+        kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
 
     def step() -> None:
         expand(1)
@@ -246,6 +246,7 @@ def test_captured_round(gpu, caplog):
         for level in range(1, drafting.steps + 1):
             TWIN.expand_frontier(
                 level,
+                True,
                 drafting.logits[level - 1],
                 drafting.draft_to_target,
                 drafting.frontiers,
@@ -283,7 +284,7 @@ def test_limits_are_refused(gpu):
     with pytest.raises(KernelError, match=r"level 33; expected 1 to 32"):
         twins.device["logits 33"] = twins.device["logits 1"]
         arrays = ["logits 33", "draft_to_target", "frontiers", *Twins.CANDIDATES]
-        gpu.draft_tree.expand_frontier(33, *[twins.device[name] for name in arrays], twins.workspace)
+        gpu.draft_tree.expand_frontier(33, True, *[twins.device[name] for name in arrays], twins.workspace)
     with pytest.raises(KernelError, match=r"K = 65 .*expected 1 to 64"):
         gpu.draft_tree.expand_workspace_size(1, 9, 65)
     many = reference.random_drafting(np.random.default_rng(7), 17, 64, 2, 9)
@@ -291,7 +292,7 @@ def test_limits_are_refused(gpu):
     rows.expand(1)
     with pytest.raises(KernelError, match=r"1088 frontier nodes in the batch; expected at most 1024"):
         arrays = ["logits 2", "draft_to_target", "frontiers", *Twins.CANDIDATES]
-        gpu.draft_tree.expand_frontier(2, *[rows.device[name] for name in arrays], rows.workspace)
+        gpu.draft_tree.expand_frontier(2, True, *[rows.device[name] for name in arrays], rows.workspace)
 
 
 def test_times_of_the_default_tree(gpu):
@@ -312,7 +313,7 @@ def test_times_of_the_default_tree(gpu):
 
     def expand(level: int) -> None:
         arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
-        kernels.expand_frontier(level, device[f"logits {level}"], *arrays)
+        kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
 
     def propose(level: int) -> None:
         kernels.prepare_proposal(level, True, *places, device[f"hidden {level}"], *candidates[:2], *outputs)

@@ -39,6 +39,21 @@ def test_a_file_overrides_the_defaults(tmp_path):
     assert settings.sampling == {"temperature": 0.7, "stop": ("END",)}
 
 
+def test_drafting_settings(tmp_path):
+    (tmp_path / "tree.json").write_text("[[0], [0, 0]]")
+    text = "drafting: {choices: tree.json, adaptive: false, acceptance: typical, posterior_threshold: 0.2, preset: cpu}"
+    assert load_settings(written(tmp_path / "mine.yaml", text)).drafting == {
+        "choices": ((0,), (0, 0)),
+        "adaptive": False,
+        "acceptance": "typical",
+        "posterior_threshold": 0.2,
+        "preset": "cpu",
+    }
+    assert load_settings(written(tmp_path / "off.yaml", "drafting: {draft: false, draft_steps: null}")).drafting == {
+        "draft": False
+    }
+
+
 def test_where_the_users_file_is_found(tmp_path, monkeypatch):
     written(tmp_path / "config" / "edgellm" / "config.yaml", "system: from the home\n")
     assert load_settings().system == "from the home"
@@ -68,6 +83,12 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("a: b: c", "not valid YAML"),
         ("model: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("1: x", "unknown key '1'"),
+        ("drafting: fast", "drafting is 'fast': expected keys and values"),
+        ("drafting: {draft_step: 3}", "no drafting setting 'draft_step': did you mean draft_steps?"),
+        ("drafting: {draft_steps: 0}", "draft_steps is 0: expected a whole number of at least 1"),
+        ("drafting: {draft: false, draft_top_k: 4}", "draft_top_k is given, but draft is false"),
+        ("drafting: {acceptance: maybe}", "acceptance is 'maybe': expected one of exact, typical"),
+        ("drafting: {choices: none.yaml}", "choices file .*none.yaml cannot be read"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from edgellm.commands.draft_words import draft_in_words
+from edgellm.drafting import DraftingConfig
+from edgellm.drafting_presets import default_drafting
 from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.gpu import find_gpu
@@ -18,11 +22,13 @@ from edgellm.engines.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.sampling_params import SamplingParams
 from edgellm.text.tokenizer import Tokenizer
 
 _PROMPT = "The red cup stands on the left, and the robot"
 _STEPS = 8
+_DRAFTED_TOKENS = 32
 
 
 def doctor(
@@ -36,7 +42,13 @@ def doctor(
     directory = EngineDirectory.open(engine_directory or SHIPPED_MODEL)
     typer.echo(f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})")
     typer.echo(f"{'plans':<12}{_plans(directory)}")
-    if not _self_check(directory):
+    typer.echo(f"{'draft':<12}{_draft(directory)}")
+    backends = ["numpy"] + (["tensorrt"] if find_gpu() is not None else [])
+    agrees = _self_check(directory)
+    if agrees and directory.draft is not None:
+        found = [_drafting_check(directory, backend) for backend in backends]
+        agrees = all(found)
+    if not agrees:
         raise typer.Exit(1)
 
 
@@ -123,6 +135,34 @@ def _plans(directory: EngineDirectory) -> str:
     present = present_platform()
     here = f"; this machine needs {present.folder}" if present else ""
     return (", ".join(sorted(found)) or "none yet: they are built on first use") + here
+
+
+def _draft(directory: EngineDirectory) -> str:
+    """The draft model, and how much this machine's preset drafts."""
+    if directory.draft is None:
+        return "none: decoding is plain"
+    config = default_drafting(directory.limits, "numpy" if find_gpu() is None else "tensorrt")
+    kind = "adaptive, up to " if config.adaptive else ""
+    return f"{draft_in_words(asdict(directory.draft.config))}; here {kind}{config.plan(directory.limits).name}"
+
+
+def _drafting_check(directory: EngineDirectory, backend: str) -> bool:
+    """Decode a few tokens with and without the draft; True if NumPy finds them equal.
+
+    In fp16 a tie of the two likeliest tokens may be decided otherwise: that is said, and no failure.
+    """
+    params = SamplingParams(max_tokens=_DRAFTED_TOKENS, ignore_eos=True)
+    answers = []
+    for drafting in (None, DraftingConfig.largest(directory.limits)):
+        with LLM(directory.path, backend=backend, drafting=drafting) as llm:
+            answers.append(llm.generate(_PROMPT, params).token_ids)
+    plain, drafted = answers
+    equal = next((index for index, pair in enumerate(zip(plain, drafted, strict=True)) if pair[0] != pair[1]), None)
+    if equal is None:
+        typer.echo(f"  drafting on {backend}: {len(plain)} tokens equal those of plain decoding")
+        return True
+    typer.echo(f"  drafting on {backend}: token {equal + 1} differs from plain decoding's")
+    return backend != "numpy"
 
 
 def _self_check(directory: EngineDirectory) -> bool:

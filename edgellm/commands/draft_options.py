@@ -25,13 +25,13 @@ class DraftingOptions:
         ),
     ] = None
     draft_top_k: Annotated[
-        int | None, typer.Option("--draft-top-k", help="Width of a draft tree's levels; 1 is a chain.", min=1)
+        int | None, typer.Option("--draft-top-k", help="Width of a draft tree's levels; 1 is a chain.")
     ] = None
     draft_steps: Annotated[
-        int | None, typer.Option("--draft-steps", help="Levels of the draft: tokens of a chain.", min=1)
+        int | None, typer.Option("--draft-steps", help="Levels of the draft: tokens of a chain.")
     ] = None
     verify_tree_size: Annotated[
-        int | None, typer.Option("--verify-tree-size", help="Nodes verified in a round, the root included.", min=2)
+        int | None, typer.Option("--verify-tree-size", help="Nodes verified in a round, the root included.")
     ] = None
     choices: Annotated[
         str | None,

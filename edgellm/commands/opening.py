@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from edgellm.commands.console import write_note
 from edgellm.errors import EngineDirectoryError, RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.settings import Settings
@@ -21,7 +22,10 @@ PROGRESS_AFTER_SECONDS = 0.7
 
 def open_model(settings: Settings) -> LLM:
     """Open the model as the settings say, its progress shown on a terminal where it takes a while."""
-    return open_model_with(settings, chosen_drafting(settings))
+    drafting = chosen_drafting(settings)
+    if drafting is not None and drafting.acceptance == "typical":
+        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
+    return open_model_with(settings, drafting)
 
 
 def open_model_with(settings: Settings, drafting: DraftingConfig | None) -> LLM:

@@ -44,8 +44,8 @@ __device__ inline Family family_of_row(
 extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     const float* logits, const int* draft_to_target, const int* frontiers, int* candidate_tokens,
     float* candidate_scores, int* candidate_parents, unsigned* finished, unsigned long long* sums,
-    unsigned long long* chunk_best, float* maxima, unsigned vocabulary, unsigned rows, unsigned level, unsigned levels,
-    unsigned top_k, unsigned candidates) {
+    unsigned long long* chunk_best, float* maxima, unsigned score_children, unsigned vocabulary, unsigned rows,
+    unsigned level, unsigned levels, unsigned top_k, unsigned candidates) {
     using namespace draft;
     extern __shared__ unsigned long long gathered[];
     __shared__ unsigned long long best[MAXIMUM_TOP_K];
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
 
     float maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
     unsigned long long sum = 0;
-    if (best[0] != 0) {
+    if (score_children && best[0] != 0) {
 #pragma unroll
         for (unsigned i = 0; i < KEYS_A_THREAD; ++i) {
             sum += softmax_weight(below_maximum(without_nan(values[i]), maximum));
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     float log_sum = log_of_sum(block_sum(total, partial));
     for (unsigned i = threadIdx.x; i < top_k; i += THREADS) {
         float value = key_value(unsigned(best[i] >> 32));
-        float score = family.score + (below_maximum(value, maximum) - log_sum);
+        float score = family.score + (score_children ? below_maximum(value, maximum) - log_sum : 0.0f);
         bool exists = best[i] != 0 && score > minus_infinity();
         candidate_tokens[family.first + i] = exists ? draft_to_target[key_id(best[i])] : -1;
         candidate_scores[family.first + i] = exists ? score : minus_infinity();

@@ -139,6 +139,20 @@ def make_engines(
     return make
 
 
+@pytest.fixture(scope="session")
+def make_tiny_pair(
+    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Path, Path]]:
+    """(generation, agreeing=True) to the directories of a base and its head."""
+
+    def make(generation: int, agreeing: bool = True) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("pair")
+        base = write_base(make_checkpoint, folder / "base", agreeing)
+        return base, write_head(folder / "head", base, generation, agreeing)
+
+    return make
+
+
 @contextmanager
 def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[EagleRunner]:
     opened = open_backend(backend, directory)

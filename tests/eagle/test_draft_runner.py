@@ -13,7 +13,7 @@ from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 
-RANGE = 128
+RANGE, HIDDEN_SIZE = 128, 64
 TOKENS = np.array([(11 * index + 5) % 300 for index in range(20)], np.int32)
 
 
@@ -114,22 +114,22 @@ def test_slots_of_different_lengths_propose_together_as_alone(
 
 
 def test_a_proposed_chain_is_what_prefill_of_it_would_propose(
-    eagle: EagleRunner, draft: EagleDraftEngineRunner, features: np.ndarray
+    make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """The first proposed token, committed with the hidden state that was fed back, leads to the second one's logits.
 
     For the first generation a feature is what the head puts out, so prefill can compute what propose did.
     """
-    if draft.config.draft.generation != "1":
-        pytest.skip("the third generation's features are not what it feeds back")
-    plan, committed = chain(3), np.array([10], np.int32)
-    prefilled(draft, 0, features, 9)
-    set_pending(draft, 0, features, 9, 10)
-    draft.accept(1, 1, RANGE)
-    fed_back = draft.hidden_states(1, 1).copy()
-    tokens, _, _ = drafted(draft, 1, plan, committed)
-    draft.prefill(0, tokens[0, :1].astype(np.int32), fed_back, 10, 1)
-    assert draft.draft_to_target[int(draft.logits(1, 1)[0, 0].argmax())] == tokens[0, 1]
+    with open_eagle(make_engines(1, agreeing=False)) as runner:
+        draft = runner.draft
+        features = np.random.default_rng(0).standard_normal((1, 10, HIDDEN_SIZE)).astype(np.float32)
+        prefilled(draft, 0, features, 9)
+        set_pending(draft, 0, features, 9, 10)
+        draft.accept(1, 1, RANGE)
+        fed_back = draft.hidden_states(1, 1).copy()
+        tokens, _, _ = drafted(draft, 1, chain(3), np.array([10], np.int32))
+        draft.prefill(0, tokens[0, :1].astype(np.int32), fed_back, 10, 1)
+        assert draft.draft_to_target[int(draft.logits(1, 1)[0, 0].argmax())] == tokens[0, 1]
 
 
 def test_proposals_commit_nothing(draft: EagleDraftEngineRunner, features: np.ndarray) -> None:

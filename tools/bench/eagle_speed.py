@@ -2,10 +2,10 @@
 
     python tools/bench/eagle_speed.py [--work DIRECTORY] [--output RESULTS.json] [--mean 4.24] [--rounds 100]
 
-For each configuration (chains, small trees, the tree of 10 / 6 / 60): a round as one CUDA graph; its engines, each as a
-graph of its own and all together; its other kernels, with the engines left out of the graph; tokens per second of a loop
-in which the host reads every round, against plain decoding of the same base without a draft; and the times that the host
-waits in a round, counted. Weights are random, so acceptance is SIMULATED: the lengths of the rounds are given
+For each configuration (chains, small trees, the tree of 10 / 6 / 60): a round as one CUDA graph; its engines, each as
+a graph of its own and all together; its other kernels, with the engines left out of the graph; tokens per second of a
+loop in which the host reads every round, against plain decoding of the same base without a draft; and how often the
+host waits in a round, counted. Weights are random, so acceptance is SIMULATED: the lengths of the rounds are given
 (`simulated_acceptance.py`), every stage runs, the acceptance kernel included. Needs TensorRT, pycuda and a GPU.
 """
 
@@ -17,8 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from probes import counted_waits, enqueue_replaced
 from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
 from random_draft import write_draft
 from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
@@ -36,13 +36,11 @@ from edgellm.drafting_controller import candidate_plans
 from edgellm.engines.backend import open_backend
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.engines.tensorrt_engine import TensorRTEngine
 
 CAPACITY = 1024
 PROMPT_TOKENS = 500
@@ -128,58 +126,6 @@ class RoundBench:
         return seconds, tokens
 
 
-@contextmanager
-def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
-    """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
-    listed: list[Any] = []
-    kinds = (TensorRTEngine, CudaDecodeEngine)
-    originals = {kind: kind.enqueue for kind in kinds}
-
-    def patched(kind: type) -> Callable[[Any], None]:
-        def enqueue(engine: Any) -> None:
-            listed.append(engine)
-            (replacement or originals[kind])(engine)
-
-        return enqueue
-
-    for kind in kinds:
-        kind.enqueue = patched(kind)
-    try:
-        yield listed
-    finally:
-        for kind in kinds:
-            kind.enqueue = originals[kind]
-
-
-@contextmanager
-def counted_waits() -> Iterator[list[str]]:
-    """Meanwhile every call by which the host waits for the GPU is listed: event, stream, context, blocking copies."""
-    import pycuda.driver as cuda
-
-    waits: list[str] = []
-    places = [(cuda.Event, "synchronize"), (cuda.Stream, "synchronize"), (cuda.Context, "synchronize")]
-    places += [(cuda, name) for name in ("memcpy_dtoh", "memcpy_htod", "memcpy_dtod")]
-    originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
-
-    def counting(label: str, original: Any) -> Callable[..., Any]:
-        called = original.__func__ if isinstance(original, staticmethod) else original
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            waits.append(label)
-            return called(*arguments, **named)
-
-        return call
-
-    for owner, name, original in originals:
-        call = counting(f"{owner.__name__}.{name}", original)
-        setattr(owner, name, staticmethod(call) if isinstance(original, staticmethod) else call)
-    try:
-        yield waits
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-
-
 def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, Any]:
     """The parts of a round of `plan` whose length is simulated with this mean."""
     lengths = schedule(mean, plan.steps)
@@ -204,7 +150,10 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
 
     together = bench.backend.capture(one_after_another, "all engines")
     round_ms = bench.milliseconds(whole, lengths, plan)
-    phases = [(engine.shape.name, bench.milliseconds(launch, lengths, plan)) for engine, launch in zip(engines, alone)]
+    phases = [
+        (engine.shape.name, bench.milliseconds(launch, lengths, plan))
+        for engine, launch in zip(engines, alone, strict=True)
+    ]
     engines_ms = sum(span for _, span in phases)
     return {
         "configuration": plan.name,
@@ -258,9 +207,9 @@ def measure_loops(
         row["speedup"] = row["tokens_per_second"] * vanilla / 1000
         with counted_waits() as waits:
             bench.loop(plan, schedule(row["simulated_mean"], plan.steps), rounds)
-        # Filling, the wait before the loop and the last round's are not of the measured rounds.
-        row["host_waits"] = waits.count("Event.synchronize") / (rounds + 2)
-        row["other_waits"] = sorted({wait for wait in waits if wait != "Event.synchronize"})
+        # Three are not of the measured rounds: after the prompt, before the loop, for the round launched ahead.
+        row["host_waits"] = (len(waits) - 3) / rounds
+        row["host_waits_by_kind"] = {kind: waits.count(kind) for kind in sorted(set(waits))}
     return {"step_ms": vanilla, "step_with_draft_loaded_ms": statistics.median(kept_ms)}
 
 

@@ -1,7 +1,7 @@
 """Acceptance of given lengths, for measuring rounds with random weights: all stages run, the acceptance kernel too.
 
-Between verification and acceptance a kernel raises the logits along one path of the tree, as long as a schedule says; the
-real acceptance kernel then finds these tokens to be the likeliest and accepts the path.
+Between verification and acceptance a kernel raises the logits along one path of the tree, as long as a schedule says;
+the real acceptance kernel then finds these tokens to be the likeliest and accepts the path.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""What a snapshot is bound to: rows are right only for the model, and the way of computing it, that made them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.digests import FileDigest, hash_bytes
+from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
+from edgellm.engines.strict_json import canonical_json, plain_values
+
+#: Stands in a binding for an adapter, a draft or images that are not there.
+NONE = "none"
+#: How the rows lie: keys (rotated, the first token at position 0) and values, each [n_kv, tokens, head_dim].
+LAYOUT = "heads-tokens-size"
+#: Rotary scalings whose frequencies depend on the context that engines are built for.
+_SCALED_BY_CONTEXT = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class SnapshotBinding:
+    """Everything besides token ids that must be equal where a snapshot is used.
+
+    `weights`, `config`, `adapter`, `draft` and `images` are SHA-256 digests, or "none"; `dtype` is that of the rows,
+    `backend` what computed them; `rotary_context` is the context in tokens that the rotary table was scaled for,
+    None where it is the same for all. Plan, GPU and the chat template's text are no part of it.
+    """
+
+    weights: str
+    config: str
+    adapter: str
+    draft: str
+    images: str
+    dtype: str
+    layout: str
+    backend: str
+    rotary_context: int | None
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft's rows belong to it."""
+        return self.draft != NONE
+
+    def differences(self, expected: SnapshotBinding) -> dict[str, str]:
+        """Of each field that is not as `expected`: what was found and expected, in words."""
+        return {
+            field.name: f"{_NAMES[field.name]} {_short(found)}, expected {_short(wanted)}"
+            for field in fields(self)
+            if (found := getattr(self, field.name)) != (wanted := getattr(expected, field.name))
+        }
+
+
+_NAMES = {
+    "weights": "the model's weights are",
+    "config": "the model's configuration is",
+    "adapter": "the adapter is",
+    "draft": "the draft model is",
+    "images": "the images are",
+    "dtype": "the dtype is",
+    "layout": "the layout of the rows is",
+    "backend": "the backend is",
+    "rotary_context": "the rotary table is made for a context of",
+}
+
+
+def snapshot_binding(
+    directory: EngineDirectory,
+    backend: str,
+    dtype: str,
+    with_draft: bool,
+    adapter: str = NONE,
+    image_digests: Sequence[str] = (),
+) -> SnapshotBinding:
+    """The binding of rows that the `backend` computes in `dtype` with the model of an engine directory.
+
+    `adapter` is the digest of a LoRA adapter, `image_digests` those of the images among the tokens, in their order.
+    """
+    draft = directory.draft if with_draft else None
+    configs = [directory.config] + ([draft.config.decoder] if draft else [])
+    return SnapshotBinding(
+        weights=_files_digest(directory.files),
+        config=_config_digest(directory.config),
+        adapter=adapter,
+        draft=NONE
+        if draft is None
+        else hash_bytes(canonical_json([_files_digest(draft.files), plain_values(draft.config)])),
+        images=hash_bytes(canonical_json(list(image_digests))) if image_digests else NONE,
+        dtype=dtype,
+        layout=LAYOUT,
+        backend=backend,
+        rotary_context=directory.limits.kv_capacity if any(map(_is_scaled_by_context, configs)) else None,
+    )
+
+
+def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:
+    """A name for tokens under a binding, 32 hexadecimal digits: one file for each."""
+    digest = hashlib.sha256(canonical_json(plain_values(binding)))
+    digest.update(token_ids)
+    return digest.hexdigest()[:32]
+
+
+def _files_digest(files: Mapping[str, FileDigest]) -> str:
+    weights = {name: file.sha256 for name, file in files.items() if is_weight_file(name)}
+    return hash_bytes(canonical_json(weights))
+
+
+def _config_digest(config: DecoderConfig) -> str:
+    """Without the features that are taken for a draft: they change no row, and the draft's digest has them."""
+    return hash_bytes(canonical_json(plain_values(replace(config, feature_layers=()))))
+
+
+def _is_scaled_by_context(config: DecoderConfig) -> bool:
+    scaling = config.rope_scaling or {}
+    return (scaling.get("rope_type") or scaling.get("type")) in _SCALED_BY_CONTEXT
+
+
+def _short(value: str | int | None) -> str:
+    """A digest by its first digits."""
+    text = "any length" if value is None else str(value)
+    return f"{text[:16]}..." if len(text) == 64 else text

@@ -1,0 +1,135 @@
+"""A snapshot's content: one safetensors image, the same bytes in memory and on disk.
+
+Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`), then the tensors without holes, the rows first:
+`base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim], states of recurrent layers
+under `base.state.*` (after N - 1 tokens, any shape), `token_ids` [N] int32, and last `sha256` [32] uint8, the
+`content_digest` of every byte before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.number_formats import STORAGE
+from edgellm.engines.safetensors_file import DTYPES
+from edgellm.engines.strict_json import canonical_json, plain_values
+from edgellm.snapshots.binding import SnapshotBinding
+from edgellm.snapshots.content_digest import DIGEST_BYTES
+
+FORMAT_VERSION = 1
+METADATA_KEY = "edgellm_snapshot"
+TOKEN_IDS, DIGEST = "token_ids", "sha256"
+STATE_PREFIX = "base.state."
+#: NumPy's dtype of a tensor by the project's name of its dtype.
+NUMPY_DTYPES = {**STORAGE, "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
+
+_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
+#: The tensors begin at a multiple of it, in bytes.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class SnapshotFacts:
+    """What a snapshot says of itself: `tokens` is N, `created` the time (ISO 8601, UTC), `model` and `label` are for
+    people."""
+
+    format_version: int
+    tokens: int
+    binding: SnapshotBinding
+    label: str
+    model: str
+    created: str
+    created_with: str
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the image: the project's name of its dtype, its shape, and where it begins, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
+
+
+class Snapshot:
+    """Facts, and the image `content` [bytes] uint8 with its tensors' places by name.
+
+    `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
+    `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`.
+    """
+
+    def __init__(
+        self, facts: SnapshotFacts, content: np.ndarray, places: Mapping[str, TensorPlace], is_mapped: bool
+    ) -> None:
+        self.facts, self.content, self.places = facts, content, places
+        self.is_mapped = is_mapped
+        self.is_verified = not is_mapped
+
+    @classmethod
+    def allocate(
+        cls,
+        facts: SnapshotFacts,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        allocate: Callable[[int], np.ndarray],
+    ) -> Snapshot:
+        """An image with room for `tensors` (dtype, shape), which the caller fills; `allocate(n)` gives [n] uint8."""
+        places, position = {}, 0
+        header: dict[str, Any] = {"__metadata__": {METADATA_KEY: canonical_json(plain_values(facts)).decode()}}
+        ends = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
+        for name, (dtype, shape) in {**tensors, **ends}.items():
+            places[name] = TensorPlace(dtype, tuple(shape), position)
+            end = position + places[name].nbytes
+            header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [position, end]}
+            position = end
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+        encoded = len(encoded).to_bytes(8, "little") + encoded
+        content = allocate(len(encoded) + position)
+        content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        moved = {
+            name: TensorPlace(place.dtype, place.shape, place.offset + len(encoded)) for name, place in places.items()
+        }
+        return cls(facts, content, moved, is_mapped=False)
+
+    @property
+    def body(self) -> np.ndarray:
+        """Every byte but the digest."""
+        return self.content[:-DIGEST_BYTES]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return len(self.content)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """[N] int32."""
+        return self.tensor(TOKEN_IDS).copy()
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of the tensors that hold KV rows."""
+        return [name for name in self.places if name not in (TOKEN_IDS, DIGEST) and not name.startswith(STATE_PREFIX)]
+
+    @property
+    def states(self) -> list[str]:
+        """Names of the tensors that hold states of recurrent layers; with any, all tokens are reused or none."""
+        return [name for name in self.places if name.startswith(STATE_PREFIX)]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor as a view of the content, bfloat16 as uint16."""
+        place = self.places[name]
+        data = self.content[place.offset : place.offset + place.nbytes]
+        return data.view(NUMPY_DTYPES[place.dtype]).reshape(place.shape)

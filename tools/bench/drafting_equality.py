@@ -1,0 +1,246 @@
+"""Drafting against plain decoding, token for token: every deterministic kind, greedy and sampled, alone and in batches.
+
+    python -m tools.bench.drafting_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 200] [--tokens 128]
+                                            [--samplings greedy sampled] [--kinds tree ...] [--output RESULTS.json]
+
+The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn. Where an answer
+differs, the first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1
+where a gap is larger than rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from edgellm import LLM, SamplingParams
+from edgellm.drafting import DraftingConfig
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.comparison import open_runner, teacher_forced_logits
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.draw_comparison import draw_gap, first_difference
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.llm import SHIPPED_MODEL
+
+#: Two ways of computing in float32 differ by less than this.
+NUMPY_GAP = 1e-4
+#: On a GPU logits of a verified tree and of a single step may differ by so many spacings of their dtype.
+GPU_SPACINGS = 4
+LIMITS = EngineLimits(
+    max_batch=4, prefill_chunk=128, kv_capacity=1024, draft_top_k=10, draft_steps=6, verify_tree_size=64
+)
+KINDS = {
+    "chain 5": DraftingConfig(kind="chain", draft_steps=5),
+    "chain 2": DraftingConfig(kind="chain", draft_steps=2),
+    "tree 10/6/60": DraftingConfig(10, 6, 60),
+    "tree 10/3/16": DraftingConfig(10, 3, 16),
+    "eagle_25": DraftingConfig(kind="choices", choices="eagle_25"),
+    "mc_sim_7b_63": DraftingConfig(kind="choices", choices="mc_sim_7b_63"),
+}
+SAMPLINGS = {
+    "greedy": {},
+    "sampled": {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.05,
+        "seed": 2026,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of an answer that differs; `gap` is plain decoding's distance from it, `allowed` the bound."""
+
+    prompt: int
+    token: int
+    gap: float
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All answers of one configuration against plain decoding's."""
+
+    kind: str
+    sampling: str
+    batch: int
+    prompts: int
+    tokens: int
+    differences: list[Difference]
+    mean_acceptance_length: float
+    seconds: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains every difference."""
+        return all(difference.gap < difference.allowed for difference in self.differences)
+
+
+def held_out_prompts(directory: EngineDirectory, count: int) -> list[list[int]]:
+    """Token ids of `count` conversations that training never saw, all skills in turn."""
+    from edgellm.text.tokenizer import Tokenizer
+    from tools.demo_model.evaluate import SOURCES, evaluation_items
+
+    tokenizer = Tokenizer.from_directory(directory.path)
+    per_skill = math.ceil(count / len(SOURCES))
+    items = evaluation_items(11, per_skill)
+    ordered = [items[skill * per_skill + index] for index in range(per_skill) for skill in range(len(SOURCES))]
+    return [tokenizer.encode_chat(item["messages"]) for item in ordered[:count]]
+
+
+def parameters(sampling: str, tokens: int) -> SamplingParams:
+    """The request of a comparison."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLINGS[sampling])
+
+
+def compare(
+    directory: EngineDirectory,
+    backend: str,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    kinds: Sequence[str],
+    samplings: Sequence[str],
+    batches: Sequence[int] = (1, LIMITS.max_batch),
+) -> list[Comparison]:
+    """Compare each kind and sampling, one prompt at a time and in batches of changing members."""
+    with LLM(directory.path, backend=backend, drafting=None) as plain:
+        expected = {
+            name: [plain.generate(prompt, parameters(name, tokens)).token_ids for prompt in prompts]
+            for name in samplings
+        }
+    found = []
+    with LLM(directory.path, backend=backend, drafting=KINDS[kinds[0]]) as drafted:
+        for kind in kinds:
+            drafted.use_drafting(KINDS[kind])
+            for name in samplings:
+                for batch in batches:
+                    params, started = parameters(name, tokens), time.perf_counter()
+                    if batch == 1:
+                        responses = [drafted.generate(prompt, params) for prompt in prompts]
+                    else:
+                        responses = drafted.generate_batch(prompts, params)
+                    seconds = time.perf_counter() - started
+                    rounds = sum(response.drafting.rounds for response in responses)
+                    accepted = sum(response.drafting.accepted_tokens for response in responses)
+                    answers = [response.token_ids for response in responses]
+                    differences = judged(directory, backend, prompts, expected[name], answers, name)
+                    total = sum(map(len, answers))
+                    length = 1 + accepted / rounds
+                    found.append(
+                        Comparison(
+                            kind, name, batch, len(prompts), total, differences, round(length, 3), round(seconds, 1)
+                        )
+                    )
+                    print(line(found[-1]), flush=True)
+    return found
+
+
+def judged(
+    directory: EngineDirectory,
+    backend: str,
+    prompts: Sequence[list[int]],
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    sampling: str,
+) -> list[Difference]:
+    """The first difference of each answer that has one."""
+    params = parameters(sampling, 1)
+    values = SamplingValues(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.seed or 0,
+    )
+    differing = [
+        (index, place)
+        for index, (one, other) in enumerate(zip(expected, found, strict=True))
+        if (place := first_difference(one, other)) is not None
+    ]
+    if not differing:
+        return []
+    differences = []
+    with open_runner(backend, directory) as runner:
+        for index, place in differing:
+            answer = list(expected[index][: place + 1])
+            logits = teacher_forced_logits(runner, prompts[index], answer)[-1]
+            gap = draw_gap(logits, prompts[index], answer[:-1], values, answer[-1], found[index][place])
+            allowed = NUMPY_GAP
+            if runner.backend.name != "numpy":
+                allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), directory.dtype)
+            differences.append(Difference(index, place, gap, allowed))
+    return differences
+
+
+def spacing(value: float, dtype: str) -> float:
+    """The distance between neighbouring numbers of `dtype` at the size of `value`."""
+    mantissa = {"float16": 10, "bfloat16": 7, "float32": 23}[dtype]
+    return 2.0 ** (math.floor(math.log2(abs(value))) - mantissa)
+
+
+def line(comparison: Comparison) -> str:
+    """A line of the printed table."""
+    gaps = ", ".join(f"{d.gap:.2g} of {d.allowed:.2g} allowed" for d in comparison.differences)
+    return (
+        f"{comparison.kind:14} {comparison.sampling:8} batch {comparison.batch}: {comparison.prompts} prompts, "
+        f"{comparison.tokens} tokens, {len(comparison.differences)} differ{f' ({gaps})' if gaps else ''}; "
+        f"mean acceptance length {comparison.mean_acceptance_length:.2f}, {comparison.seconds:.0f} s"
+    )
+
+
+def build(model: Path, target: Path, backend: str) -> EngineDirectory:
+    """An engine directory of the model and its draft, with slots for batches."""
+    targets = [] if backend == "numpy" else None
+    build_engine_directory(model, target, LIMITS, targets, draft=model / "draft")
+    return EngineDirectory.open(target)
+
+
+def main() -> None:
+    """Compare, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, help="a directory with a model and its draft/")
+    parser.add_argument("--backend", choices=("numpy", "tensorrt"), default="numpy")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
+        prompts = held_out_prompts(directory, arguments.prompts)
+        found = compare(directory, arguments.backend, prompts, arguments.tokens, arguments.kinds, arguments.samplings)
+    explained = all(comparison.explained for comparison in found)
+    print("every difference is explained by rounding" if explained else "some differences are not explained")
+    if arguments.output:
+        result = {
+            "date": date.today().isoformat(),
+            "backend": arguments.backend,
+            "prompts": arguments.prompts,
+            "tokens": arguments.tokens,
+            "explained": explained,
+            "comparisons": [asdict(comparison) for comparison in found],
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(not explained)
+
+
+if __name__ == "__main__":
+    main()
