@@ -200,6 +200,7 @@ class DraftingController:
         """Take notice of a finished round: tokens emitted by each active sequence (at least 1), and its time."""
         candidate = self._plain if plan is None else self._by_plan[plan]
         batch = max(1, len(emitted))
+        seconds = min(seconds, _LARGEST_COST_RATIO * self._costs.seconds(candidate.name, batch))
         # What a try lost is paid, and what it won may be spent on further tries.
         self._allowance += EXPLORATION_SHARE * seconds
         if candidate is not self._current and self._outlook:

@@ -20,7 +20,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineSh
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import AdapterError, EngineError
 from edgellm.engines.lora_adapter import LoraAdapter
-from edgellm.engines.lora_slots import AdapterSlots
+from edgellm.engines.lora_slots import AdapterSlots, require_adapters
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
@@ -81,6 +81,8 @@ class BaseEngineRunner:
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
+        if adapters is not None:
+            require_adapters(limits)
         self._engines: dict[EngineShape, Engine] = {}
         if backend.fixed_shapes:
             for shape in limits.engine_shapes() if adapters is None else limits.all_engine_shapes():

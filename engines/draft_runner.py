@@ -19,9 +19,11 @@ from edgellm.engines.decoder_config import EngineLimits, EngineShape
 from edgellm.engines.draft_candidates import CandidateBuffers, Candidates, leading
 from edgellm.engines.draft_config import DRAFT_EMBEDDING, DraftConfig
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
+from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.memory_plan import kv_cache_shape
+from edgellm.engines.pending_entries import PendingEntries
 from edgellm.engines.rotary import rotary_table
 from edgellm.kernels.arrays import Array
 
@@ -42,26 +44,6 @@ class DraftRunnerConfig:
     def step_tokens(self) -> int:
         """The most tokens of one slot that a step other than prefill takes."""
         return max(self.limits.draft_top_k, self.limits.accept_tokens)
-
-
-class PendingEntries:
-    """What the draft has not seen yet, of each slot; P = `EngineLimits.accept_tokens`.
-
-    `features` [S, P, F] compute and `token_ids` [S, P] are the entries, `counts` [S] how many there are, `start` [S]
-    the draft's committed rows, where they belong, `last` [S, 1] the index of the last of them; all but features int32.
-    """
-
-    def __init__(self, backend: Backend, slots: int, rows: int, feature_size: int) -> None:
-        self.features = backend.zeros((slots, rows, feature_size), "compute")
-        self.token_ids = backend.zeros((slots, rows), "int32")
-        self.counts = backend.zeros((slots,), "int32")
-        self.start = backend.zeros((slots,), "int32")
-        self.last = backend.zeros((slots, 1), "int32")
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """All arrays, each with the slots as first axis."""
-        return self.features, self.token_ids, self.counts, self.start, self.last
 
 
 class EagleDraftEngineRunner:
@@ -147,7 +129,7 @@ class EagleDraftEngineRunner:
         self._prepare(shape, ids, pending.start[slots], self._offsets_of(slots))
         engine.enqueue()
 
-    def candidates(self, batch: int, plan: object) -> Candidates:
+    def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 

@@ -133,7 +133,7 @@ class EagleRunner:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
         plan, acceptance = self._served(plan, slice(0, batch))
-        bucket = min(size for size in self.limits.batches if size >= batch)
+        bucket = self._bucket(batch)
         longest, nodes = max(self.base.lengths[:batch]), self.verification.engine_nodes(plan)
         accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
         if acceptance != GREEDY:
@@ -221,7 +221,7 @@ class EagleRunner:
 
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""
-        bucket = min(size for size in self.limits.batches if size >= batch)
+        bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
         key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
         stages = {"draft accept": lambda: self.draft.accept(bucket, tokens, key_range)}
@@ -230,6 +230,10 @@ class EagleRunner:
         self.backend.upload(counts, np.zeros(bucket, np.int32))
         for slot in range(batch):
             self._pending[slot] = 0
+
+    def _bucket(self, batch: int) -> int:
+        """How many slots the engines take for the `batch` leading ones."""
+        return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
 
     def _served(self, plan: DraftPlan, slots: slice) -> tuple[DraftPlan, str]:
         """The plan as the engines take it, and how its tokens are accepted."""

@@ -1,9 +1,9 @@
 """`adapter_config.json` of PEFT: what a LoRA adapter says about itself, with all that is wrong with it.
 
 Rank, scale and targets follow PEFT's rules (https://huggingface.co/docs/peft, `LoraConfig`): `target_modules` names the
-ends of module names, or is a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern` that
-matches a module's name or its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora` alpha / sqrt(r)
-(Kalajdzievski 2023).
+ends of module names, or is a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern`
+that matches a module's name or its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora`
+alpha / sqrt(r) (Kalajdzievski 2023).
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _UNSUPPORTED = {
     "kasa_config": "KaSA",
 }
 #: Keys that say how the adapter was trained or saved, or that are read below.
-_KNOWN = frozenset(
-    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
-    "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_to_transform layers_pattern "
-    "rank_pattern alpha_pattern megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
-    "qalora_group_size ensure_weight_tying runtime_config".split()
+_KNOWN = (
+    *("peft_type", "peft_version", "task_type", "auto_mapping", "runtime_config", "inference_mode"),
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    *("megatron_config", "megatron_core", "qalora_group_size"),
 )
 #: Initializations that move part of the base weights into the adapter, which then fits no other base.
 _MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
@@ -106,11 +107,13 @@ def _parse(values: dict[str, Any]) -> LoraConfig:
         return default
 
     if values.get("peft_type") != "LORA":
-        problems.append(f"'peft_type' is {values.get('peft_type')!r:.60}, expected 'LORA': other kinds are not supported")
+        problems.append(
+            f"'peft_type' is {values.get('peft_type')!r:.60}, expected 'LORA': other kinds are not supported"
+        )
     for key, meaning in _UNSUPPORTED.items():
         if values.get(key) not in _EMPTY:
             problems.append(f"{key!r} is {values[key]!r:.60}: {meaning} is not supported")
-    for key in sorted(set(values) - _KNOWN - set(_UNSUPPORTED)):
+    for key in sorted(set(values).difference(_KNOWN, _UNSUPPORTED)):
         if values[key] not in _EMPTY:
             problems.append(f"{key!r} is {values[key]!r:.60}: this setting is not known, so it is not supported")
     if values.get("bias", "none") != "none":

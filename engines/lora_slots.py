@@ -21,12 +21,25 @@ from edgellm.engines.number_formats import STORAGE, convert
 from edgellm.kernels.arrays import Array
 
 
+def require_adapters(limits: EngineLimits) -> None:
+    """Raise AdapterError where the engines were built without adapters."""
+    if not limits.has_lora:
+        raise AdapterError(
+            "the engines were built without LoRA adapters: build them with --lora NAME=DIR or --max-lora-rank RANK"
+        )
+
+
 @dataclass(eq=False)
 class _Place:
     """One of the engines' adapter slots: the adapter that it holds, when it was last asked for."""
 
     name: str | None = None
     used: int = 0
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Places are taken in this order: empty ones, then those that were not asked for for longest."""
+        return self.name is not None, self.used
 
 
 class AdapterSlots:
@@ -38,10 +51,7 @@ class AdapterSlots:
 
     def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits) -> None:
         """Raises AdapterError where the engines were built without adapters."""
-        if not limits.has_lora:
-            raise AdapterError(
-                "the engines were built without LoRA adapters: build them with --lora NAME=DIR or --max-lora-rank RANK"
-            )
+        require_adapters(limits)
         self._backend, self._config, self._limits = backend, config, limits
         self._projections = adapted_projections(decoder_weights(config))
         self._weights: dict[str, Array] = {
@@ -153,7 +163,7 @@ class AdapterSlots:
                 return index
         needed = {other for number, other in enumerate(self._assigned) if number != slot}
         free = [index for index, place in enumerate(self._places) if place.name is None or place.name not in needed]
-        return min(free, key=lambda index: (self._places[index].name is not None, self._places[index].used), default=None)
+        return min(free, key=lambda index: self._places[index].order, default=None)
 
     def _fill(self, index: int, name: str) -> None:
         place = self._places[index]

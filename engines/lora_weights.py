@@ -1,8 +1,8 @@
 """Where LoRA adapters enter a decoder, and their matrices as its engines take them.
 
-The decoder's layers fuse projections of one input (q, k, v; gate, up). An adapter has a pair of matrices for each single
-one; here the A of fused ones lie one behind the other, and the B fill the diagonal blocks of one matrix, so that a fused
-projection costs two products however many adapters there are.
+The decoder's layers fuse projections of one input (q, k, v; gate, up). An adapter has a pair of matrices for each
+single one; here the A of fused ones lie one behind the other, and the B fill the diagonal blocks of one matrix, so that
+a fused projection costs two products however many adapters there are.
 """
 
 from __future__ import annotations

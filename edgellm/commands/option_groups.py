@@ -15,15 +15,15 @@ def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     Every field of such a dataclass is annotated as a typer option (`Annotated[...]`) and has a default. The options
     stand in the help where the parameter stands in the function.
     """
-    hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            parameters += _options(hints[name])
+    # Not get_type_hints: in Python 3.10 it hides the annotation of a parameter with the default None in an Optional.
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            parameters += _options(parameter.annotation)
         else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
     def command(**values: Any) -> Any:

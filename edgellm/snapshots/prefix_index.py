@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -14,8 +14,8 @@ _ID_BYTES = 4
 
 
 def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
-    """Token ids as bytes that sort as the ids do, 4 a token."""
-    return np.asarray(token_ids, ">u4").tobytes()
+    """Token ids as bytes that sort as the ids do, 4 a token; ids below 0, which no snapshot has, become large ones."""
+    return np.asarray(token_ids, np.int64).astype(">u4").tobytes()
 
 
 def common_tokens(first: bytes, second: bytes) -> int:
@@ -51,6 +51,13 @@ class PrefixIndex(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([self._items[key] for key in self._keys])
+
+    def get(self, key: bytes) -> T | None:
+        """The item with exactly these tokens."""
+        return self._items.get(key)
 
     def add(self, key: bytes, item: T) -> None:
         """Add an item, in place of one with the same tokens."""

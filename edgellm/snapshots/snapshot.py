@@ -103,6 +103,12 @@ class Snapshot:
         }
         return cls(facts, content, moved, is_mapped=False)
 
+    def copied(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
+        """The same in memory of its own; what was not verified must be before it is used."""
+        content = allocate(self.nbytes)
+        np.copyto(content, self.content)
+        return Snapshot(self.facts, content, self.places, is_mapped=False)
+
     @property
     def body(self) -> np.ndarray:
         """Every byte but the digest."""

@@ -52,7 +52,9 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             _check_written(staged.path, path, snapshot.nbytes, expected)
             staged.commit()
     except OSError as error:
-        raise SnapshotError(f"the snapshot {path} cannot be written: {error.strerror or error}", "not written") from error
+        raise SnapshotError(
+            f"the snapshot {path} cannot be written: {error.strerror or error}", "not written"
+        ) from error
     finally:
         digest.cancel()
 
@@ -70,14 +72,17 @@ def read_snapshot(path: Path) -> Snapshot:
     return Snapshot(facts, content, places, is_mapped=True)
 
 
-def verify_snapshot(path: Path, snapshot: Snapshot, digest: RunningDigest | None = None) -> None:
+def verify_snapshot(path: Path | None, snapshot: Snapshot, digest: RunningDigest | None = None) -> None:
     """Compare the content with its digest, computed now or by `digest`; raises SnapshotError."""
     if snapshot.is_verified:
         return
     found = content_digest(snapshot.body) if digest is None else digest.finish()
     stored = snapshot.tensor(DIGEST).tobytes()
     if found != stored:
-        raise damaged(path, f"its content has the SHA-256 {found.hex()[:16]}..., it says {stored.hex()[:16]}...")
+        raise damaged(
+            path or snapshot.facts.label,
+            f"its content has the SHA-256 {found.hex()[:16]}..., it says {stored.hex()[:16]}...",
+        )
     snapshot.is_verified = True
 
 
@@ -93,7 +98,7 @@ def check_binding(path: Path | None, snapshot: Snapshot, expected: SnapshotBindi
         )
 
 
-def damaged(path: Path, cause: str) -> SnapshotError:
+def damaged(path: Path | str, cause: str) -> SnapshotError:
     """The error for a file that is not what was written."""
     return SnapshotError(f"the snapshot {path} is damaged: {cause}. {_ADVICE}", DAMAGED)
 

@@ -1,0 +1,189 @@
+"""Snapshots of a runner's slots: taken from one, and given to one before its prompt is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.errors import SnapshotError
+from edgellm.kernels.arrays import Array
+from edgellm.snapshots.binding import NONE, SnapshotBinding, snapshot_binding
+from edgellm.snapshots.content_digest import RunningDigest
+from edgellm.snapshots.prefix_index import reusable_rows
+from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
+from edgellm.snapshots.snapshot_file import check_binding, damaged, read_snapshot, verify_snapshot
+from edgellm.snapshots.store import SnapshotStore, StoredSnapshot
+from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
+
+logger = logging.getLogger("edgellm.snapshots")
+
+
+class SlotContents(Protocol):
+    """What is known of a slot's KV rows (`edgellm.decoding.KVContents`)."""
+
+    def reusable(self, prompt_ids: Sequence[int]) -> int:
+        """Rows to reuse for a prompt."""
+
+    def replace(self, token_ids: Sequence[int], draft_rows: int | None = None) -> None:
+        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
+
+
+class CachedModel(Protocol):
+    """A runner of a base or a draft model."""
+
+    caches: dict[str, Array]
+
+
+class SlotRunner(Protocol):
+    """A runner of the decoding loop; one with a draft has a `draft` besides."""
+
+    backend: Backend
+    base: CachedModel
+
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+        """Prefill a slot."""
+
+    def stop(self, slot: int) -> None:
+        """Leave a slot idle; its rows stay."""
+
+
+class SlotSnapshots:
+    """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
+
+    `adapter` is the digest of the LoRA adapter that rows are computed with.
+    """
+
+    def __init__(
+        self, store: SnapshotStore, runner: SlotRunner, directory: EngineDirectory, adapter: str = NONE
+    ) -> None:
+        draft: CachedModel | None = getattr(runner, "draft", None)
+        self.store = store
+        self._runner, self._backend = runner, runner.backend
+        self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
+        self._has_draft = draft is not None
+        self._uploader = Uploader(runner.backend)
+        config = directory.config
+        self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
+        backend = runner.backend
+        self.binding: SnapshotBinding = snapshot_binding(
+            directory, backend.name, backend.compute_dtype, self._has_draft, adapter
+        )
+
+    def restore(self, slot: int, prompt_ids: Sequence[int], contents: SlotContents) -> int:
+        """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
+
+        Nothing is done where the slot's own contents are as good. `contents` then say what the slot holds, and how many
+        rows are reused is the result (0: none of a snapshot). A snapshot that proves damaged is dropped, with a
+        warning, and the next best is taken.
+        """
+        while (match := self.store.find(self.binding, prompt_ids)) is not None:
+            rows = reusable_rows(match.common, len(prompt_ids), self._draft_rows(match.common))
+            if rows <= contents.reusable(prompt_ids):
+                return 0
+            contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
+            try:
+                self._write(slot, match.stored, match.common)
+            except SnapshotError as error:
+                logger.warning("%s", error)
+                self.store.discard(match.stored, error)
+                continue
+            contents.replace(prompt_ids[: match.common], self._draft_rows(match.common))
+            return rows
+        return 0
+
+    def compute(self, slot: int, token_ids: Sequence[int], contents: SlotContents, label: str) -> Snapshot:
+        """Compute the rows of `token_ids` [N] in an idle slot and take a snapshot of them.
+
+        Raises EngineError where the runner cannot take so many tokens, or DeviceMemoryError.
+        """
+        contents.replace((), 0 if self._has_draft else None)
+        self._runner.start(slot, token_ids, 0, SamplingValues()).wait()
+        self._runner.stop(slot)
+        snapshot = self.take(slot, token_ids, label)
+        contents.replace(token_ids, self._draft_rows(len(token_ids)))
+        return snapshot
+
+    def take(self, slot: int, token_ids: Sequence[int], label: str) -> Snapshot:
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N]. Raises DeviceMemoryError."""
+        facts = SnapshotFacts(
+            FORMAT_VERSION,
+            len(token_ids),
+            self.binding,
+            label,
+            self._model,
+            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            edgellm_version(),
+        )
+        dtype = self._backend.compute_dtype
+        tensors = {name: (dtype, self._shape(name, facts.tokens)) for name in self._caches}
+        snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory)
+        np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
+        download(self._backend, self._copies(slot, snapshot, facts.tokens))
+        return snapshot
+
+    def load(self, path: Path) -> StoredSnapshot:
+        """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.
+
+        Raises SnapshotError that names what is wrong with the file, or how it differs from what this runner needs.
+        """
+        mapped = read_snapshot(path)
+        self._check(path, mapped)
+        digest = RunningDigest(mapped.body)
+        try:
+            in_memory = mapped.nbytes <= self.store.memory_budget
+            snapshot = mapped.copied(self._backend.host_memory) if in_memory else None
+            verify_snapshot(path, mapped, digest)
+        finally:
+            digest.cancel()
+        stored = self.store.add_file(path)
+        return stored if snapshot is None else self.store.put(snapshot)
+
+    def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
+        """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
+
+        The content is hashed while it is copied.
+        """
+        snapshot = self.store.open(stored)
+        self._check(stored.path, snapshot)
+        digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
+        try:
+            self._uploader.upload(self._copies(slot, snapshot, tokens), is_host_memory=not snapshot.is_mapped)
+            verify_snapshot(stored.path, snapshot, digest)
+        finally:
+            if digest is not None:
+                digest.cancel()
+
+    def _check(self, path: Path | None, snapshot: Snapshot) -> None:
+        """Raise SnapshotError unless the snapshot holds what this runner's caches take."""
+        check_binding(path, snapshot, self.binding)
+        tokens = snapshot.facts.tokens
+        expected = {name: self._shape(name, tokens) for name in self._caches}
+        found = {name: snapshot.places[name].shape for name in (*snapshot.rows, *snapshot.states)}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                cause = f"the tensor {name!r} has the shape {found.get(name)}, expected {expected.get(name)}"
+                raise damaged(path or snapshot.facts.label, cause)
+
+    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> list[RowCopy]:
+        return [
+            RowCopy(slot_rows(cache, slot), snapshot.tensor(name), self._rows(name, tokens))
+            for name, cache in self._caches.items()
+        ]
+
+    def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
+        _, heads, _, size = self._caches[name].shape
+        return heads, self._rows(name, tokens), size
+
+    def _rows(self, name: str, tokens: int) -> int:
+        return tokens - 1 if name.startswith("draft.") else tokens
+
+    def _draft_rows(self, tokens: int) -> int | None:
+        return tokens - 1 if self._has_draft else None

@@ -1,0 +1,29 @@
+"""The tokens that every conversation under a system prompt begins with."""
+
+from __future__ import annotations
+
+from edgellm.errors import RequestError
+from edgellm.snapshots.prefix_index import common_tokens, token_key
+from edgellm.text.tokenizer import Tokenizer
+
+#: Two first questions that have no beginning in common.
+_QUESTIONS = ("Hello!", "7 + 5 = ?")
+
+
+def system_prompt_ids(tokenizer: Tokenizer, system_prompt: str) -> list[int]:
+    """The token ids that the chat template gives a system prompt, whatever the user says next.
+
+    The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
+    assumed of the template. Raises RequestError where that is nothing, TemplateError where the template fails.
+    """
+    first, second = (
+        tokenizer.encode_chat([{"role": "system", "content": system_prompt}, {"role": "user", "content": question}])
+        for question in _QUESTIONS
+    )
+    shared = first[: common_tokens(token_key(first), token_key(second))]
+    if not shared:
+        raise RequestError(
+            "the chat template puts the user's words before everything else: there is no beginning that all "
+            "conversations share, and so nothing to keep"
+        )
+    return shared

@@ -1,0 +1,111 @@
+"""Moves KV rows between a runner's caches and a snapshot, at the speed of the bus."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.backend import Backend, Transfer
+from edgellm.kernels.arrays import Array
+
+#: A file's rows go through pinned buffers of this size, each filled by a thread while others are on the bus.
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 4
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """The first `rows` rows of `cache` [n_kv, C, head_dim], which is one slot's, and of `values` [n_kv, N, head_dim]
+    on the host."""
+
+    cache: Array
+    values: np.ndarray
+    rows: int
+
+
+def slot_rows(cache: Array, slot: int) -> Array:
+    """The rows [n_kv, C, head_dim] of one slot of a cache [slots, n_kv, C, head_dim]."""
+    return cache[slot : slot + 1].reshape(*cache.shape[1:])
+
+
+def download(backend: Backend, copies: Sequence[RowCopy]) -> None:
+    """Fill the values from the caches; they are there when this returns."""
+    for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows) for copy in copies]:
+        transfer.wait()
+
+
+class Uploader:
+    """Fills caches from host values, in order with the backend's other work. Used from the backend's thread.
+
+    Values in `Backend.host_memory` are copied as they are; those of a file are brought to such memory piece by piece,
+    by several threads.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffers: list[np.ndarray] = []
+        self._under_way: list[Transfer | None] = []
+
+    def upload(self, copies: Sequence[RowCopy], is_host_memory: bool) -> None:
+        """Set the caches' rows; returns when all is enqueued."""
+        if is_host_memory or self._backend.computes_at_once:
+            # Kept until the next upload, as are the values with them.
+            self._under_way = [self._backend.upload_rows(copy.cache, copy.values, copy.rows) for copy in copies]
+            return
+        self._make_buffers(copies)
+        waiting: deque[tuple[int, RowCopy, Future[None]]] = deque()
+        with ThreadPoolExecutor(min(_BUFFERS, os.cpu_count() or 1), "edgellm-snapshot") as pool:
+            for number, piece in enumerate(self._pieces(copies)):
+                if len(waiting) == _BUFFERS:
+                    self._send(*waiting.popleft())
+                place = number % _BUFFERS
+                transfer = self._under_way[place]
+                if transfer is not None:
+                    transfer.wait()
+                staged = self._staged(place, piece)
+                waiting.append((place, staged, pool.submit(np.copyto, staged.values, piece.values[:, : piece.rows])))
+            while waiting:
+                self._send(*waiting.popleft())
+
+    def _send(self, place: int, staged: RowCopy, filled: Future[None]) -> None:
+        filled.result()
+        self._under_way[place] = self._backend.upload_rows(staged.cache, staged.values, staged.rows)
+
+    def _staged(self, place: int, piece: RowCopy) -> RowCopy:
+        """The piece with its values in a buffer."""
+        groups, _, size = piece.values.shape
+        shape = (groups, piece.rows, size)
+        nbytes = groups * piece.rows * size * piece.values.itemsize
+        return RowCopy(piece.cache, self._buffers[place][:nbytes].view(piece.values.dtype).reshape(shape), piece.rows)
+
+    def _pieces(self, copies: Sequence[RowCopy]) -> Iterator[RowCopy]:
+        """The copies in pieces of whole heads that fit a buffer."""
+        for copy in copies:
+            heads = max(1, len(self._buffers[0]) // max(1, _head_bytes(copy)))
+            for first in range(0, copy.values.shape[0], heads):
+                part = slice(first, first + heads)
+                yield RowCopy(copy.cache[part], copy.values[part], copy.rows)
+
+    def _make_buffers(self, copies: Sequence[RowCopy]) -> None:
+        nbytes = max(_BUFFER_BYTES, *map(_head_bytes, copies))
+        if not self._buffers or len(self._buffers[0]) < nbytes:
+            self._backend.synchronize()  # nothing is read from the old ones any more
+            self._buffers = [self._backend.host_memory(nbytes) for _ in range(_BUFFERS)]
+            self._under_way = []
+        if len(self._under_way) != _BUFFERS:
+            self._under_way = [None] * _BUFFERS
+
+
+def _head_bytes(copy: RowCopy) -> int:
+    return copy.rows * copy.values.shape[2] * copy.values.itemsize
+
+
+def model_caches(base: Mapping[str, Array], draft: Mapping[str, Array] | None) -> dict[str, Array]:
+    """The caches of a base and a draft runner under the names of a snapshot's tensors."""
+    caches = {f"base.{name}": cache for name, cache in base.items()}
+    return caches | {f"draft.{name}": cache for name, cache in (draft or {}).items()}
