@@ -12,12 +12,14 @@ import tokenizers
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.lora_adapter import LARGEST_RANK
 from edgellm.engines.plan_files import Platform, present_platform
 from edgellm.engines.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
 
 WEIGHT_MODES = ("copy", "link")
 LARGEST_BATCH = 8
 LARGEST_PREFILL_CHUNK = 2048
+LARGEST_LORA_SLOTS = 32
 PREFILL_CHUNK_STEP = 16
 DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_KV_CAPACITY = 4096
@@ -45,8 +47,15 @@ def choose_limits(
     draft_top_k: int | None = None,
     draft_steps: int | None = None,
     verify_tree_size: int | None = None,
+    adapter_ranks: Sequence[int] = (),
+    max_lora_rank: int | None = None,
+    lora_slots: int | None = None,
 ) -> EngineLimits:
-    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range."""
+    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
+
+    `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
+    each sequence.
+    """
     trained = config.max_position_embeddings
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, trained)
@@ -57,15 +66,26 @@ def choose_limits(
     for name, asked in drafting.items():
         if asked is None:
             drafting[name] = DRAFT_DEFAULTS[name] if has_draft else 0
-    limits = EngineLimits(1 if max_batch is None else max_batch, prefill_chunk, kv_capacity, **drafting)
-    check_limits(config, limits, beyond_trained_context, has_draft)
+    batch = 1 if max_batch is None else max_batch
+    if max_lora_rank is None:
+        max_lora_rank = max(adapter_ranks, default=0)
+    if lora_slots is None:
+        lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
+    adapters = {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **drafting, **adapters)
+    check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
     return limits
 
 
 def check_limits(
-    config: DecoderConfig, limits: EngineLimits, beyond_trained_context: bool = False, has_draft: bool = False
+    config: DecoderConfig,
+    limits: EngineLimits,
+    beyond_trained_context: bool = False,
+    has_draft: bool = False,
+    adapter_ranks: Sequence[int] = (),
 ) -> None:
-    """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft."""
+    """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft, and those of
+    LoRA adapters where there are to be none."""
     if not 1 <= limits.max_batch <= LARGEST_BATCH:
         raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
     chunk = limits.prefill_chunk
@@ -86,6 +106,20 @@ def check_limits(
             raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
         if not has_draft and value != 0:
             raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
+    _check_lora_limits(limits, adapter_ranks)
+
+
+def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> None:
+    rank, slots, needed = limits.max_lora_rank, limits.lora_slots, max(adapter_ranks, default=0)
+    if rank == slots == needed == 0:
+        return
+    if not max(1, needed) <= rank <= LARGEST_RANK:
+        reason = " (the rank of an adapter)" if needed else ""
+        raise BuildError(
+            f"--max-lora-rank is {rank}: expected a whole number from {max(1, needed)}{reason} to {LARGEST_RANK}"
+        )
+    if not 1 <= slots <= LARGEST_LORA_SLOTS:
+        raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
 
 
 def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:

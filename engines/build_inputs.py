@@ -13,21 +13,34 @@ from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.digests import FileDigest
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.engine_directory import DRAFT_FOLDER, PUBLISHED_FILES, WEIGHT_INDEX
+from edgellm.engines.engine_directory import (
+    DRAFT_FOLDER,
+    LORA_FOLDER,
+    PUBLISHED_FILES,
+    WEIGHT_INDEX,
+    is_adapter_name,
+    is_weight_file,
+)
+from edgellm.engines.errors import AdapterError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter
 
-_DRAFT_PREFIX = f"{DRAFT_FOLDER}/"
+_DRAFT_PREFIX, _LORA_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/"
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory."""
+    """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory.
+
+    `adapter_ranks` are the largest ranks of LoRA adapters, by their names.
+    """
 
     config: DecoderConfig
     draft: DraftConfig | None
     weights: Mapping[str, Path]
     published: Mapping[str, Path]
+    adapter_ranks: Mapping[str, int]
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -43,8 +56,11 @@ class BuildInputs:
         """What `description_bytes` is told about the draft; `files` are the digests of all files by name."""
         if self.draft is None:
             return None
-        prefix = _DRAFT_PREFIX
-        return self.draft, {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
+        return self.draft, _below(_DRAFT_PREFIX, files)
+
+    def adapter_descriptions(self, files: Mapping[str, FileDigest]) -> dict[str, tuple[int, dict[str, FileDigest]]]:
+        """What `description_bytes` is told about the adapters."""
+        return {name: (rank, _below(f"{_LORA_PREFIX}{name}/", files)) for name, rank in self.adapter_ranks.items()}
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
@@ -53,7 +69,21 @@ def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
         return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
 
 
-def read_inputs(source: Path, draft_source: Path | None, config: DecoderConfig) -> BuildInputs:
+def read_adapters(sources: Mapping[str, str | Path], config: DecoderConfig) -> dict[str, LoraAdapter]:
+    """The adapters of a model of dimensions `config`; AdapterError for a name that a folder cannot have, or an adapter
+    that does not fit."""
+    for name in sources:
+        if not is_adapter_name(name):
+            raise AdapterError(
+                f"an adapter cannot be called {name!r}: expected letters, digits, '.', '_' and '-', a letter, digit or "
+                "'_' at first"
+            )
+    return {name: LoraAdapter.read(path, config) for name, path in sources.items()}
+
+
+def read_inputs(
+    source: Path, draft_source: Path | None, config: DecoderConfig, adapters: Mapping[str, LoraAdapter]
+) -> BuildInputs:
     """Check weights and tokenizer of a checkpoint of dimensions `config`, and a draft against it.
 
     Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
@@ -70,12 +100,20 @@ def read_inputs(source: Path, draft_source: Path | None, config: DecoderConfig) 
                 published[f"{_DRAFT_PREFIX}config.json"] = draft_source / "config.json"
                 weights |= _weight_files(opened, _DRAFT_PREFIX, published)
             config = replace(config, feature_layers=draft.feature_layers)
-    return BuildInputs(config, draft, weights, published)
+    for name, adapter in adapters.items():
+        for file in ADAPTER_FILES:
+            files = weights if is_weight_file(file) else published
+            files[f"{_LORA_PREFIX}{name}/{file}"] = adapter.path / file
+    return BuildInputs(config, draft, weights, published, {name: each.rank for name, each in adapters.items()})
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
     """Those of the base, of all files by name."""
-    return {name: file for name, file in files.items() if not name.startswith(_DRAFT_PREFIX)}
+    return {name: file for name, file in files.items() if "/" not in name}
+
+
+def _below(prefix: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
+    return {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
 
 
 def _weight_files(checkpoint: Checkpoint, prefix: str, published: dict[str, Path]) -> dict[str, Path]:

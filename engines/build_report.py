@@ -23,7 +23,8 @@ class BuiltPlan:
 
 @dataclass
 class BuildReport:
-    """What was built. Sizes in bytes, of base and draft together; `seconds` by stage (weights and plans side by side).
+    """What was built. Sizes in bytes, of base, draft and adapters together; `seconds` by stage (weights and plans side
+    by side). `adapters` are the ranks of the LoRA adapters by name.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
     upper bound, as they share libraries. `notes` are what a user should know.
@@ -43,6 +44,7 @@ class BuildReport:
     peak_host_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
+    adapters: dict[str, int] = field(default_factory=dict)
 
     def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
         """Note a plan that was built."""

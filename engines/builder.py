@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,21 @@ from edgellm.engines.build_checks import (
     choose_platforms,
     plan_bytes_bound,
 )
-from edgellm.engines.build_inputs import BuildInputs, own_files, read_decoder_config, read_inputs
+from edgellm.engines.build_inputs import BuildInputs, own_files, read_adapters, read_decoder_config, read_inputs
 from edgellm.engines.build_report import BuildReport, BuiltPlan
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.engine_directory import (
     DRAFT_FOLDER,
+    LORA_FOLDER,
     EngineDirectory,
+    adapter_names,
     described_file_names,
     description_bytes,
     write_description,
 )
 from edgellm.engines.errors import BuildError
+from edgellm.engines.lora_adapter import ADAPTER_FILES
 from edgellm.engines.network_digest import network_digest
 from edgellm.engines.plan_building import build_plans
 from edgellm.engines.plan_files import (
@@ -65,7 +68,7 @@ class _Job:
 
     @property
     def plan_count(self) -> int:
-        return len(self.platforms) * len(self.limits.engine_shapes())
+        return len(self.platforms) * len(self.limits.all_engine_shapes())
 
 
 def build_engine_directory(
@@ -80,31 +83,36 @@ def build_engine_directory(
     beyond_trained_context: bool = False,
     progress: Progress | None = None,
     draft: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
     `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
-    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, for which
-    `limits` must have room. With `force` an existing engine directory is replaced, once the new one is complete.
-    Raises BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
+    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
+    the directories of LoRA adapters by name; `limits` must have room for them. With `force` an existing engine
+    directory is replaced, once the new one is complete.
+    Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
     check_places(source, target, force)
     config = read_decoder_config(source)
+    loras = read_adapters(adapters or {}, config)
+    ranks = [adapter.rank for adapter in loras.values()]
     if limits is None:
-        limits = choose_limits(config, has_draft=draft is not None)
-    check_limits(config, limits, beyond_trained_context, draft is not None)
+        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks)
+    check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
-    inputs = read_inputs(source, None if draft is None else Path(draft), config)
+    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras)
     job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
-    plans = plan_bytes_bound(config, limits.engine_shapes(), len(platforms))
+    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms))
     check_disk_space(target.absolute().parent, copied + plans)
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
+    report.adapters = dict(inputs.adapter_ranks)
     report.notes += [note] if note else []
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
@@ -135,7 +143,7 @@ def refresh_plans(
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
     report = BuildReport(directory.path, config, dtype, directory.limits, directory.draft and directory.draft.config)
-    shapes = directory.limits.engine_shapes()
+    shapes = directory.limits.all_engine_shapes()
     total = len(platforms) * len(shapes)
     check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms)))
     networks = {shape: directory_network(directory, shape) for shape in shapes}
@@ -167,21 +175,24 @@ def describe_in_place(
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
-    A folder `draft` beside them is the checkpoint of an EAGLE head. Raises CheckpointError, UnsupportedModelError, and
-    BuildError for limits out of range or a failure to write.
+    A folder `draft` beside them is the checkpoint of an EAGLE head, folders in `lora` are LoRA adapters. Raises
+    AdapterError, CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
     draft = directory / DRAFT_FOLDER
     has_draft = draft.exists()
-    limits = limits or choose_limits(config, has_draft=has_draft)
-    check_limits(config, limits, beyond_trained_context, has_draft)
+    loras = read_adapters({name: directory / LORA_FOLDER / name for name in adapter_names(directory)}, config)
+    ranks = [adapter.rank for adapter in loras.values()]
+    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks)
+    check_limits(config, limits, beyond_trained_context, has_draft, ranks)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
-    inputs = read_inputs(directory, draft if has_draft else None, config)
+    inputs = read_inputs(directory, draft if has_draft else None, config, loras)
     names = described_file_names(directory)
     if has_draft:
         names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(draft)]
+    names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
         write_description(directory, _description(inputs, dtype, attention, limits, files))
@@ -193,8 +204,8 @@ def describe_in_place(
 def _description(
     inputs: BuildInputs, dtype: str, attention: str, limits: EngineLimits, files: dict[str, FileDigest]
 ) -> bytes:
-    draft = inputs.draft_description(files)
-    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft)
+    draft, adapters = inputs.draft_description(files), inputs.adapter_descriptions(files)
+    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft, adapters)
 
 
 def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:
@@ -208,8 +219,8 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 
     with StagedDirectory(job.target) as staged:
         started = time.perf_counter()
-        if job.inputs.draft is not None:
-            (staged.path / DRAFT_FOLDER).mkdir()
+        for name in (*job.inputs.published, *job.inputs.weights):
+            (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
         published = _copy_published(job, staged.path)
         transfer = WeightTransfer(job.inputs.weights, staged.path, job.weights == "link", advance)
         transfer.start()
@@ -230,7 +241,7 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 
 
 def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
-    shapes, models = job.limits.engine_shapes(), job.inputs.models
+    shapes, models = job.limits.all_engine_shapes(), job.inputs.models
     for platform in job.platforms:
         target, has_failed = platform.compute_capability, transfer.has_failed
         with closing(build_plans(models, shapes, job.dtype, job.attention, target, has_failed)) as built:

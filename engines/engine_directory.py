@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.strict_json import JSONObject, plain_values
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
 #: Where the draft head lies in an engine directory.
 DRAFT_FOLDER = "draft"
+#: Where LoRA adapters lie, each in a folder that bears its name.
+LORA_FOLDER = "lora"
 DTYPES = ("float16", "bfloat16", "float32")
 ATTENTION_SETTINGS = ("auto", "native", "composed")
 
@@ -42,7 +45,7 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
-_DRAFT_KEY = "draft"
+_DRAFT_KEY, _LORA_KEY = "draft", "lora"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +62,30 @@ class EngineDraft:
 
 
 @dataclass(frozen=True, eq=False)
+class EngineAdapter:
+    """A LoRA adapter of an engine directory: its largest rank and the digests of its files, by name in `path`."""
+
+    path: Path
+    rank: int
+    files: Mapping[str, FileDigest]
+
+    @property
+    def digest(self) -> str:
+        """That of the `LoraAdapter` which `read` gives."""
+        return adapter_digest({name: file.sha256 for name, file in self.files.items()})
+
+    def read(self, config: DecoderConfig) -> LoraAdapter:
+        """The adapter's matrices; raises AdapterError."""
+        return LoraAdapter.read(self.path, config)
+
+
+@dataclass(frozen=True, eq=False)
 class EngineDirectory:
     """What `edgellm.json` says. `dtype` is the compute dtype of the engines, `files` the digests by file name.
 
     `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
     `description_sha256` the digest of `edgellm.json` itself. With a `draft`, `config.feature_layers` are those that it
-    takes.
+    takes. `adapters` are LoRA adapters by name.
     """
 
     path: Path
@@ -76,6 +97,7 @@ class EngineDirectory:
     created_with: str
     description_sha256: str
     draft: EngineDraft | None = None
+    adapters: Mapping[str, EngineAdapter] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -159,7 +181,10 @@ class EngineDirectory:
             found += _differences(self.draft.path, self.draft.files, f"{DRAFT_FOLDER}/", verify, hash_weights)
         elif (self.path / DRAFT_FOLDER).exists():
             found.append(f"{DRAFT_FOLDER}/: not described")
-        return found
+        for name, adapter in self.adapters.items():
+            found += _differences(adapter.path, adapter.files, f"{LORA_FOLDER}/{name}/", verify, hash_weights)
+        foreign = [name for name in adapter_names(self.path) if name not in self.adapters]
+        return found + [f"{LORA_FOLDER}/{name}/: not described" for name in foreign]
 
 
 def _differences(
@@ -201,6 +226,17 @@ def described_file_names(path: Path) -> list[str]:
     return published + sorted(file.name for file in path.glob("model*.safetensors"))
 
 
+def adapter_names(path: Path) -> list[str]:
+    """Names of the folders of LoRA adapters in an engine directory, sorted."""
+    folder = path / LORA_FOLDER
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether an adapter's folder may be called so."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
 def description_bytes(
     config: DecoderConfig,
     dtype: str,
@@ -208,8 +244,10 @@ def description_bytes(
     limits: EngineLimits,
     files: Mapping[str, FileDigest],
     draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
+    adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
 ) -> bytes:
-    """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head."""
+    """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
+    and the files of each LoRA adapter."""
     values = {
         "format_version": FORMAT_VERSION,
         "created_with": edgellm_version(),
@@ -221,6 +259,8 @@ def description_bytes(
     }
     if draft is not None:
         values[_DRAFT_KEY] = {"config": plain_values(draft[0]), "files": _file_values(draft[1])}
+    if adapters:
+        values[_LORA_KEY] = {name: {"rank": rank, "files": _file_values(own)} for name, (rank, own) in adapters.items()}
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -247,13 +287,18 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     config = values.object("config").dataclass(DecoderConfig)
     if _DRAFT_KEY in values.values:
         draft = _parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
+    adapters = _parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
+    if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
+        adapter.rank > limits.max_lora_rank for adapter in adapters.values()
+    ):
+        raise values.error("'lora' and 'limits' disagree on the adapters or their ranks")
     return EngineDirectory(
         path=path,
         config=config,
@@ -261,6 +306,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         attention=_choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
         files=_parse_files(values.object("files")),
+        adapters=adapters,
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),
         draft=draft,
@@ -275,6 +321,20 @@ def _parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     return EngineDraft(folder, config, _parse_files(values.object("files")))
 
 
+def _parse_adapters(folder: Path, values: JSONObject) -> dict[str, EngineAdapter]:
+    adapters = {}
+    for name in values.values:
+        if not is_adapter_name(name):
+            raise values.error(f"{name!r} is not a plain name")
+        entry = values.object(name)
+        entry.refuse_other_keys("rank", "files")
+        files = _parse_digests(entry.object("files"))
+        if set(files) != set(ADAPTER_FILES):
+            raise entry.error(f"expected the files {' and '.join(ADAPTER_FILES)}")
+        adapters[name] = EngineAdapter(folder / name, entry.get("rank", "int"), files)
+    return adapters
+
+
 def _choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:
     value = values.get(key, "str")
     if value not in choices:
@@ -283,6 +343,13 @@ def _choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:
 
 
 def _parse_files(values: JSONObject) -> dict[str, FileDigest]:
+    files = _parse_digests(values)
+    if "config.json" not in files or not any(map(is_weight_file, files)):
+        raise values.error("expected at least config.json and one .safetensors file")
+    return files
+
+
+def _parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     files = {}
     for name in values.values:
         if not _FILE_NAME.fullmatch(name):
@@ -293,6 +360,4 @@ def _parse_files(values: JSONObject) -> dict[str, FileDigest]:
         if not _SHA256.fullmatch(sha256):
             raise entry.error(f"'sha256' is {sha256!r}, expected 64 hexadecimal digits")
         files[name] = FileDigest(sha256, entry.get("size", "count"))
-    if "config.json" not in files or not any(map(is_weight_file, files)):
-        raise values.error("expected at least config.json and one .safetensors file")
     return files

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
+
 if TYPE_CHECKING:
     from edgellm.engines.backend import Backend
     from edgellm.kernels.arrays import Array
@@ -52,7 +54,18 @@ _DTYPES = {
 }
 
 
-#: What is drawn with at every node of a tree.
+#: What is drawn with, in the order of `SlotDraws` and, at every node of a tree, of `NodeDraws`.
+_PER_SLOT = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "sequence",
+)
 _PER_NODE = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence")
 
 
@@ -90,16 +103,17 @@ class SamplingState:
         """How the slots draw."""
         return self._values[slots]
 
-    def draws(self, slots: slice) -> dict[str, Array]:
-        """The parameters of the slots by the names of `SamplingValues`, each [n]."""
-        return {name: array[slots] for name, array in self._parameters.items()}
+    def slot_draws(self, slots: slice) -> SlotDraws:
+        """The parameters of the slots, each [n]."""
+        return SlotDraws(*[self._parameters[name][slots] for name in _PER_SLOT])
 
-    def node_draws(self, batch: int, nodes: int) -> dict[str, Array]:
+    def node_draws(self, batch: int, nodes: int) -> NodeDraws:
         """The parameters of the leading slots, each repeated for its `nodes` nodes: [batch * nodes].
 
         They hold what was set before the latest `refresh_nodes`.
         """
-        return {name: array[: batch * nodes] for name, array in self._repeated(nodes).items()}
+        repeated = self._repeated(nodes)
+        return NodeDraws(*[repeated[name][: batch * nodes] for name in _PER_NODE])
 
     def refresh_nodes(self, nodes: int) -> None:
         """Bring the arrays of `node_draws` up to date, which a captured step cannot do itself."""

@@ -13,6 +13,7 @@ from edgellm.engines.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.pending_entries import PendingEntries
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.interface import SequenceState
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
@@ -22,7 +23,7 @@ GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
 class VerifiedTree:
     """The arrays of one verified tree of T nodes in B slots, and of what was accepted of it (W = longest path + 1).
 
-    `tokens`, `parents`, `depths`, `draw_positions` [B, T], `ancestors` [B, T, T] bool; `logits` [B, T, V] float32;
+    `tokens`, `parents`, `depths`, `draw_positions`, `thresholds`, `drawn` [B, T], `ancestors` [B, T, T] bool; `logits` [B, T, V] float32;
     `features` [B, T, F]; `accepted_indices`, `accepted_ids` [B, W]; `lengths` [B]; `emitted` [B, W+1].
     """
 
@@ -123,47 +124,55 @@ class TreeVerification:
 
     def accept(self, tree: VerifiedTree, acceptance: str) -> None:
         """Choose what is accepted of the tree, by one of this module's rules."""
-        state = self._base.sequences(slice(0, tree.tokens.shape[0]))
-        if acceptance == GREEDY:
-            self._accept_greedy(tree, state.active)
-            return
         batch, nodes = tree.tokens.shape
-        draws = self._base.sampling.draws(slice(0, batch))
-        per_node = self._base.sampling.node_draws(batch, nodes)
-        self._backend.acceptance.process_tree_logits(
-            tree.logits,
-            state.token_counts,
-            tree.tokens,
-            tree.ancestors,
-            draws["repetition_penalty"],
-            draws["presence_penalty"],
-            draws["frequency_penalty"],
-            draws["temperature"],
-            tree.logits,
-        )
-        rows = tree.logits.reshape(tree.tokens.size, tree.logits.shape[2])
-        kernels = self._backend.kernels
-        kernels.filter_threshold(rows, per_node["top_k"], per_node["top_p"], per_node["min_p"], tree.thresholds)
-        if acceptance == SAMPLED:
-            self._accept_sampled(tree, state.active, draws)
-            return
-        positions, drawn = tree.draw_positions.reshape(rows.shape[0]), tree.drawn.reshape(rows.shape[0])
-        draw = (per_node["temperature"], per_node["seed"], per_node["sequence"], positions)
-        kernels.sample(rows, tree.thresholds, *draw, drawn)
-        if acceptance == TYPICAL:
-            self._accept_typical(tree, state.active, draws)
-        else:
-            self._backend.acceptance.accept_drawn(
-                tree.drawn,
+        slots, sampling = slice(0, batch), self._base.sampling
+        state = self._base.sequences(slots)
+        accepted = (tree.accepted_indices, tree.accepted_ids, tree.lengths)
+        if acceptance == GREEDY:
+            self._backend.acceptance.eagle_accept(
+                tree.logits,
                 tree.tokens,
                 tree.parents,
                 tree.depths,
                 state.active,
                 None,
-                tree.accepted_indices,
-                tree.accepted_ids,
-                tree.lengths,
+                *accepted,
+                self._workspace("eagle_accept"),
             )
+        elif acceptance == DRAWN:
+            self._backend.acceptance.accept_draws(
+                tree.logits,
+                state.token_counts,
+                tree.tokens,
+                tree.parents,
+                tree.depths,
+                tree.ancestors,
+                tree.draw_positions,
+                state.active,
+                sampling.slot_draws(slots),
+                sampling.node_draws(batch, nodes),
+                tree.thresholds,
+                tree.drawn,
+                *accepted,
+            )
+        elif acceptance == SAMPLED:
+            self._backend.acceptance.accept_sampled_draws(
+                tree.logits,
+                state.token_counts,
+                tree.tokens,
+                tree.ancestors,
+                self._probabilities(batch, tree.plan.steps),
+                self._draft.target_to_draft,
+                tree.draw_positions,
+                state.active,
+                sampling.slot_draws(slots),
+                sampling.node_draws(batch, nodes),
+                tree.thresholds,
+                *accepted,
+                self._workspace("sampling"),
+            )
+        else:
+            self._accept_typical(tree, state)
 
     def advance(self, tree: VerifiedTree, pending: PendingEntries) -> None:
         """Move the accepted KV rows together, keep their features for the draft, and take the tokens into the state."""
@@ -190,17 +199,17 @@ class TreeVerification:
     def draw_child(self, batch: int, step: int, candidates: Candidates) -> None:
         """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
         slots = slice(0, batch)
-        draws = self._base.sampling.draws(slots)
+        draws = self._base.sampling.slot_draws(slots)
         logits = self._draft.logits(batch, 1)
         self._backend.acceptance.draft_sample(
             logits.reshape(batch, logits.shape[2]),
             self._draft.draft_to_target,
-            draws["temperature"],
-            draws["top_k"],
-            draws["top_p"],
-            draws["min_p"],
-            draws["seed"],
-            draws["sequence"],
+            draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            draws.min_p,
+            draws.seeds,
+            draws.sequences,
             self._base.sequences(slots).positions,
             step,
             candidates.tokens,
@@ -208,51 +217,37 @@ class TreeVerification:
             self._workspace("draft_sample", self._draft.config.draft.draft_vocab_size),
         )
 
-    def _accept_greedy(self, tree: VerifiedTree, active: Array) -> None:
-        self._backend.acceptance.eagle_accept(
+    def _accept_typical(self, tree: VerifiedTree, state: SequenceState) -> None:
+        batch, nodes = tree.tokens.shape
+        acceptance, kernels, sampling = self._backend.acceptance, self._backend.kernels, self._base.sampling
+        slot, node = sampling.slot_draws(slice(0, batch)), sampling.node_draws(batch, nodes)
+        acceptance.process_tree_logits(
             tree.logits,
+            state.token_counts,
             tree.tokens,
-            tree.parents,
-            tree.depths,
-            active,
-            None,
-            tree.accepted_indices,
-            tree.accepted_ids,
-            tree.lengths,
-            self._workspace("eagle_accept"),
-        )
-
-    def _accept_typical(self, tree: VerifiedTree, active: Array, draws: dict[str, Array]) -> None:
-        self._backend.acceptance.typical_accept(
+            tree.ancestors,
+            slot.repetition_penalty,
+            slot.presence_penalty,
+            slot.frequency_penalty,
+            slot.temperature,
             tree.logits,
-            tree.thresholds.reshape(*tree.tokens.shape),
-            draws["temperature"],
+        )
+        rows = batch * nodes
+        logits, thresholds = tree.logits.reshape(rows, tree.logits.shape[2]), tree.thresholds.reshape(rows)
+        kernels.filter_threshold(logits, node.top_k, node.top_p, node.min_p, thresholds)
+        draw = (node.temperature, node.seeds, node.sequences, tree.draw_positions.reshape(rows))
+        kernels.sample(logits, thresholds, *draw, tree.drawn.reshape(rows))
+        acceptance.typical_accept(
+            tree.logits,
+            tree.thresholds,
+            slot.temperature,
             tree.drawn,
             tree.tokens,
             tree.parents,
             tree.depths,
-            active,
+            state.active,
             tree.plan.posterior_threshold,
             tree.plan.posterior_alpha,
-            tree.accepted_indices,
-            tree.accepted_ids,
-            tree.lengths,
-            self._workspace("sampling"),
-        )
-
-    def _accept_sampled(self, tree: VerifiedTree, active: Array, draws: dict[str, Array]) -> None:
-        batch = tree.tokens.shape[0]
-        self._backend.acceptance.accept_sampled_chain(
-            tree.logits,
-            tree.thresholds.reshape(*tree.tokens.shape),
-            draws["temperature"],
-            tree.tokens,
-            self._probabilities(batch, tree.plan.steps),
-            self._draft.target_to_draft,
-            draws["seed"],
-            draws["sequence"],
-            tree.draw_positions,
-            active,
             tree.accepted_indices,
             tree.accepted_ids,
             tree.lengths,
@@ -286,7 +281,7 @@ class TreeVerification:
             "attention_mask": (batch, 1, nodes, key_range),
             "logits": (batch, nodes, config.vocab_size),
             "features": (batch, nodes, self._draft.config.draft.feature_size),
-            "thresholds": (batch * nodes,),
+            "thresholds": per_node,
             "drawn": per_node,
             "accepted_indices": per_path,
             "accepted_ids": per_path,

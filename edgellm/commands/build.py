@@ -15,8 +15,9 @@ from typing import Annotated, TextIO
 import typer
 
 from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
+from edgellm.commands.lora_words import lora_limits_in_words, named_directories
 from edgellm.engines.build_checks import choose_limits
-from edgellm.engines.build_inputs import read_decoder_config
+from edgellm.engines.build_inputs import read_adapters, read_decoder_config
 from edgellm.engines.build_report import BuildReport
 from edgellm.engines.builder import build_engine_directory, refresh_plans
 
@@ -58,6 +59,17 @@ def build(
     verify_tree_size: Annotated[
         int | None, typer.Option(help="Most nodes verified at once, the root included, 2 to 64 [default: 60].")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="LoRA adapter of this very model, as PEFT saves it; may be repeated."),
+    ] = None,
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Largest rank that engines take [default: that of the adapters given].")
+    ] = None,
+    lora_slots: Annotated[
+        int | None,
+        typer.Option(help="Adapters in use at once [default: as many as given, at least one a sequence]."),
+    ] = None,
     refresh: Annotated[
         Path | None,
         typer.Option(
@@ -68,14 +80,17 @@ def build(
     """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there."""
     display = ProgressDisplay(sys.stderr)
     if refresh is not None:
-        if checkpoint is not None or draft is not None:
-            raise typer.BadParameter("--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft or other ENGINE_DIR")
+        if checkpoint is not None or draft is not None or lora:
+            raise typer.BadParameter(
+                "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora or other ENGINE_DIR"
+            )
         with ended_by_signals(), display:
             report = refresh_plans(refresh, target, display)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
-        config = read_decoder_config(checkpoint)
+        config, adapters = read_decoder_config(checkpoint), named_directories(lora or [])
+        ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
         limits = choose_limits(
             config,
             max_batch,
@@ -86,6 +101,9 @@ def build(
             draft_top_k,
             draft_steps,
             verify_tree_size,
+            ranks,
+            max_lora_rank,
+            lora_slots,
         )
         with ended_by_signals(), display:
             report = build_engine_directory(
@@ -100,6 +118,7 @@ def build(
                 beyond_trained_context,
                 display,
                 draft,
+                adapters,
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -116,6 +135,10 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     if report.draft is not None:
         yield f"  draft             {draft_in_words(asdict(report.draft))}"
         yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
+    for name, rank in report.adapters.items():
+        yield f"  adapter           {name}, rank {rank}"
+    if limits.has_lora:
+        yield f"  adapter limits    {lora_limits_in_words(asdict(limits))}"
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
+from edgellm.commands.lora_words import lora_limits_in_words
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.draft_decoder import draft_weights
 from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
@@ -68,7 +69,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "plans": platforms,
-        "memory": plan_memory(config, limits, specs, directory.dtype, draft=draft and draft.config).items,
+        "memory": plan_memory(
+            config, limits, specs, directory.dtype, draft=draft and draft.config, adapters=limits.has_lora
+        ).items,
         "verified": verify,
         "differences": differences,
     }
@@ -78,13 +81,18 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             "parameters": sum(math.prod(spec.shape) for spec in draft_weights(draft.config)),
             "weights": {name: file.size for name, file in draft.files.items() if is_weight_file(name)},
         }
+    if limits.has_lora:
+        facts["lora"] = {
+            name: {"rank": adapter.rank, "digest": adapter.digest, "bytes": sum(f.size for f in adapter.files.values())}
+            for name, adapter in directory.adapters.items()
+        }
     return facts
 
 
 def _known_platforms(directory: EngineDirectory) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    for shape in directory.limits.engine_shapes():
+    for shape in directory.limits.all_engine_shapes():
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
     present = present_platform()
@@ -93,7 +101,7 @@ def _known_platforms(directory: EngineDirectory) -> list[Platform]:
 
 def _platform_facts(directory: EngineDirectory, platform: Platform) -> dict[str, Any]:
     sizes, problems = [], []
-    shapes = directory.limits.engine_shapes()
+    shapes = directory.limits.all_engine_shapes()
     for shape in shapes:
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
@@ -145,6 +153,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"{size:,.1f} MiB of files",
         )
         yield _row("", draft_limits_in_words(limits))
+    if "lora" in facts:
+        for name, adapter in facts["lora"].items():
+            yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")
+        yield _row("" if facts["lora"] else "adapters", lora_limits_in_words(limits))
     yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
     for platform in facts["plans"]:
         yield _row(
