@@ -25,7 +25,8 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.engines.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification, VerifiedTree
+from edgellm.engines.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.engines.verified_tree import VerifiedTree
 from edgellm.kernels.arrays import Array
 
 _TREE_PHASES = ("verify", "accept", "propose")

@@ -151,17 +151,10 @@ class SamplingState:
         if plain:
             kernels.argmax(logits, tokens, state)
             return
-        row = {name: array[slots] for name, array in self._parameters.items()}
+        draws = self.slot_draws(slots)
         processed, thresholds = self._processed[slots], self._thresholds[slots]
-        kernels.process_logits(
-            logits,
-            self.token_counts[slots],
-            row["repetition_penalty"],
-            row["presence_penalty"],
-            row["frequency_penalty"],
-            row["temperature"],
-            processed,
-        )
-        kernels.filter_threshold(processed, row["top_k"], row["top_p"], row["min_p"], thresholds)
-        draw = (row["temperature"], row["seed"], row["sequence"], state.positions)
+        penalties = (draws.repetition_penalty, draws.presence_penalty, draws.frequency_penalty)
+        kernels.process_logits(logits, self.token_counts[slots], *penalties, draws.temperature, processed)
+        kernels.filter_threshold(processed, draws.top_k, draws.top_p, draws.min_p, thresholds)
+        draw = (draws.temperature, draws.seeds, draws.sequences, state.positions)
         kernels.sample(processed, thresholds, *draw, tokens, state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from edgellm.engines.backend import Backend
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.decoder_config import EngineShape
@@ -12,38 +10,12 @@ from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.pending_entries import PendingEntries
+from edgellm.engines.verified_tree import VerifiedTree, VerifiedTrees
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.interface import SequenceState
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
-
-
-@dataclass(frozen=True, eq=False)
-class VerifiedTree:
-    """The arrays of one verified tree of T nodes in B slots, and of what was accepted of it (W = longest path + 1).
-
-    `tokens`, `parents`, `depths`, `draw_positions`, `thresholds`, `drawn` [B, T], `ancestors` [B, T, T] bool; `logits` [B, T, V] float32;
-    `features` [B, T, F]; `accepted_indices`, `accepted_ids` [B, W]; `lengths` [B]; `emitted` [B, W+1].
-    """
-
-    plan: DraftPlan
-    tokens: Array
-    parents: Array
-    depths: Array
-    ancestors: Array
-    draw_positions: Array
-    inputs_embeds: Array
-    rope_rotary_cos_sin: Array
-    attention_mask: Array
-    logits: Array
-    features: Array
-    thresholds: Array
-    drawn: Array
-    accepted_indices: Array
-    accepted_ids: Array
-    lengths: Array
-    emitted: Array
 
 
 class TreeVerification:
@@ -53,37 +25,13 @@ class TreeVerification:
         self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner, engines: LoadedEngines
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
-        config, limits = base.config, base.limits
-        slots, nodes, emitted = limits.max_batch, limits.verify_sizes[-1], limits.accept_tokens
-        rows = slots * nodes
-        feature_size = draft.config.draft.feature_size
-        compute = {
-            "inputs_embeds": config.hidden_size,
-            "rope_rotary_cos_sin": config.rotary_dim,
-            "features": feature_size,
-        }
-        self._buffers = {name: backend.zeros((rows * width,), "compute") for name, width in compute.items()}
-        for name in ("tokens", "parents", "depths", "draw_positions", "drawn"):
-            self._buffers[name] = backend.zeros((rows,), "int32")
-        self._buffers["ancestors"] = backend.zeros((rows * nodes,), "bool")
-        self._buffers["attention_mask"] = backend.zeros((rows * limits.tree_key_ranges[-1],), "bool")
-        self._buffers["logits"] = backend.zeros((rows * config.vocab_size,), "float32")
-        self._buffers["thresholds"] = backend.zeros((rows,), "float32")
-        for name in ("accepted_indices", "accepted_ids"):
-            self._buffers[name] = backend.zeros((slots * emitted,), "int32")
-        self._buffers["lengths"] = backend.zeros((slots,), "int32")
-        self._buffers["emitted"] = backend.zeros((slots * (emitted + 1),), "int32")
+        self._trees = VerifiedTrees(backend, base.config, base.limits, draft.config.draft.feature_size)
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
-        self._trees: dict[tuple[int, DraftPlan, int, int], VerifiedTree] = {}
 
     def tree(self, batch: int, plan: DraftPlan, key_range: int) -> VerifiedTree:
-        """The arrays of a plan's tree, padded to the engine's number of tokens; made once."""
-        nodes = self.engine_nodes(plan)
-        key = (batch, plan, nodes, key_range)
-        if key not in self._trees:
-            self._trees[key] = self._make_tree(batch, plan, nodes, key_range)
-        return self._trees[key]
+        """The arrays of a plan's tree, padded to the engine's number of tokens."""
+        return self._trees.of(batch, plan, self.engine_nodes(plan), key_range)
 
     def engine_nodes(self, plan: DraftPlan) -> int:
         """T: the tokens of the engine that verifies a plan's tree."""
@@ -267,28 +215,6 @@ class TreeVerification:
         for name, cache in self._base.caches.items():
             bound[name] = bound[f"present_{name}"] = cache[:batch]
         return bound
-
-    def _make_tree(self, batch: int, plan: DraftPlan, nodes: int, key_range: int) -> VerifiedTree:
-        config, per_node, per_path = self._base.config, (batch, nodes), (batch, plan.longest)
-        shapes = {
-            "tokens": per_node,
-            "parents": per_node,
-            "depths": per_node,
-            "ancestors": (batch, nodes, nodes),
-            "draw_positions": per_node,
-            "inputs_embeds": (batch, nodes, config.hidden_size),
-            "rope_rotary_cos_sin": (batch, nodes, config.rotary_dim),
-            "attention_mask": (batch, 1, nodes, key_range),
-            "logits": (batch, nodes, config.vocab_size),
-            "features": (batch, nodes, self._draft.config.draft.feature_size),
-            "thresholds": per_node,
-            "drawn": per_node,
-            "accepted_indices": per_path,
-            "accepted_ids": per_path,
-            "lengths": (batch,),
-            "emitted": (batch, plan.longest + 1),
-        }
-        return VerifiedTree(plan, **{name: leading(self._buffers[name], shape) for name, shape in shapes.items()})
 
     def _probabilities(self, batch: int, steps: int) -> Array:
         """The draft's distributions of a sampled chain [B, D, U] float32; allocated when first needed."""

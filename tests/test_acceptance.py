@@ -299,7 +299,7 @@ def processed_and_filtered(logits, counts, tokens, ancestors, per_slot, per_node
 
 
 def test_accept_draws_is_its_parts(rng):
-    slots, size, vocabulary = 6, 30, 7
+    slots, size, vocabulary = 6, 30, 3
     tokens, parents, depths, ancestors = random_trees(rng, slots, size, vocabulary)
     logits = rng.normal(0, 1, (slots, size, vocabulary)).astype(np.float32)
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)

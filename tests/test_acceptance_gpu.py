@@ -296,7 +296,7 @@ def test_accept_sampled_chain_many_times(gpu, rng):
 
 @pytest.mark.parametrize("vocabulary", [7, 2051])
 def test_acceptance_from_the_logits_on(gpu, rng, vocabulary):
-    """accept_draws and accept_sampled_draws; the twins leave rows that no walk visits, so outputs alone are compared."""
+    """accept_draws and accept_sampled_draws. The twins leave rows that no walk visits, so only outputs are compared."""
     slots, size, most, steps = 4, 12, 6, 5
     tokens, parents, depths, ancestors = random_trees(rng, slots, size, vocabulary)
     logits = awkward_logits(rng, slots, size, vocabulary)

@@ -112,7 +112,10 @@ class SlotSnapshots:
         return snapshot
 
     def take(self, slot: int, token_ids: Sequence[int], label: str) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N]. Raises DeviceMemoryError."""
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N].
+
+        Raises DeviceMemoryError.
+        """
         facts = SnapshotFacts(
             FORMAT_VERSION,
             len(token_ids),

@@ -42,7 +42,7 @@ class StoredSnapshot:
     """
 
     facts: SnapshotFacts
-    key: bytes
+    key: bytes = field(repr=False)
     nbytes: int
     has_states: bool = False
     memory: Snapshot | None = None

@@ -15,7 +15,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError, EngineError
 from edgellm.engines.numpy_backend import NumpyBackend
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.engines.tree_verification import VerifiedTree
+from edgellm.engines.verified_tree import VerifiedTree
 
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
 GREEDY = SamplingValues()

@@ -20,7 +20,7 @@ from edgellm.engines.draw_comparison import draw_gap, first_difference
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.engines.tree_verification import VerifiedTree
+from edgellm.engines.verified_tree import VerifiedTree
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
 

@@ -1,0 +1,99 @@
+"""The system prompts that `edgellm cache build` is given: as an option, in a file, on standard input, in YAML."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from edgellm.commands import options
+from edgellm.errors import RequestError
+from edgellm.settings import did_you_mean
+
+_KEYS = ("name", "prompt", "file", "output")
+_LONGEST_LABEL = 40
+
+
+@dataclass(frozen=True)
+class CachePrompt:
+    """A system prompt, the name that people see, and the file for its snapshot (None: the folder of snapshots)."""
+
+    label: str
+    text: str
+    output: Path | None = None
+
+
+def read_cache_prompts(
+    prompt: str | None, file: Path | None, prompts: Path | None, name: str | None, output: Path | None
+) -> list[CachePrompt]:
+    """What is to be computed; raises typer.BadParameter for options that exclude each other, RequestError."""
+    given = [
+        option
+        for option, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise typer.BadParameter(f"give one of {' and '.join(given)}", param_hint=given[-1])
+    if prompts is not None:
+        if name is not None or output is not None:
+            raise typer.BadParameter("--name and --output are for one prompt: write them into the YAML file")
+        return load_cache_prompts(prompts)
+    if file is not None:
+        text, place = options.read_text_file(file, "--file"), f"the file {file}"
+    elif prompt is not None:
+        text, place = options.checked_argument(prompt, "--prompt"), "--prompt"
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise typer.BadParameter(
+            "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"
+        )
+    else:
+        text, place = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
+    return [_cache_prompt(text, place, name, output)]
+
+
+def load_cache_prompts(path: Path) -> list[CachePrompt]:
+    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `output`.
+
+    Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
+    """
+    path = path.expanduser()
+    try:
+        entries = yaml.safe_load(options.read_text_file(path, "--prompts"))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RequestError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(entries, list) or not entries:
+        raise RequestError(f"{path} holds a {type(entries).__name__}: expected a list of prompts, each with a name")
+    found = [_from_entry(entry, f"{path}, prompt {number}", path.parent) for number, entry in enumerate(entries, 1)]
+    labels = [entry.label for entry in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise RequestError(f"{path} has the name {label!r} more than once")
+    return found
+
+
+def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
+    if not isinstance(entry, dict):
+        raise RequestError(f"{place} is a {type(entry).__name__}: expected the keys name, and prompt or file")
+    for key, value in entry.items():
+        if key not in _KEYS:
+            raise RequestError(f"{place} has the unknown key {str(key)!r}{did_you_mean(str(key), _KEYS)}")
+        if not isinstance(value, str) or not value.strip():
+            raise RequestError(f"{place}: {key} is {value!r}: expected text")
+    if "name" not in entry or ("prompt" in entry) == ("file" in entry):
+        raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
+    file, output = entry.get("file"), entry.get("output")
+    text = entry["prompt"] if file is None else options.read_text_file(folder / file, f"{place}:")
+    return _cache_prompt(text, place, entry["name"], None if output is None else folder / output)
+
+
+def _cache_prompt(text: str, place: str, label: str | None, output: Path | None) -> CachePrompt:
+    text = text.removesuffix("\n")
+    if not text.strip():
+        raise RequestError(f"{place} is empty: expected a system prompt")
+    words = " ".join(text.split())
+    short = words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
+    return CachePrompt(label or short, text, None if output is None else output.expanduser())
