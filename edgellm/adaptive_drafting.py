@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import statistics
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from edgellm.drafting_controller import DraftingController, candidate_plans
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.round_costs import PLAIN, RoundCosts, round_costs
+from edgellm.round_costs import PLAIN, RoundCosts, forget_round_costs, round_costs
 
 if TYPE_CHECKING:
     from edgellm.drafting import DraftingConfig
@@ -20,29 +20,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("edgellm.drafting")
 
-#: Tokens before the measured rounds: a short conversation.
+#: Tokens before the measured rounds: a short conversation. What a long one costs more is load to the controller.
 PROMPT_TOKENS = 64
-#: Rounds of each configuration that are timed; the median counts.
+#: Rounds of each configuration that are timed; the fastest counts, which is the one that other work delayed least.
 REPEATS = 5
-#: Rounds before: the first loads code, the second captures a graph.
+#: Rounds before: the first loads code, the second captures a graph. A backend that computes at once needs one.
 WARM_UPS = 2
+#: No more rounds are timed after so many seconds, if every configuration had one: a request waits meanwhile.
+MOST_SECONDS = 2.0
 
 
 def adaptive_drafting(config: DraftingConfig, directory: EngineDirectory, runner: EagleRunner) -> DraftingController:
     """The controller for `config` on this device, with the round costs kept for it or measured now.
 
-    No sequence may be under way: measuring uses all slots. Raises EngineError if the engines cannot serve `config`.
+    Kept costs that rounds prove wrong by far are forgotten: the next start measures again. No sequence may be under
+    way: measuring uses all slots. Raises EngineError if the engines cannot serve `config`.
     """
     plans = candidate_plans(config, runner.limits)
+    backend = runner.backend.name
     names = [PLAIN, *(plan.name for plan in plans)]
-    costs = round_costs(
-        directory,
-        runner.backend.name,
-        names,
-        runner.limits.batches,
-        lambda: measure_round_costs(runner, plans, runner.limits.batches),
-    )
-    return DraftingController(plans, costs)
+    batches = runner.limits.batches if runner.backend.fixed_shapes else sorted({1, runner.limits.max_batch})
+    costs = round_costs(directory, backend, names, batches, lambda: measure_round_costs(runner, plans, batches))
+    return DraftingController(plans, costs, lambda: forget_round_costs(directory, backend))
 
 
 def measure_round_costs(runner: EagleRunner, plans: Sequence[DraftPlan], batches: Sequence[int]) -> RoundCosts:
@@ -62,26 +61,32 @@ def measure_round_costs(runner: EagleRunner, plans: Sequence[DraftPlan], batches
 
 
 def _measure_batch(runner: EagleRunner, plans: Sequence[DraftPlan], batch: int) -> dict[str, float]:
-    """The median seconds of a round by configuration."""
-    spans: dict[str, list[float]] = {}
+    """The fewest seconds of a round by configuration."""
+    fewest: dict[str, float] = {}
     sequences = _Sequences(runner, batch, any(plan.sampled or plan.acceptance == "typical" for plan in plans))
 
-    def measure(plan: DraftPlan | None, steps: int) -> None:
-        sequences.make_room(steps * (1 if plan is None else plan.longest))
+    def measure(plan: DraftPlan | None) -> float:
+        # Once in so many plain steps the draft takes in what they left for it, which is part of their price.
+        steps = runner.limits.accept_tokens if plan is None else 1
+        sequences.make_room(steps if plan is None else plan.longest)
         before = time.perf_counter()
         for _ in range(steps):
             runner.step(batch, plan).wait()
-        spans.setdefault(PLAIN if plan is None else plan.name, []).append((time.perf_counter() - before) / steps)
+        return (time.perf_counter() - before) / steps
 
+    for _ in range(1 if runner.backend.computes_at_once else WARM_UPS):
+        for plan in (None, *plans):
+            measure(plan)
+    started = time.perf_counter()
     # Configurations take turns, so that a busy moment of the machine does not meet one of them alone.
-    for _ in range(WARM_UPS + REPEATS):
-        for plan in plans:
-            measure(plan, 1)
-    # Once in so many plain steps the draft takes in what they left for it, which is part of their price.
-    for _ in range(WARM_UPS + REPEATS):
-        measure(None, runner.limits.accept_tokens)
+    for _ in range(REPEATS):
+        for plan in (None, *plans):
+            name = PLAIN if plan is None else plan.name
+            fewest[name] = min(fewest.get(name, math.inf), measure(plan))
+        if time.perf_counter() - started > MOST_SECONDS:
+            break
     sequences.stop()
-    return {name: statistics.median(found[WARM_UPS:]) for name, found in spans.items()}
+    return fewest
 
 
 class _Sequences:

@@ -9,12 +9,12 @@ they cannot bias the output.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgellm.acceptance_model import AcceptanceModel, expected_tokens, tree_gain
+from edgellm.cost_model import CostModel
 from edgellm.engines.draft_plan import DraftPlan, chain, tree
 from edgellm.round_costs import PLAIN, RoundCosts
 
@@ -22,22 +22,14 @@ if TYPE_CHECKING:
     from edgellm.drafting import DraftingConfig
     from edgellm.engines.decoder_config import EngineLimits
 
-#: Lengths of the chains that compete with a longer one.
-CHAIN_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+#: Lengths of the chains that compete with a longer one. A chain of 1 is as dear as a step and a half, for two tokens.
+CHAIN_LENGTHS = (2, 3, 5, 8, 12)
 #: Verified nodes (which engines exist for) and levels of the trees that compete with a larger one.
 SMALL_TREES = ((8, 3), (16, 4), (32, 5))
-#: The share of the time that may go into trying what does not look best.
+#: The share of the time that may be lost by trying configurations that do not look best.
 EXPLORATION_SHARE = 0.02
 #: What looks best must be this much better than what is in use.
 SWITCHING_GAIN = 0.02
-#: Standard errors by which acceptance is overrated when deciding whether a configuration deserves a try.
-OPTIMISM = 1.0
-#: Rounds over which observed times correct measured costs.
-COST_MEMORY = 16.0
-#: Rounds after which the correction of a configuration that is not in use has faded.
-IDLE_COST_MEMORY = 256.0
-#: No round counts as slower or faster than expected by more than this factor: it was interrupted.
-_LARGEST_COST_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -108,50 +100,16 @@ def candidate_plans(config: DraftingConfig, limits: EngineLimits) -> list[DraftP
     return list(dict.fromkeys(plans))
 
 
-class CostModel:
-    """Seconds of a round: as measured once, corrected by what rounds take now.
-
-    One factor follows the device as a whole (clocks, other load, length of the context), one factor each
-    configuration.
-    """
-
-    def __init__(self, costs: RoundCosts, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self._costs = costs
-        self._device = 0.0
-        self._own = dict.fromkeys(names, 0.0)
-
-    def seconds(self, name: str, batch: int) -> float:
-        """The expected time of a round."""
-        return self._costs.seconds(name, batch) * math.exp(self._device + self._own[name])
-
-    def record(self, name: str, batch: int, seconds: float) -> None:
-        """Take notice of a finished round."""
-        limit = math.log(_LARGEST_COST_RATIO)
-        surprise = math.log(max(seconds, 1e-9) / self.seconds(name, batch))
-        surprise = max(-limit, min(limit, surprise))
-        for other in self._own:
-            self._own[other] *= 1.0 - 1.0 / IDLE_COST_MEMORY
-        self._own[name] += surprise / COST_MEMORY / 2
-        self._device += surprise / COST_MEMORY / 2
-
-
-@dataclass
-class _Counts:
-    """What has happened so far."""
-
-    rounds: dict[str, int] = field(default_factory=dict)
-    explored: int = 0
-
-
 class DraftingController:
     """Picks the drafting configuration of each round among `plans` and plain decoding.
 
-    `costs` must know every plan's name and "plain" (`round_costs.PLAIN`). Deterministic: the same calls give the same
-    choices.
+    `costs` must know every plan's name and "plain" (`round_costs.PLAIN`); `costs_are_wrong` is called, once, when
+    finished rounds have shown them to be wrong by far. Deterministic: the same calls give the same choices.
     """
 
-    def __init__(self, plans: Sequence[DraftPlan], costs: RoundCosts) -> None:
+    def __init__(
+        self, plans: Sequence[DraftPlan], costs: RoundCosts, costs_are_wrong: Callable[[], None] | None = None
+    ) -> None:
         self._plain = Candidate(None, PLAIN, 0, "")
         self._candidates = [self._plain, *map(Candidate.of, plans)]
         # Where nothing is drawn at random a round takes the deterministic form of its plan.
@@ -169,12 +127,14 @@ class DraftingController:
         depth = max((plan.steps for plan in plans), default=0)
         self._acceptance = AcceptanceModel(gains, depth)
         self._costs = CostModel(costs, [candidate.name for candidate in self._candidates])
-        self._allowance = 0.0
+        self._costs_are_wrong = costs_are_wrong
         self._current = self._plain
         self._after_plain = False
-        self._counts = _Counts()
+        self._unused = {candidate.name: 0.0 for candidate in self._candidates}
+        self._rounds: dict[str, int] = {}
+        self._explored = 0
         self._batch = 1
-        self._outlook: dict[str, tuple[Forecast, float]] = {}
+        self._outlook: dict[str, Forecast] = {}
 
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """The plan of the next round, or None for a plain step.
@@ -193,77 +153,71 @@ class DraftingController:
         tried = self._worth_trying(possible)
         if tried is None:
             return best.plan
-        self._counts.explored += 1
+        self._explored += 1
         return tried.plan
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """Take notice of a finished round: tokens emitted by each active sequence (at least 1), and its time."""
         candidate = self._plain if plan is None else self._by_plan[plan]
-        batch = max(1, len(emitted))
-        seconds = min(seconds, _LARGEST_COST_RATIO * self._costs.seconds(candidate.name, batch))
-        # What a try lost is paid, and what it won may be spent on further tries.
-        self._allowance += EXPLORATION_SHARE * seconds
-        if candidate is not self._current and self._outlook:
-            self._allowance -= seconds - sum(emitted) / self._rate(self._current)
-        self._allowance = min(
-            self._allowance, 2.0 * max(self._costs.seconds(name, batch) for name in self._costs.names)
-        )
         # The first round after plain steps also drafts for the tokens that these skipped.
         if plan is None or not self._after_plain:
-            self._costs.record(candidate.name, batch, seconds)
+            self._costs.record(candidate.name, len(emitted), seconds)
+            if self._costs_are_wrong is not None and self._costs.contradicted:
+                self._costs_are_wrong()
+                self._costs_are_wrong = None
         if plan is None:
-            self._acceptance.record_plain()
+            self._acceptance.age()
         else:
             self._acceptance.record(candidate.group, candidate.steps, emitted)
         self._after_plain = plan is None
-        self._counts.rounds[candidate.name] = self._counts.rounds.get(candidate.name, 0) + 1
+        for name in self._unused:
+            self._unused[name] += seconds
+        self._unused[candidate.name] = 0.0
+        self._rounds[candidate.name] = self._rounds.get(candidate.name, 0) + 1
         self._outlook = {}
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         outlook = self._look_ahead()
-        forecasts = [outlook[candidate.name][0] for candidate in self._candidates]
-        acceptance = {
-            group: [mean for mean, _ in estimates] for group, estimates in self._acceptance.estimates().items()
-        }
         return DraftingReport(
             chosen=self._current.name,
             reason=self._reason(outlook),
-            rounds=dict(self._counts.rounds),
-            explored=self._counts.explored,
-            acceptance=acceptance,
-            forecasts=sorted(forecasts, key=lambda forecast: -forecast.tokens_per_second),
+            rounds=dict(self._rounds),
+            explored=self._explored,
+            acceptance=self._acceptance.estimates(),
+            forecasts=sorted(outlook.values(), key=lambda forecast: -forecast.tokens_per_second),
         )
 
-    def _look_ahead(self) -> dict[str, tuple[Forecast, float]]:
-        """For each configuration its forecast, and the tokens per second that an optimist would hope for."""
+    def _look_ahead(self) -> dict[str, Forecast]:
+        """The forecast for each configuration."""
         estimates = self._acceptance.estimates()
         found = {}
         for candidate in self._candidates:
             seconds = self._costs.seconds(candidate.name, self._batch)
-            depths = estimates.get(candidate.group, [])
-            tokens = expected_tokens(depths, candidate.steps)
-            hope = self._batch * expected_tokens(depths, candidate.steps, OPTIMISM) / seconds
-            found[candidate.name] = (Forecast(candidate.name, tokens, seconds, self._batch * tokens / seconds), hope)
+            tokens = expected_tokens(estimates.get(candidate.group, [])[: candidate.steps])
+            found[candidate.name] = Forecast(candidate.name, tokens, seconds, self._batch * tokens / seconds)
         return found
 
     def _rate(self, candidate: Candidate) -> float:
-        return self._outlook[candidate.name][0].tokens_per_second
+        return self._outlook[candidate.name].tokens_per_second
 
     def _worth_trying(self, possible: Sequence[Candidate]) -> Candidate | None:
-        """A candidate that could turn out faster than the current one, where the allowance pays for a failure."""
+        """A candidate whose share of the time without it has grown to what a round of it should lose."""
         rate = self._rate(self._current)
-        others = [candidate for candidate in possible if candidate.plan is not None and candidate is not self._current]
-        if not others:
-            return None
-        forecast, hope = max((self._outlook[candidate.name] for candidate in others), key=lambda found: found[1])
-        if hope <= rate or forecast.seconds - self._batch / rate > self._allowance:
-            return None
-        return next(candidate for candidate in others if candidate.name == forecast.name)
+        share = EXPLORATION_SHARE / (len(self._candidates) - 1)
 
-    def _reason(self, outlook: Mapping[str, tuple[Forecast, float]]) -> str:
-        chosen, plain = outlook[self._current.name][0], outlook[PLAIN][0]
-        drafts = [outlook[candidate.name][0] for candidate in self._candidates if candidate.plan is not None]
+        def credit(candidate: Candidate) -> float:
+            forecast = self._outlook[candidate.name]
+            loss = forecast.seconds * (1.0 - forecast.tokens_per_second / rate)
+            return share * self._unused[candidate.name] - max(0.0, loss)
+
+        others = [candidate for candidate in possible if candidate is not self._current]
+        tried = max(others, key=credit, default=None)
+        return tried if tried is not None and credit(tried) > 0.0 else None
+
+    def _reason(self, outlook: Mapping[str, Forecast]) -> str:
+        chosen, plain = outlook[self._current.name], outlook[PLAIN]
+        drafts = [outlook[candidate.name] for candidate in self._candidates if candidate.plan is not None]
         if self._current is not self._plain:
             return f"{chosen.name}: {_figures(chosen)}; {PLAIN}: {_figures(plain)}"
         if not drafts:

@@ -9,6 +9,7 @@ import math
 import os
 import platform as machine
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -130,6 +131,14 @@ def read_round_costs(path: Path, device: Device) -> RoundCosts:
     if PLAIN not in measured:
         raise seconds.error(f"the key {PLAIN!r} is missing")
     return RoundCosts(measured)
+
+
+def forget_round_costs(directory: EngineDirectory, backend: str) -> None:
+    """Remove what is kept for this device, as far as it can be written, so that the next start measures again."""
+    logger.info("The kept round costs are wrong by far: the next start measures them again")
+    for path in _places(directory, Device.present(directory, backend)):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def write_round_costs(path: Path, device: Device, costs: RoundCosts) -> None:

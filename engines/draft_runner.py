@@ -64,6 +64,7 @@ class EagleDraftEngineRunner:
     ) -> None:
         self.backend, self.config = backend, config
         draft, limits = config.draft, config.limits
+        self._kv_rows, self._key_ranges = limits.kv_rows, limits.key_ranges
         self._engines = engines
         own = backend.load_weights(checkpoint, draft_weights(draft), progress)
         self._weights = draft_engine_weights(draft, own, base_weights)
@@ -96,9 +97,8 @@ class EagleDraftEngineRunner:
         self.backend.upload(ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
         self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
-        limits = self.config.limits
-        key_range = self._key_range(position + count, limits.key_ranges)
-        shape = EngineShape("prefill", 1, chunk, key_range, limits.kv_rows, model="draft")
+        key_range = key_range_for(position + count, self._key_ranges, self.backend.fixed_shapes)
+        shape = EngineShape("prefill", 1, chunk, key_range, self._kv_rows, model="draft")
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.draft.feature_size))
 
@@ -116,8 +116,8 @@ class EagleDraftEngineRunner:
         `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
         `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
         """
-        slots, limits, pending = slice(0, batch), self.config.limits, self.pending
-        shape = EngineShape("accept", batch, tokens, key_range, limits.kv_rows, 1, "draft")
+        slots, pending = slice(0, batch), self.pending
+        shape = EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
 
         def bindings() -> dict[str, Array]:
             features = leading(pending.features[slots].reshape(-1), (batch, tokens, self.config.draft.feature_size))
@@ -150,8 +150,8 @@ class EagleDraftEngineRunner:
 
     def propose(self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int) -> None:
         """Feed the frontier of `level` to the draft, behind the `committed` [B] rows; its logits are then there."""
-        slots, limits, width = slice(0, batch), self.config.limits, candidates.plan.top_k
-        shape = EngineShape("propose", batch, width, key_range, limits.kv_rows, width, "draft")
+        slots, width = slice(0, batch), candidates.plan.top_k
+        shape = EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
         views = self._views(shape)
 
         def bindings() -> dict[str, Array]:
@@ -228,9 +228,6 @@ class EagleDraftEngineRunner:
 
     def _offsets_of(self, slots: slice) -> Array:
         return self._offsets[slots]
-
-    def _key_range(self, length: int, ranges: tuple[int, ...]) -> int:
-        return key_range_for(length, ranges, self.backend.fixed_shapes)
 
     def _views(self, shape: EngineShape) -> dict[str, Array]:
         """The inputs that kernels fill for a shape, as views of buffers that all shapes share."""

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class EagleRound:
     """A round of `plan` in the `batch` leading slots.
 
-    `acceptance` is a rule of `tree_verification`; `accept_tokens` the tokens that the accept engine takes; the key
-    ranges are those of the accept, propose and verify engines.
+    `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
+    verify; `accept_tokens` are the tokens that the accept engine takes; the key ranges are those of the accept, propose
+    and verify engines.
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class EagleRound:
         batch: int,
         plan: DraftPlan,
         acceptance: str,
+        adapts: bool,
         accept_tokens: int,
         accept_range: int,
         propose_range: int,
         verify_range: int,
     ) -> None:
-        self.key = (batch, plan, acceptance, accept_tokens, accept_range, propose_range, verify_range)
+        self.key = (batch, plan, acceptance, adapts, accept_tokens, accept_range, propose_range, verify_range)
         self.plan = plan
         self._runner, self._batch, self._acceptance = runner, batch, acceptance
         self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range

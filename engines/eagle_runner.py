@@ -24,6 +24,7 @@ from edgellm.engines.eagle_round import EagleRound
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
+from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.engines.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.engines.verified_tree import VerifiedTree
@@ -48,11 +49,14 @@ class EagleRunner:
         checkpoint: Checkpoint,
         draft_checkpoint: Checkpoint,
         progress: Callable[[int, int], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
-        shapes = [shape for shape in limits.engine_shapes() if shape.model == "draft" or shape.phase in _TREE_PHASES]
-        self._engines = LoadedEngines(backend, shapes)
-        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self)
+        shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
+        self._engines = LoadedEngines(
+            backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
+        )
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self, adapters)
         self.draft = EagleDraftEngineRunner(
             backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
         )
@@ -63,21 +67,29 @@ class EagleRunner:
         self.before_acceptance: Callable[[VerifiedTree], None] | None = None
         self._steps = CapturedSteps(backend)
         self._rounds: dict[tuple, EagleRound] = {}
+        self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
+        self._tree_ranges = limits.tree_key_ranges
         # Of each slot: the most pending entries, and what finished work has committed of base and draft rows.
         self._pending, self._base_rows, self._draft_rows = ([0] * limits.max_batch for _ in range(3))
         self._launches = 0
 
     @classmethod
     def open(
-        cls, backend: Backend, directory: EngineDirectory, progress: Callable[[int, int], None] | None = None
+        cls,
+        backend: Backend,
+        directory: EngineDirectory,
+        progress: Callable[[int, int], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> EagleRunner:
         """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
 
-        Raises EngineDirectoryError where there is no draft, and what loading raises.
+        The base takes `adapters` as `BaseEngineRunner` does; the draft has none. Raises EngineDirectoryError where
+        there is no draft, and what loading raises.
         """
         draft = directory.model_config("draft")
         with closing(directory.checkpoint()) as base_files, closing(directory.draft.checkpoint()) as draft_files:
-            return cls(backend, directory.config, draft, directory.limits, base_files, draft_files, progress)
+            limits = directory.limits
+            return cls(backend, directory.config, draft, limits, base_files, draft_files, progress, adapters)
 
     @property
     def stage_seconds(self) -> Mapping[str, float]:
@@ -142,11 +154,15 @@ class EagleRunner:
         ranges = tuple(
             self._tree_key_range(longest + rows) for rows in (accept_tokens, (plan.steps - 1) * plan.top_k, nodes)
         )
-        key = (bucket, plan, acceptance, accept_tokens, *ranges)
+        key = (bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges)
         current = self._rounds.get(key)
         if current is None:
             current = self._rounds[key] = EagleRound(self, *key)
         return current
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """See `BaseEngineRunner.set_adapter`: what the slot's sequence is verified and decoded with."""
+        self.base.set_adapter(slot, name)
 
     def draft_rows(self, slot: int) -> int:
         """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
@@ -238,15 +254,15 @@ class EagleRunner:
 
     def _served(self, plan: DraftPlan, slots: slice) -> tuple[DraftPlan, str]:
         """The plan as the engines take it, and how its tokens are accepted."""
-        plan = plan.for_engines(self.limits, self.backend.fixed_shapes)
-        if self.base.sampling.plain(slots):
-            return plan.deterministic(), GREEDY
-        if plan.acceptance == "typical":
-            return plan, TYPICAL
-        return plan, SAMPLED if plan.sampled else DRAWN
+        key = plan, self.base.sampling.plain(slots)
+        if key not in self._served_plans:
+            served = plan.for_engines(self.limits, self.backend.fixed_shapes)
+            drawn = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
+            self._served_plans[key] = (served.deterministic(), GREEDY) if key[1] else (served, drawn)
+        return self._served_plans[key]
 
     def _tree_key_range(self, length: int) -> int:
-        return key_range_for(length, self.limits.tree_key_ranges, self.backend.fixed_shapes)
+        return key_range_for(length, self._tree_ranges, self.backend.fixed_shapes)
 
 
 class StepReadback:

@@ -25,6 +25,7 @@ class TreeVerification:
         self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner, engines: LoadedEngines
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
+        self._sizes, self._kv_rows = base.limits.verify_sizes, base.limits.kv_rows
         self._trees = VerifiedTrees(backend, base.config, base.limits, draft.config.draft.feature_size)
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
@@ -37,15 +38,16 @@ class TreeVerification:
         """T: the tokens of the engine that verifies a plan's tree."""
         if not self._backend.fixed_shapes:
             return plan.tree_size
-        return next(size for size in self._base.limits.verify_sizes if size >= plan.tree_size)
+        return next(size for size in self._sizes if size >= plan.tree_size)
 
     def verify(self, tree: VerifiedTree, candidates: Candidates) -> None:
         """Choose the tree's nodes, lay it out behind the committed rows, and compute logits and features of all."""
         batch, nodes = tree.tokens.shape
         slots, base = slice(0, batch), self._base
         state = base.sequences(slots)
-        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], base.limits.kv_rows, nodes)
-        engine = self._engines.bound(shape, slots, lambda: self._bindings(tree, state.kvcache_start_index))
+        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], self._kv_rows, nodes)
+        shape = base.engine_shape(shape, slots)
+        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
         self._backend.draft_tree.prepare_verification(
             not tree.plan.is_static,
             tree.plan.candidates,
@@ -202,7 +204,7 @@ class TreeVerification:
             self._workspace("sampling"),
         )
 
-    def _bindings(self, tree: VerifiedTree, start: Array) -> dict[str, Array]:
+    def _bindings(self, shape: EngineShape, tree: VerifiedTree, start: Array) -> dict[str, Array]:
         batch = tree.tokens.shape[0]
         bound = self._base.engine_weights() | {
             "inputs_embeds": tree.inputs_embeds,
@@ -214,7 +216,7 @@ class TreeVerification:
         }
         for name, cache in self._base.caches.items():
             bound[name] = bound[f"present_{name}"] = cache[:batch]
-        return bound
+        return bound | self._base.adapter_inputs(shape, slice(0, batch))
 
     def _probabilities(self, batch: int, steps: int) -> Array:
         """The draft's distributions of a sampled chain [B, D, U] float32; allocated when first needed."""

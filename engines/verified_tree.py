@@ -15,8 +15,8 @@ from edgellm.kernels.arrays import Array
 class VerifiedTree:
     """One tree of T nodes in each of B slots, and what was accepted of it (W = longest path + 1).
 
-    `tokens`, `parents`, `depths`, `draw_positions`, `drawn` [B, T] int32; `ancestors` [B, T, T] bool; `thresholds` [B, T]
-    and `logits` [B, T, V] float32; `features` [B, T, F] compute; `inputs_embeds`, `rope_rotary_cos_sin`,
+    `tokens`, `parents`, `depths`, `draw_positions`, `drawn` [B, T] int32; `ancestors` [B, T, T] bool; `thresholds`
+    [B, T] and `logits` [B, T, V] float32; `features` [B, T, F] compute; `inputs_embeds`, `rope_rotary_cos_sin`,
     `attention_mask` as the verify engine takes them; `accepted_indices`, `accepted_ids` [B, W], `lengths` [B] and
     `emitted` [B, W+1] int32. See `edgellm.kernels.acceptance_interface` for their meaning.
     """

@@ -47,8 +47,14 @@ class DeviceArray:
         return self.size * ITEM_SIZES[self.dtype]
 
     def reshape(self, *shape: int) -> DeviceArray:
-        """The same memory under another shape with as many elements; raises ValueError otherwise."""
-        if math.prod(shape) != self.size:
+        """The same memory under another shape with as many elements; raises ValueError otherwise.
+
+        One size may be -1, as with NumPy: what the others leave.
+        """
+        if shape.count(-1) == 1:
+            known = -math.prod(shape)
+            shape = tuple(self.size // known if size == -1 and known else size for size in shape)
+        if math.prod(shape) != self.size or min(shape, default=0) < 0:
             raise ValueError(f"cannot view {self.shape} ({self.size} elements) as {shape}")
         return DeviceArray(self.pointer, tuple(shape), self.dtype, self.owner)
 

@@ -10,11 +10,12 @@ from edgellm.adaptive_drafting import adaptive_drafting, measure_round_costs
 from edgellm.drafting import DraftingConfig
 from edgellm.drafting_controller import candidate_plans
 from edgellm.engines.backend import open_backend
+from edgellm.engines.draft_plan import chain
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import EngineError
-from edgellm.round_costs import PLAIN
+from edgellm.round_costs import PLAIN, Device, read_round_costs
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def test_every_configuration_is_measured_for_every_batch(tiny_draft_engines):
         plans = candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
         before = tokens_of(runner, plans[-1], 30)
         costs = measure_round_costs(runner, plans, directory.limits.batches)
-        assert set(costs.measured) == {PLAIN, "chain 1", "chain 2", "chain 3", "tree 4/3/8", "tree 4/3/12"}
+        assert set(costs.measured) == {PLAIN, "chain 2", "chain 3", "tree 4/3/8", "tree 4/3/12"}
         assert all(set(points) == {1, 2} and min(points.values()) > 0 for points in costs.measured.values())
         assert runner.base.lengths == [0, 0]
         assert tokens_of(runner, plans[-1], 30) == before == tokens_of(runner, None, 30)
@@ -68,6 +69,22 @@ def test_the_controller_decodes_with_what_was_measured(tiny_draft_engines, tmp_p
     with opened(tiny_draft_engines) as (directory, runner):
         adaptive_drafting(config, directory, runner)
         assert kept.stat().st_mtime_ns == stamp
+
+
+def test_kept_costs_that_rounds_prove_wrong_are_measured_again(tiny_draft_engines, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
+    with opened(tiny_draft_engines) as (directory, runner):
+        controller = adaptive_drafting(DraftingConfig(kind="chain", draft_steps=3), directory, runner)
+        (kept,) = tmp_path.rglob("round-costs-*.json")
+        measured = read_round_costs(kept, Device.present(directory, "numpy"))
+        for _ in range(100):  # rounds four times as dear as measured, plain steps as measured
+            for plan in (None, chain(3)):
+                controller.record(
+                    plan, [2], measured.seconds(PLAIN if plan is None else "chain 3", 1) * (plan and 4 or 1)
+                )
+        assert not kept.exists()
+        adaptive_drafting(DraftingConfig(kind="chain", draft_steps=3), directory, runner)
+        assert kept.exists()
 
 
 def test_a_configuration_that_the_engines_cannot_serve_is_refused(tiny_draft_engines):

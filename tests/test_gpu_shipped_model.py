@@ -123,7 +123,7 @@ def test_chunked_prefill_equals_another_cut(directory: EngineDirectory, prompts:
 
 def test_sampling_with_a_seed_repeats(directory: EngineDirectory) -> None:
     params = SamplingParams(
-        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7, max_tokens=40
+        temperature=3.0, top_k=40, top_p=0.99, min_p=0.001, repetition_penalty=1.1, seed=7, max_tokens=40
     )
     messages = [{"role": "user", "content": "Tell me about your day."}]
     with LLM(directory.path, backend="tensorrt") as model:

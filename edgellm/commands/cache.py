@@ -152,7 +152,7 @@ def remove(
     debug: options.Debug = False,
 ) -> None:
     """Delete snapshots."""
-    from edgellm.snapshots.store import delete_file
+    from edgellm.snapshots.stored_files import delete_file
 
     for item in _chosen(name, everything, _folder(folder)):
         delete_file(item.path)
@@ -233,7 +233,7 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
 
 
 def _files(folder: Path) -> Iterator[SnapshotOnDisk]:
-    from edgellm.snapshots.store import SUFFIX
+    from edgellm.snapshots.stored_files import SUFFIX
 
     yield from (_on_disk(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
 
@@ -293,6 +293,6 @@ def _counted(found: list[SnapshotOnDisk]) -> str:
 
 
 def _folder(folder: Path | None) -> Path:
-    from edgellm.snapshots.store import snapshot_folder
+    from edgellm.snapshots.stored_files import snapshot_folder
 
     return snapshot_folder() if folder is None else folder.expanduser()

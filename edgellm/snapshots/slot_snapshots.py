@@ -149,6 +149,12 @@ class SlotSnapshots:
         stored = self.store.add_file(path)
         return stored if snapshot is None else self.store.put(snapshot)
 
+    def close(self) -> None:
+        """Let go of memory that belongs to the backend; call it before the runner is closed."""
+        self._backend.synchronize()
+        self._uploader = Uploader(self._backend)
+        self.store.forget_memory(self.binding)
+
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 

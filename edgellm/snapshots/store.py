@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,25 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.errors import SnapshotError
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
 from edgellm.snapshots.prefix_index import PrefixIndex, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
 from edgellm.snapshots.staged_file import remove_abandoned
+from edgellm.snapshots.stored_files import SUFFIX, delete_file, file_identity, last_used, touch
 
 logger = logging.getLogger("edgellm.snapshots")
 
-SUFFIX = ".safetensors"
 MEMORY_BUDGET = 1 << 30
 DISK_BUDGET = 8 << 30
 #: Maps of verified files that are kept open, so that their content is not hashed again.
 _MOST_MAPS = 32
-
-
-def snapshot_folder() -> Path:
-    """Where snapshots lie on disk unless another folder is named; it may not exist yet."""
-    return user_cache_directory() / "snapshots"
 
 
 @dataclass(eq=False)
@@ -77,8 +69,9 @@ class SnapshotStore:
         self._indexes: dict[SnapshotBinding, PrefixIndex[StoredSnapshot]] = {}
         # By use, the least recent first.
         self._memory: OrderedDict[StoredSnapshot, None] = OrderedDict()
-        self._disk: OrderedDict[StoredSnapshot, None] = OrderedDict()
         self._maps: OrderedDict[StoredSnapshot, None] = OrderedDict()
+        # Of files, which other processes use as well, the files themselves say when that was.
+        self._disk: dict[StoredSnapshot, None] = {}
         if folder is not None:
             remove_abandoned(folder)
             self.scan()
@@ -89,7 +82,7 @@ class SnapshotStore:
             return
         with self._lock:
             known = {stored.path: stored for stored in self._disk}
-        paths = sorted(self.folder.glob(f"*{SUFFIX}"), key=_last_used)
+        paths = sorted(self.folder.glob(f"*{SUFFIX}"), key=last_used)
         for path in [path for path in known if path not in paths]:
             self._forget_file(known[path])
         for path in [path for path in self.refused if path not in paths or self._has_changed(path)]:
@@ -129,13 +122,14 @@ class SnapshotStore:
             raise _too_large(snapshot, "disk", self.disk_budget)
         path = self.folder / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
         write_snapshot(path, snapshot)
+        touch(path)
         with self._lock:
             stored = self._stored(snapshot)
             self._close_map(stored)
             stored.path = path
             self._disk[stored] = None
-            self._disk.move_to_end(stored)
-            return path, self._make_room()
+            self.scan()
+            return path, self._make_room(stored)
 
     def add_file(self, path: Path) -> StoredSnapshot:
         """Use a snapshot that lies anywhere; it does not count for the disk budget. Raises SnapshotError."""
@@ -169,7 +163,7 @@ class SnapshotStore:
                 return stored.memory
             if stored.path is None:
                 raise SnapshotError(f"the snapshot {stored.facts.label!r} is no longer there", "missing")
-            identity = _identity(stored.path)
+            identity = file_identity(stored.path)
             if stored.mapped is None or identity is None or stored.identity != identity:
                 mapped = read_snapshot(stored.path)
                 if (mapped.facts.binding, token_key(mapped.token_ids)) != (stored.facts.binding, stored.key):
@@ -179,9 +173,7 @@ class SnapshotStore:
             self._maps.move_to_end(stored)
             while len(self._maps) > _MOST_MAPS:
                 self._close_map(next(iter(self._maps)))
-            if stored in self._disk:
-                self._disk.move_to_end(stored)
-            _touch(stored.path)
+            touch(stored.path)
             return stored.mapped
 
     def discard(self, stored: StoredSnapshot, error: SnapshotError | None = None) -> None:
@@ -192,6 +184,14 @@ class SnapshotStore:
             stored.memory = None
             self._memory.pop(stored, None)
             self._forget_file(stored)
+
+    def forget_memory(self, binding: SnapshotBinding) -> None:
+        """Let go of a binding's snapshots in memory; those that have files stay usable."""
+        with self._lock:
+            for stored in [stored for stored in self._memory if stored.facts.binding == binding]:
+                del self._memory[stored]
+                stored.memory = None
+                self._forget_if_gone(stored)
 
     def remove(self, stored: StoredSnapshot) -> None:
         """Take a snapshot out of memory and delete its file. Raises SnapshotError."""
@@ -220,16 +220,16 @@ class SnapshotStore:
 
     def _refuse(self, path: Path, error: SnapshotError) -> None:
         self.refused[path] = error
-        self._refused_files[path] = _identity(path)
+        self._refused_files[path] = file_identity(path)
 
     def _has_changed(self, path: Path) -> bool:
-        return self._refused_files.get(path) != _identity(path)
+        return self._refused_files.get(path) != file_identity(path)
 
     def _add_file(self, path: Path, counted: bool) -> StoredSnapshot:
         snapshot = read_snapshot(path)
         with self._lock:
             stored = self._stored(snapshot)
-            if counted and stored in self._disk:
+            if counted and stored in self._disk and stored.path != path:
                 raise SnapshotError(f"{path} holds the same snapshot as {stored.path}: remove one", "duplicate")
             if counted or stored.path is None:
                 self._close_map(stored)
@@ -250,18 +250,18 @@ class SnapshotStore:
             stored.facts, stored.nbytes = snapshot.facts, snapshot.nbytes
         return stored
 
-    def _make_room(self) -> list[Path]:
-        """Delete files, the least recently used first, until the rest fits the budget; the latest always stays."""
+    def _make_room(self, kept: StoredSnapshot) -> list[Path]:
+        """Delete files, the least recently used first, until the rest fits the budget; `kept` always stays."""
         removed = []
         while self.disk_bytes > self.disk_budget and len(self._disk) > 1:
-            evicted, _ = self._disk.popitem(last=False)
-            path = evicted.path
+            evicted = min(
+                (stored for stored in self._disk if stored is not kept), key=lambda item: last_used(item.path)
+            )
+            logger.info("snapshot %r is deleted: the disk budget is used up", evicted.facts.label)
+            removed.append(evicted.path)
             self._forget_file(evicted)
-            if path is not None:
-                logger.info("snapshot %r is deleted: the disk budget is used up", evicted.facts.label)
-                with suppress(SnapshotError):
-                    delete_file(path)
-                removed.append(path)
+            with suppress(SnapshotError):
+                delete_file(removed[-1])
         return removed
 
     def _outside(self) -> list[StoredSnapshot]:
@@ -287,39 +287,9 @@ class SnapshotStore:
         stored.mapped = stored.identity = None
 
 
-def delete_file(path: Path) -> None:
-    """Delete a snapshot's file; SnapshotError where that cannot be done, but for one that is gone already."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be deleted: {error.strerror or error}", "not deleted") from error
-
-
 def _too_large(snapshot: Snapshot, kind: str, budget: int) -> SnapshotError:
     return SnapshotError(
         f"the snapshot {snapshot.facts.label!r} takes {snapshot.nbytes:,} bytes, more than the whole {kind} budget of "
         f"{budget:,}: shorten the prompt or raise the budget",
         "too large",
     )
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells a file from another that has its name; None where there is none to be seen."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _last_used(path: Path) -> int:
-    try:
-        return path.stat().st_atime_ns
-    except OSError:
-        return 0
-
-
-def _touch(path: Path) -> None:
-    """Note on the disk that a file was used now, for every process; the time of its last change stays."""
-    with suppress(OSError):
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))

@@ -33,7 +33,7 @@ SAMPLINGS = {
     "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
 }
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
-COUNT = 36
+COUNT = 28
 
 
 @pytest.fixture(scope="module", params=[(1, True), (1, False), (3, True), (3, False)], ids=lambda p: f"{p[0]}-{p[1]}")

@@ -11,19 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from edgellm.engines.build_inputs import read_decoder_config
 from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
-from edgellm.engines.families import decoder_config
 from edgellm.engines.lora_weights import adapted_projections
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def config_of(checkpoint: Path) -> DecoderConfig:
-    with Checkpoint.open(checkpoint) as opened:
-        return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
 
 
 def write_adapter(
@@ -59,7 +53,7 @@ def make_adapter() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_config(tiny_checkpoint: Path) -> DecoderConfig:
     """The dimensions of `tiny_checkpoint`."""
-    return config_of(tiny_checkpoint)
+    return read_decoder_config(tiny_checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,6 @@ def test_all_problems_come_in_one_error(adapter: Path, tiny_config: DecoderConfi
 
 
 def test_another_model(adapter: Path, tiny_config: DecoderConfig) -> None:
-    from dataclasses import replace
-
     assert "expected [3, 128]" in refusal(adapter, replace(tiny_config, hidden_size=128))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,20 +61,20 @@ def binding() -> SnapshotBinding:
 @contextmanager
 def _open_runner(path: Path, draft: bool = False, backend: str = "numpy") -> Iterator[tuple[Runner, EngineDirectory]]:
     directory = EngineDirectory.open(path)
-    with ExitStack() as stack:
-        opened = open_backend(backend, directory)
-        closing = stack.callback(opened.close)
+    opened = open_backend(backend, directory)
+    try:
         if draft:
             runner: Runner = EagleRunner.open(opened, directory)
         else:
             with directory.checkpoint() as checkpoint:
                 runner = PlainRunner(BaseEngineRunner(opened, directory.config, directory.limits, checkpoint))
-        stack.pop_all()
-        assert closing
-        try:
-            yield runner, directory
-        finally:
-            runner.close()
+    except BaseException:
+        opened.close()
+        raise
+    try:
+        yield runner, directory
+    finally:
+        runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,49 @@
+"""The files of a folder of snapshots: when they were used, whether they are still the same, and how they go."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from edgellm.errors import SnapshotError
+from edgellm.kernels.cache_directory import user_cache_directory
+
+SUFFIX = ".safetensors"
+
+
+def snapshot_folder() -> Path:
+    """Where snapshots lie on disk unless another folder is named; it may not exist yet."""
+    return user_cache_directory() / "snapshots"
+
+
+def delete_file(path: Path) -> None:
+    """Delete a snapshot's file; SnapshotError where that cannot be done, but for one that is gone already."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be deleted: {error.strerror or error}", "not deleted") from error
+
+
+def file_identity(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from another that has its name; None where there is none to be seen."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def last_used(path: Path) -> int:
+    """When any process used the file last, as `touch` notes it, in nanoseconds; 0 where there is none to be seen."""
+    try:
+        return path.stat().st_atime_ns
+    except OSError:
+        return 0
+
+
+def touch(path: Path) -> None:
+    """Note on the disk that a file was used now, for every process; the time of its last change stays."""
+    with suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))

@@ -1,0 +1,311 @@
+"""Snapshots taken from a runner's slot and given to another: rows, answers, drafts, and what happens to bad ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.decoding import KVContents, Runner
+from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.draft_plan import DraftPlan, tree
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.numpy_backend import NumpyBackend
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.errors import SnapshotError
+from edgellm.snapshots import transfer
+from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
+from edgellm.snapshots.store import SnapshotStore
+
+SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
+PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(6)]
+Slots = tuple[Runner, EngineDirectory]
+Answer = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "draft"])
+def slots(
+    request: pytest.FixtureRequest, open_slots: Callable[..., object], tiny_engines: Path, tiny_draft_engines: Path
+) -> Iterator[Slots]:
+    with open_slots(tiny_draft_engines if request.param else tiny_engines, request.param) as opened:
+        yield opened
+
+
+def plan_of(runner: Runner) -> DraftPlan | None:
+    return tree(4, 3, 12) if hasattr(runner, "draft") else None
+
+
+def draft_rows(runner: Runner, rows: int) -> int | None:
+    return rows - 1 if hasattr(runner, "draft") else None
+
+
+def rows_of(runner: Runner, slot: int, tokens: int) -> dict[str, np.ndarray]:
+    """A copy of the rows that a slot has after a prompt of so many tokens."""
+    found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.caches.items()}
+    if hasattr(runner, "draft"):
+        found |= {f"draft {name}": cache[slot, :, : tokens - 1].copy() for name, cache in runner.draft.caches.items()}
+    return found
+
+
+def forget(runner: Runner) -> None:
+    """Leave nothing of earlier prompts in the caches."""
+    caches = [*runner.base.caches.values(), *(runner.draft.caches.values() if hasattr(runner, "draft") else ())]
+    for cache in caches:
+        cache[...] = np.nan
+
+
+def same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+    return found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk", "file"])
+def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Path, place: str) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path / "folder"), *slots)
+    plan = plan_of(runner)
+    expected = [answer(runner, prompt, 0, plan=plan) for prompt in PROMPTS]
+    contents = KVContents()
+    made = snapshots.compute(0, SYSTEM, contents, "system")
+    assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - hasattr(runner, "draft")
+    if place == "memory":
+        snapshots.store.put(made)
+    elif place == "disk":
+        snapshots.store.save(made)
+    else:
+        write_snapshot(tmp_path / "x", made)
+        assert snapshots.load(tmp_path / "x").memory is not None
+    found = []
+    for prompt in PROMPTS:
+        forget(runner)  # what is not restored would show
+        contents = KVContents()
+        reused = snapshots.restore(0, prompt, contents)
+        assert reused == len(SYSTEM) - hasattr(runner, "draft") == contents.reusable(prompt)
+        found.append(answer(runner, prompt, reused, plan=plan))
+    assert found == expected
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_rows_are_restored_bit_by_bit_into_any_slot(slots: Slots, tmp_path: Path, slot: int) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    snapshots.store.save(snapshots.compute(1 - slot, SYSTEM, KVContents(), "system"))
+    expected = rows_of(runner, 1 - slot, len(SYSTEM))
+    forget(runner)
+    assert snapshots.restore(slot, PROMPTS[0], KVContents()) > 0
+    assert same_rows(rows_of(runner, slot, len(SYSTEM)), expected)
+    for cache in runner.base.caches.values():
+        assert np.isnan(cache[1 - slot]).all() and np.isnan(cache[slot, :, len(SYSTEM) :]).all()
+
+
+def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_path: Path) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    for common in (1, 2, 17, 39):
+        prompt = [*SYSTEM[:common], 251, 252]
+        expected = answer(runner, prompt, 0)
+        forget(runner)
+        contents = KVContents()
+        reused = snapshots.restore(0, prompt, contents)
+        assert reused == common - hasattr(runner, "draft")
+        assert np.isnan(next(iter(runner.base.caches.values()))[0, :, common * bool(reused) :]).all()
+        assert contents.reusable(prompt) == reused
+        assert answer(runner, prompt, reused) == expected
+
+
+def test_the_prompt_itself_and_shorter_ones_leave_a_token_to_compute(slots: Slots, answer: Answer) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    snapshots.store.put(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    for prompt in (SYSTEM, SYSTEM[:20]):
+        expected = answer(runner, prompt, 0)
+        forget(runner)
+        reused = snapshots.restore(0, prompt, KVContents())
+        assert reused == len(prompt) - 1
+        assert answer(runner, prompt, reused) == expected
+
+
+def test_the_slots_own_rows_are_kept_where_they_are_as_good(slots: Slots) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    snapshots.store.put(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    contents = KVContents()
+    runner.start(0, PROMPTS[0], 0, SamplingValues()).wait()
+    runner.stop(0)
+    contents.replace(PROMPTS[0], draft_rows(runner, len(PROMPTS[0])))
+    before = rows_of(runner, 0, len(PROMPTS[0]))
+    assert snapshots.restore(0, PROMPTS[0], contents) == 0
+    assert snapshots.restore(0, PROMPTS[1], contents) == 0  # they share as much with the slot
+    assert same_rows(rows_of(runner, 0, len(PROMPTS[0])), before)
+    assert contents.reusable(PROMPTS[0]) == len(PROMPTS[0]) - 1
+    contents.replace(PROMPTS[0][:5], draft_rows(runner, 5))
+    assert snapshots.restore(0, PROMPTS[1], contents) == len(SYSTEM) - hasattr(runner, "draft")
+
+
+def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
+    slots: Slots, answer: Answer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    expected = answer(runner, PROMPTS[0], 0)
+    snapshots.store.save(snapshots.compute(0, SYSTEM[:30], KVContents(), "short"))
+    path, _ = snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "long"))
+    with path.open("r+b") as file:  # a row, half way in
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\x55")
+    forget(runner)
+    contents = KVContents()
+    with caplog.at_level(logging.WARNING, "edgellm.snapshots"):
+        reused = snapshots.restore(0, PROMPTS[0], contents)
+    assert reused == 30 - hasattr(runner, "draft") == contents.reusable(PROMPTS[0])
+    assert f"{path} is damaged" in caplog.text
+    assert answer(runner, PROMPTS[0], reused) == expected
+    assert [error.reason for error in snapshots.store.refused.values()] == ["damaged"]
+
+
+def test_a_slot_whose_restoring_failed_has_no_rows(slots: Slots, tmp_path: Path) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    contents = KVContents()
+    contents.replace(SYSTEM[:10], draft_rows(runner, 10))
+    assert snapshots.restore(0, PROMPTS[0], contents) == 0
+    assert contents.reusable(PROMPTS[0]) == 0
+
+
+def test_a_file_that_is_gone_is_no_error(slots: Slots, tmp_path: Path) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    path.unlink()
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
+    assert snapshots.store.snapshots() == []
+
+
+def test_the_adapter_keeps_snapshots_apart(slots: Slots, tmp_path: Path) -> None:
+    store = SnapshotStore(folder=tmp_path)
+    plain, adapted = SlotSnapshots(store, *slots), SlotSnapshots(store, *slots, adapter="a" * 64)
+    store.save(plain.compute(0, SYSTEM, KVContents(), "plain"))
+    assert adapted.restore(0, PROMPTS[0], KVContents()) == 0
+    with pytest.raises(SnapshotError, match="the adapter is none, expected aaaa") as caught:
+        adapted.load(next(tmp_path.iterdir()))
+    assert caught.value.reason == "other adapter"
+    assert plain.restore(0, PROMPTS[0], KVContents()) > 0
+
+
+def test_a_prompt_that_does_not_fit_leaves_the_slot_empty(slots: Slots, answer: Answer) -> None:
+    runner, directory = slots
+    snapshots, contents = SlotSnapshots(SnapshotStore(), *slots), KVContents()
+    with pytest.raises(EngineError, match="does not fit"):
+        snapshots.compute(0, [1] * directory.limits.kv_capacity, contents, "long")
+    assert contents.reusable([1, 1, 1]) == 0
+    assert len(answer(runner, PROMPTS[0], 0)) == 12
+
+
+def test_a_memory_budget_of_nothing_reads_from_the_file(slots: Slots, tmp_path: Path) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(memory_budget=0), *slots)
+    write_snapshot(tmp_path / "x", snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    stored = snapshots.load(tmp_path / "x")
+    assert stored.memory is None and stored.path == tmp_path / "x"
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+
+
+class BusBackend(NumpyBackend):
+    """Calls are not done when they return, as far as anybody can rely on it: files go through buffers."""
+
+    computes_at_once = False
+
+
+def opened_on(backend: NumpyBackend, directory: EngineDirectory) -> BaseEngineRunner:
+    with directory.checkpoint() as checkpoint:
+        return BaseEngineRunner(backend, directory.config, directory.limits, checkpoint)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 40 * 16 * 4, 2 * 40 * 16 * 4, 1 << 20])
+def test_files_reach_the_caches_through_buffers_of_any_size(
+    tiny_engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    from edgellm.decoding import PlainRunner
+
+    monkeypatch.setattr(transfer, "_BUFFER_BYTES", buffer_bytes)
+    directory = EngineDirectory.open(tiny_engines)
+    runner = PlainRunner(opened_on(BusBackend(directory.config), directory))
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), runner, directory)
+    snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "system"))
+    expected = rows_of(runner, 0, len(SYSTEM))
+    for tokens in (len(SYSTEM), 7):
+        forget(runner)
+        assert snapshots.restore(1, [*SYSTEM[:tokens], 250], KVContents()) == tokens
+        found = rows_of(runner, 1, tokens)
+        assert all((found[name] == expected[name][:, :tokens]).all() for name in expected)
+    runner.close()
+
+
+def test_rows_of_another_shape_or_dtype_are_refused(tiny_engines: Path) -> None:
+    directory = EngineDirectory.open(tiny_engines)
+    backend = NumpyBackend(directory.config)
+    cache = backend.zeros((2, 10, 4), "float32")
+    for shape, dtype, rows in (((2, 3, 4), "f2", 3), ((1, 3, 4), "f4", 3), ((2, 3, 5), "f4", 3), ((2, 3, 4), "f4", 4)):
+        with pytest.raises(EngineError, match=f"cannot copy {rows} rows"):
+            backend.upload_rows(cache, np.zeros(shape, dtype), rows)
+        with pytest.raises(EngineError, match=f"cannot copy {rows} rows"):
+            backend.download_rows(cache, np.zeros(shape, dtype), rows)
+
+
+@pytest.mark.gpu
+def test_rows_go_to_the_gpu_and_back(tiny_engines: Path, tmp_path: Path, open_slots: Callable[..., object]) -> None:
+    answers = {}
+    with open_slots(tiny_engines, backend="tensorrt") as slots:
+        runner, _ = slots
+        backend = runner.backend
+        snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+        made = snapshots.compute(0, SYSTEM, KVContents(), "system")
+        snapshots.store.save(made)
+        for place in ("disk", "memory"):
+            if place == "memory":
+                snapshots.store.put(made)
+            for cache in runner.base.caches.values():
+                backend.upload(cache, np.full(cache.shape, 7, np.float16))
+            assert snapshots.restore(1, PROMPTS[0], KVContents()) == len(SYSTEM)
+            again = snapshots.take(1, SYSTEM, "again")
+            for name in made.rows:
+                np.testing.assert_array_equal(again.tensor(name), made.tensor(name))
+            runner.start(1, PROMPTS[0], len(SYSTEM), SamplingValues()).wait()
+            answers[place] = runner.base.logits(1)
+            runner.stop(1)
+        runner.start(1, PROMPTS[0], 0, SamplingValues()).wait()
+        np.testing.assert_allclose(answers["disk"], runner.base.logits(1), atol=0.05)
+        np.testing.assert_array_equal(answers["disk"], answers["memory"])
+        del made, again
+        snapshots.close()
+
+
+def test_closing_gives_the_memory_back_and_leaves_files_usable(slots: Slots, tmp_path: Path) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    made = snapshots.compute(0, SYSTEM, KVContents(), "system")
+    snapshots.store.put(made)
+    snapshots.store.put(snapshots.compute(0, [9, 8, 7], KVContents(), "in memory alone"))
+    snapshots.store.save(made)
+    snapshots.close()
+    assert snapshots.store.memory_bytes == 0
+    assert [stored.facts.label for stored in snapshots.store.snapshots()] == ["system"]
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+
+
+def test_a_snapshot_says_what_it_is(slots: Slots, tmp_path: Path) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "the name"))
+    found: Snapshot = read_snapshot(path)
+    facts = found.facts
+    assert (facts.label, facts.tokens, facts.model) == ("the name", 40, "qwen3, 3 layers of 64")
+    assert facts.binding == snapshots.binding and facts.binding.backend == "numpy"
+    assert facts.binding.has_draft == hasattr(slots[0], "draft")
+    assert found.token_ids.tolist() == SYSTEM

@@ -1,0 +1,254 @@
+"""The store: budgets, what goes first, files that come and go, and many threads."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm.errors import SnapshotError
+from edgellm.snapshots import store as stores
+from edgellm.snapshots.binding import SnapshotBinding
+from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.snapshot_file import verify_snapshot, write_snapshot
+from edgellm.snapshots.store import SnapshotStore
+
+MakeSnapshot = Callable[..., Snapshot]
+
+
+def labels(store: SnapshotStore) -> set[str]:
+    return {stored.facts.label for stored in store.snapshots()}
+
+
+def test_the_memory_budget_keeps_what_was_used_last(make_snapshot: MakeSnapshot, binding: SnapshotBinding) -> None:
+    made = [make_snapshot([number, 1, 2], label=f"{number}") for number in range(4)]
+    store = SnapshotStore(memory_budget=3 * made[0].nbytes)
+    for snapshot in made[:3]:
+        store.put(snapshot)
+    assert store.memory_bytes == 3 * made[0].nbytes
+    assert store.open(store.find(binding, [0, 1]).stored) is made[0]
+    store.put(made[3])
+    assert labels(store) == {"0", "2", "3"}
+    assert store.find(binding, [1, 1, 2]) is None
+    assert store.memory_bytes <= store.memory_budget
+    with pytest.raises(SnapshotError, match="more than the whole memory budget") as caught:
+        store.put(make_snapshot([9] * 200, label="too long"))
+    assert caught.value.reason == "too large"
+    assert labels(store) == {"0", "2", "3"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30))
+def test_memory_holds_what_a_plain_list_by_use_would(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, steps: list[tuple[bool, int]]
+) -> None:
+    sizes = [make_snapshot([number] * (number + 1)).nbytes for number in range(7)]
+    budget = sum(sizes) // 2
+    store, expected = SnapshotStore(memory_budget=budget), []
+    for puts, number in steps:
+        if puts:
+            store.put(make_snapshot([number] * (number + 1), label=str(number)))
+            expected = [item for item in expected if item != number] + [number]
+            while sum(sizes[item] for item in expected) > budget:
+                expected.pop(0)
+        elif number in expected:
+            store.open(store.find(binding, [number] * (number + 1)).stored)
+            expected = [item for item in expected if item != number] + [number]
+    assert labels(store) == set(map(str, expected))
+    assert store.memory_bytes == sum(sizes[item] for item in expected)
+
+
+def test_the_disk_budget_keeps_what_any_process_used_last(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    made = [make_snapshot([number, 1, 2], label=f"{number}") for number in range(4)]
+    store = SnapshotStore(folder=tmp_path, disk_budget=3 * made[0].nbytes + 10)
+    paths = [store.save(snapshot) for snapshot in made[:3]]
+    assert all(removed == [] for _, removed in paths)
+    other = SnapshotStore(folder=tmp_path)  # as another process would see it
+    assert labels(other) == {"0", "1", "2"}
+    other.open(other.find(binding, [0]).stored)
+    path, removed = store.save(made[3])
+    assert removed == [paths[1][0]] and not removed[0].exists()
+    assert labels(store) == {"0", "2", "3"}
+    other.scan()
+    assert labels(other) == {"0", "2", "3"} and other.find(binding, [1, 1, 2]) is None
+    assert store.disk_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) <= store.disk_budget
+    with pytest.raises(SnapshotError, match="more than the whole disk budget"):
+        store.save(make_snapshot([9] * 1000))
+    assert path.exists()
+
+
+def test_files_of_other_processes_count(make_snapshot: MakeSnapshot, tmp_path: Path) -> None:
+    first, second = make_snapshot([1, 2]), make_snapshot([3, 4])
+    store = SnapshotStore(folder=tmp_path, disk_budget=first.nbytes + 10)
+    SnapshotStore(folder=tmp_path).save(first)
+    path, removed = store.save(second)
+    assert len(removed) == 1 and list(tmp_path.iterdir()) == [path]
+
+
+def test_saving_the_same_tokens_again_replaces_the_file(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    store = SnapshotStore(folder=tmp_path)
+    first, _ = store.save(make_snapshot([1, 2], seed=1))
+    old = store.open(store.find(binding, [1, 2]).stored)
+    verify_snapshot(first, old)
+    second, _ = store.save(make_snapshot([1, 2], seed=2, label="second"))
+    assert first == second and len(list(tmp_path.iterdir())) == 1
+    new = store.open(store.find(binding, [1, 2]).stored)
+    assert not new.is_verified and new.facts.label == "second"
+    assert (new.tensor("base.k_cache_0") != old.tensor("base.k_cache_0")).any()  # the old map is whole still
+
+
+def test_a_binding_of_its_own_has_snapshots_of_its_own(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    store = SnapshotStore(folder=tmp_path)
+    store.save(make_snapshot([1, 2, 3], label="plain"))
+    store.save(make_snapshot([1, 2], label="adapted", adapter="a" * 64))
+    adapted = replace(binding, adapter="a" * 64)
+    assert store.find(binding, [1, 2, 3, 4]).stored.facts.label == "plain"
+    match = store.find(adapted, [1, 2, 3, 4])
+    assert (match.stored.facts.label, match.common) == ("adapted", 2)
+    assert store.find(replace(binding, adapter="b" * 64), [1, 2, 3]) is None
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_in_memory_is_preferred_among_equals(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    store = SnapshotStore(folder=tmp_path)
+    store.save(make_snapshot([1, 2, 3], label="disk"))
+    store.put(make_snapshot([1, 2, 9], label="memory"))
+    assert store.find(binding, [1, 2, 5]).stored.facts.label == "memory"
+    assert store.find(binding, [1, 2, 3]).stored.facts.label == "disk"
+
+
+def test_states_are_used_as_a_whole_or_not_at_all(make_snapshot: MakeSnapshot, binding: SnapshotBinding) -> None:
+    store = SnapshotStore()
+    for ids in ([1, 2], [1, 2, 3, 4]):
+        store.put(make_snapshot(ids, states={"base.state.recurrent_0": (2, 2)}))
+    assert store.find(binding, [1, 2, 3, 9]).common == 2
+    assert store.find(binding, [1, 2, 3, 4, 5]).common == 4
+    assert store.find(binding, [1, 9]) is None
+
+
+def test_files_come_and_go(make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path) -> None:
+    store = SnapshotStore(folder=tmp_path / "later")
+    assert store.snapshots() == []
+    path, _ = store.save(make_snapshot([1, 2, 3]))
+    (tmp_path / "later" / "y.safetensors").write_bytes(b"nothing")
+    shutil.copy(path, tmp_path / "later" / "z.safetensors")
+    store.scan()
+    assert {path.name[0]: error.reason for path, error in store.refused.items()} == {"y": "damaged", "z": "duplicate"}
+    write_snapshot(tmp_path / "later" / "y.safetensors", make_snapshot([4, 5]))
+    store.scan()
+    assert [path.name for path in store.refused] == ["z.safetensors"]
+    assert store.find(binding, [4, 5]).common == 2
+    stored = store.find(binding, [1, 2]).stored
+    path.unlink()
+    with pytest.raises(SnapshotError) as caught:
+        store.open(stored)
+    assert caught.value.reason == "unreadable"
+    store.scan()
+    assert [item.path.name for item in store.snapshots()] == ["y.safetensors"]
+
+
+def test_a_verified_file_is_verified_until_it_changes(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_MOST_MAPS", 2)
+    store = SnapshotStore(folder=tmp_path)
+    paths = [store.save(make_snapshot([number, 2]))[0] for number in range(3)]
+    stored = [store.find(binding, [number]).stored for number in range(3)]
+    first = store.open(stored[0])
+    verify_snapshot(paths[0], first)
+    assert store.open(stored[0]) is first
+    shutil.copy(paths[0], tmp_path / "copy")
+    (tmp_path / "copy").replace(paths[0])
+    assert not store.open(stored[0]).is_verified
+    shutil.copy(paths[1], paths[0])
+    with pytest.raises(SnapshotError, match="holds another snapshot than before"):
+        store.open(stored[0])
+    for item in stored[1:]:
+        assert store.open(item) is store.open(item)
+    assert stored[0].mapped is None  # only so many maps stay open
+
+
+def test_a_file_elsewhere_is_used_and_never_deleted(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    made = make_snapshot([1, 2, 3])
+    write_snapshot(tmp_path / "own.safetensors", made)
+    store = SnapshotStore(folder=tmp_path / "folder", disk_budget=made.nbytes + 10)
+    store.add_file(tmp_path / "own.safetensors")
+    for number in range(3):
+        store.save(make_snapshot([7, number]))
+    assert store.find(binding, [1, 2, 3]).common == 3
+    assert store.disk_bytes == make_snapshot([7, 0]).nbytes
+    store.discard(store.find(binding, [1]).stored)
+    assert store.find(binding, [1]) is None and (tmp_path / "own.safetensors").exists()
+
+
+def test_removing_takes_the_file_and_the_memory(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    store, made = SnapshotStore(folder=tmp_path), make_snapshot([1, 2])
+    store.save(made)
+    store.put(made)
+    assert len(store.snapshots()) == 1
+    store.remove(store.find(binding, [1]).stored)
+    assert store.snapshots() == [] and list(tmp_path.iterdir()) == [] and store.memory_bytes == store.disk_bytes == 0
+    with pytest.raises(SnapshotError, match="no folder"):
+        SnapshotStore().save(made)
+
+
+def test_many_threads_lose_and_mix_nothing(
+    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
+) -> None:
+    made = [make_snapshot([number % 5, number, 1], seed=number, label=str(number)) for number in range(20)]
+    store = SnapshotStore(8 * made[0].nbytes, tmp_path, 10 * made[0].nbytes)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        for _ in range(40):
+            number = generator.randrange(20)
+            action = generator.randrange(6)
+            try:
+                if action == 0:
+                    store.put(made[number])
+                elif action == 1:
+                    store.save(made[number])
+                elif action == 2:
+                    store.scan()
+                elif (match := store.find(binding, [number % 5, number, 1])) is not None:
+                    found = store.open(match.stored)
+                    verify_snapshot(match.stored.path, found)
+                    expected = made[int(found.facts.label)]
+                    if found.body.tobytes() != expected.body.tobytes():
+                        wrong.append(f"{found.facts.label} is mixed")
+            except SnapshotError as error:  # another thread made room in between
+                if error.reason not in ("missing", "unreadable"):
+                    wrong.append(str(error))
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    store.scan()
+    assert store.memory_bytes <= store.memory_budget and store.disk_bytes <= store.disk_budget
+    assert store.disk_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert {stored.path for stored in store.snapshots()} - {None} == set(tmp_path.iterdir())
