@@ -47,12 +47,20 @@ class KVContents:
     """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
 
     A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
-    base's features, so the base recomputes these rows, too.
+    base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
+    those of the draft, too: it takes the base's features.
     """
 
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._draft_rows: int | None = None
+        self._adapter: str | None = None
+
+    def bind(self, adapter: str | None) -> None:
+        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
+        if adapter != self._adapter:
+            self._ids, self._adapter = [], adapter
+            self._draft_rows = None if self._draft_rows is None else 0
 
     def reusable(self, prompt_ids: Sequence[int]) -> int:
         """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
@@ -78,6 +86,7 @@ class StepTokens(Protocol):
 class Runner(Protocol):
     """What the loop needs: `engines.eagle_runner.EagleRunner`, or `PlainRunner`."""
 
+    base: BaseEngineRunner
     backend: Backend
     limits: EngineLimits
 
@@ -126,7 +135,10 @@ class _PlainStep:
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A request that is being answered. `max_tokens` only keeps steps from being launched that it will not need."""
+    """A request that is being answered, with the LoRA adapter of that name (None: without one).
+
+    `max_tokens` only keeps steps from being launched that it will not need.
+    """
 
     prompt_ids: Sequence[int]
     sampling: SamplingValues
@@ -134,6 +146,7 @@ class DecodingSequence:
     clock: Clock = field(default_factory=Clock)
     max_tokens: int | None = None
     tally: DraftingTally | None = None
+    adapter: str | None = None
     reused_tokens: int = 0
     # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
     room: int = 0
@@ -180,7 +193,7 @@ class DecodingLoop:
         waiting = deque(sequences)
         try:
             while waiting or self._running:
-                while waiting and len(self._running) < self._runner.limits.max_batch:
+                while waiting and self._has_place(waiting[0]):
                     self._start(waiting.popleft())
                 self._launch_ahead()
                 yield from self._read()
@@ -195,7 +208,18 @@ class DecodingLoop:
             while self._running:
                 self._release(len(self._running) - 1)
 
+    def _has_place(self, sequence: DecodingSequence) -> bool:
+        """Whether a slot is free, and the engines hold its adapter or can: else it waits until others are finished."""
+        slot, runner = len(self._running), self._runner
+        return slot < runner.limits.max_batch and runner.base.has_adapter_place(slot, sequence.adapter)
+
+    def _take_adapter(self, sequence: DecodingSequence) -> None:
+        slot, base = len(self._running), self._runner.base
+        base.set_adapter(slot, sequence.adapter)
+        self._contents[slot].bind(base.adapter_digest(sequence.adapter))
+
     def _start(self, sequence: DecodingSequence) -> None:
+        self._take_adapter(sequence)
         runner, slot = self._runner, len(self._running)
         contents, prompt_ids = self._contents[slot], sequence.prompt_ids
         sequence.clock.started = time.perf_counter()
@@ -271,6 +295,7 @@ class DecodingLoop:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
         sequence, runner = self._running[slot], self._runner
         runner.stop(slot)
+        self._contents[slot].bind(runner.base.adapter_digest(sequence.adapter))
         rows = [*sequence.prompt_ids, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
         last = len(self._running) - 1

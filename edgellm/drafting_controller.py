@@ -28,6 +28,8 @@ CHAIN_LENGTHS = (2, 3, 5, 8, 12)
 SMALL_TREES = ((8, 3), (16, 4), (32, 5))
 #: The share of the time that may be lost by trying configurations that do not look best.
 EXPLORATION_SHARE = 0.02
+#: The share of a round that a try counts as losing at least: what looks nearly as good need not be tried all the time.
+LEAST_LOSS = 0.1
 #: What looks best must be this much better than what is in use.
 SWITCHING_GAIN = 0.02
 
@@ -129,7 +131,6 @@ class DraftingController:
         self._costs = CostModel(costs, [candidate.name for candidate in self._candidates])
         self._costs_are_wrong = costs_are_wrong
         self._current = self._plain
-        self._after_plain = False
         self._unused = {candidate.name: 0.0 for candidate in self._candidates}
         self._rounds: dict[str, int] = {}
         self._explored = 0
@@ -159,17 +160,14 @@ class DraftingController:
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """Take notice of a finished round: tokens emitted by each active sequence (at least 1), and its time."""
         candidate = self._plain if plan is None else self._by_plan[plan]
-        # The first round after plain steps also drafts for the tokens that these skipped.
-        if plan is None or not self._after_plain:
-            self._costs.record(candidate.name, len(emitted), seconds)
-            if self._costs_are_wrong is not None and self._costs.contradicted:
-                self._costs_are_wrong()
-                self._costs_are_wrong = None
+        self._costs.record(candidate.name, len(emitted), seconds)
+        if self._costs_are_wrong is not None and self._costs.contradicted:
+            self._costs_are_wrong()
+            self._costs_are_wrong = None
         if plan is None:
             self._acceptance.age()
         else:
             self._acceptance.record(candidate.group, candidate.steps, emitted)
-        self._after_plain = plan is None
         for name in self._unused:
             self._unused[name] += seconds
         self._unused[candidate.name] = 0.0
@@ -202,14 +200,19 @@ class DraftingController:
         return self._outlook[candidate.name].tokens_per_second
 
     def _worth_trying(self, possible: Sequence[Candidate]) -> Candidate | None:
-        """A candidate whose share of the time without it has grown to what a round of it should lose."""
+        """A candidate whose share of the time without it has grown to what a round of it should lose.
+
+        While decoding plainly all draft configurations save together, for the cheapest.
+        """
         rate = self._rate(self._current)
-        share = EXPLORATION_SHARE / (len(self._candidates) - 1)
+        drafts = [candidate for candidate in self._candidates if candidate.plan is not None]
+        undrafted = min((self._unused[candidate.name] for candidate in drafts), default=0.0)
 
         def credit(candidate: Candidate) -> float:
             forecast = self._outlook[candidate.name]
-            loss = forecast.seconds * (1.0 - forecast.tokens_per_second / rate)
-            return share * self._unused[candidate.name] - max(0.0, loss)
+            loss = forecast.seconds * max(LEAST_LOSS, 1.0 - forecast.tokens_per_second / rate)
+            saved = undrafted if self._current is self._plain else self._unused[candidate.name] / len(drafts)
+            return EXPLORATION_SHARE * saved - loss
 
         others = [candidate for candidate in possible if candidate is not self._current]
         tried = max(others, key=credit, default=None)

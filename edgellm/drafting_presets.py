@@ -81,6 +81,8 @@ def drafting_config(
         return DraftingConfig(**{"adaptive": values["adaptive"], **asked, "kind": "choices"})
     if asked.get("sampled") and "kind" not in asked:
         asked["kind"] = "chain"
+    if "verify_tree_size" in asked and values["draft_top_k"] == 1:
+        values["draft_top_k"] = limits.draft_top_k  # a chain has no size: this asks for a tree
     return DraftingConfig(**values | asked)
 
 

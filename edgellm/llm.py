@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 from edgellm.adaptive_drafting import adaptive_drafting
@@ -19,6 +19,8 @@ from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.lora_adapter import LoraAdapter
+from edgellm.engines.lora_slots import require_adapters
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import RequestError
 from edgellm.responses import Response
@@ -38,7 +40,9 @@ class LLM:
 
     `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
     draft; "auto" drafts where the directory has a draft model, as this machine's preset says; None loads no draft
-    model. Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). One
+    model. Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`).
+    `adapters` are directories of LoRA adapters by name, which join those of the engine directory; a request names the
+    one that it is answered with. None loads none, and nothing that applies them. One
     request runs at a time; the KV cache of the latest is kept, so that a next prompt with the same
     beginning prefills only what is new. Use it as a context manager, or call `close`. Raises EdgeLLMError subclasses
     that say what is wrong.
@@ -50,6 +54,7 @@ class LLM:
         *,
         backend: str = "auto",
         drafting: DraftingConfig | Literal["auto"] | None = "auto",
+        adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.directory = EngineDirectory.open(SHIPPED_MODEL if engine_directory is None else Path(engine_directory))
@@ -59,10 +64,11 @@ class LLM:
         self._runner: Runner | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
+        loras = _read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
         try:
             asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            self._runner = _open_runner(opened, self.directory, asked, progress)
+            self._runner = _open_runner(opened, self.directory, asked, loras, progress)
             if asked is not None:
                 self.use_drafting(asked)
         except BaseException:
@@ -107,6 +113,12 @@ class LLM:
             self._drafting = drafting
         finally:
             self._busy.release()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that a request can choose."""
+        slots = self._open_runner().base.adapters
+        return () if slots is None else slots.names
 
     @property
     def context_length(self) -> int:
@@ -213,16 +225,29 @@ def _open_runner(
     backend: Backend,
     directory: EngineDirectory,
     drafting: DraftingConfig | None,
+    adapters: Mapping[str, LoraAdapter] | None,
     progress: Callable[[int, int], None] | None,
 ) -> Runner:
     """A runner with the directory's draft model if there is `drafting`; RequestError where it has none."""
+    config, limits = directory.config, directory.limits
     if drafting is None:
         with closing(directory.checkpoint()) as checkpoint:
-            return PlainRunner(BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, progress))
+            return PlainRunner(BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters))
     if directory.draft is None:
         raise RequestError(
             f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress)
+    return EagleRunner.open(backend, directory, progress, adapters)
+
+
+def _read_adapters(
+    directory: EngineDirectory, sources: Mapping[str, str | Path] | None
+) -> dict[str, LoraAdapter] | None:
+    """The directory's adapters and those of `sources`, or None where none is wanted, or the engines take none."""
+    if sources is None or not (directory.limits.has_lora or sources):
+        return None
+    require_adapters(directory.limits)
+    described = {name: adapter.path for name, adapter in directory.adapters.items()}
+    return {name: LoraAdapter.read(path, directory.config) for name, path in (described | dict(sources)).items()}

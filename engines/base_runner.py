@@ -167,10 +167,21 @@ class BaseEngineRunner:
         Its KV rows are reusable for sequences with the same adapter only. Raises AdapterError for a name that is not
         loaded, and where more adapters would be in use at once than the engines hold; nothing has changed then.
         """
-        if self.adapters is not None:
-            self.adapters.assign(slot, name)
-        elif name is not None:
+        if self.adapters is not None or name is not None:
+            self._adapter_slots(name).assign(slot, name)
+
+    def adapter_digest(self, name: str | None) -> str | None:
+        """What is computed with an adapter is bound to this (None: without one); AdapterError as `set_adapter`."""
+        return None if name is None else self._adapter_slots(name).digest(name)
+
+    def has_adapter_place(self, slot: int, name: str | None) -> bool:
+        """Whether `set_adapter` would find a place for the adapter now."""
+        return name is None or self._adapter_slots(name).has_place(name, slot)
+
+    def _adapter_slots(self, name: str | None) -> AdapterSlots:
+        if self.adapters is None:
             raise AdapterError(f"the adapter {name!r} was asked for, but the model was opened without adapters")
+        return self.adapters
 
     def adapts(self, slots: slice) -> bool:
         """Whether a sequence of the slots has an adapter."""

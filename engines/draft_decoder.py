@@ -50,11 +50,14 @@ def draft_weights(config: DraftConfig) -> list[WeightSpec]:
 
 
 def draft_engine_weights(
-    config: DraftConfig, own: Mapping[str, Buffer], base: Mapping[str, Buffer]
+    config: DraftConfig, phase: str, own: Mapping[str, Buffer], base: Mapping[str, Buffer]
 ) -> dict[str, Buffer]:
-    """What the draft's engines are bound to: the head's `own` weights without the embedding, and the `base`'s head
-    where it has none."""
-    weights = {name: weight for name, weight in own.items() if name != DRAFT_EMBEDDING}
+    """What the draft's engines of a phase are bound to: the head's `own` weights without the embedding, and the
+    `base`'s head where it has none. Of the phases `propose` only the first generation's has use for `fc`."""
+    unused = (DRAFT_EMBEDDING,)
+    if phase == "propose" and config.generation != "1":
+        unused += ("fc.", "fc_norm.", "input_norm.")
+    weights = {name: weight for name, weight in own.items() if not name.startswith(unused)}
     if not config.has_head:
         weights[config.base_head] = base[config.base_head]
     return weights

@@ -67,7 +67,9 @@ class EagleDraftEngineRunner:
         self._kv_rows, self._key_ranges = limits.kv_rows, limits.key_ranges
         self._engines = engines
         own = backend.load_weights(checkpoint, draft_weights(draft), progress)
-        self._weights = draft_engine_weights(draft, own, base_weights)
+        self._weights = {
+            phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
+        }
         self.embedding = own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding]
         self.rotary = self._constant(rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity))
         mapping = load_draft_to_target(checkpoint, draft)
@@ -247,7 +249,7 @@ class EagleDraftEngineRunner:
 
     def _bindings(self, shape: EngineShape, slots: slice, start: Array) -> dict[str, Array]:
         """Everything that all phases bind alike."""
-        bound = self._weights | self._views(shape)
+        bound = self._weights[shape.phase] | self._views(shape)
         bound.pop("fed", None)
         bound["kvcache_start_index"] = start
         bound["logits"] = self.logits(shape.batch, shape.selected)

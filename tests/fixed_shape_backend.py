@@ -1,4 +1,4 @@
-"""A backend with the habits of the GPU's and the arithmetic of NumPy's, so that the code between them runs without a GPU.
+"""A backend with the habits of the GPU's and the arithmetic of NumPy's: what lies between them runs without a GPU.
 
 Engines exist for the shapes of the limits only, arrays are `DeviceArray`, and a captured step repeats what was launched
 while it was captured, not what its Python code would launch now.
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.descriptions import model_description
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.numpy_backend import NumpyBackend
+from edgellm.engines.operations import Operations
 from edgellm.kernels.arrays import DeviceArray
 
 
@@ -73,11 +75,20 @@ class FixedShapeBackend(NumpyBackend):
         return super().read(host_view(array))
 
     def load_weights(self, *arguments: Any) -> dict[str, DeviceArray]:
-        return {name: _device(np.ascontiguousarray(values)) for name, values in super().load_weights(*arguments).items()}
+        return {
+            name: _device(np.ascontiguousarray(values)) for name, values in super().load_weights(*arguments).items()
+        }
 
     def load_engine(self, shape: EngineShape) -> FixedShapeEngine:
         assert shape in self._shapes, f"{shape.name} (selected {shape.selected}) is none of the limits' engines"
-        return FixedShapeEngine(self, super().load_engine(shape))
+        return FixedShapeEngine(self, super().load_engine(shape), self._edge(shape))
+
+    def _edge(self, shape: EngineShape) -> set[str]:
+        """The names of the engine's tensors: what TensorRT would know."""
+        config = self._configs[shape.model]
+        names = _Names()
+        model_description(names, config, shape).describe()
+        return names.found
 
     def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
         self.captures.append(name)
@@ -102,15 +113,38 @@ class FixedShapeEngine:
 
     reads_attention_mask = True
 
-    def __init__(self, backend: FixedShapeBackend, engine: Any) -> None:
+    def __init__(self, backend: FixedShapeBackend, engine: Any, edge: set[str]) -> None:
         self.shape = engine.shape
-        self._backend, self._engine = backend, engine
+        self._backend, self._engine, self._edge, self._unbound = backend, engine, edge, set(edge)
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
+        unknown = bindings.keys() - self._edge
+        assert not unknown, f"{self.shape.name} has no tensor {', '.join(sorted(unknown))}"
+        self._unbound -= bindings.keys()
         self._engine.bind(host_view(dict(bindings)))
 
     def enqueue(self) -> None:
+        assert not self._unbound, f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}"
         self._backend.launch(self._engine.enqueue)
+
+
+def _notes(name: str) -> Any:
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if name in ("input", "weight", "output"):
+            self.found.add(arguments[0])
+        return [0] * len(named.get("sizes", arguments[1])) if name == "split" else 0
+
+    return call
+
+
+class _NamedTensors(Operations):
+    """Interprets a description by noting the names of inputs, weights and outputs."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+
+_Names = type("_Names", (_NamedTensors,), {name: _notes(name) for name in Operations.__abstractmethods__})
 
 
 class _Kernels:

@@ -77,11 +77,10 @@ def test_kept_costs_that_rounds_prove_wrong_are_measured_again(tiny_draft_engine
         controller = adaptive_drafting(DraftingConfig(kind="chain", draft_steps=3), directory, runner)
         (kept,) = tmp_path.rglob("round-costs-*.json")
         measured = read_round_costs(kept, Device.present(directory, "numpy"))
-        for _ in range(100):  # rounds four times as dear as measured, plain steps as measured
-            for plan in (None, chain(3)):
-                controller.record(
-                    plan, [2], measured.seconds(PLAIN if plan is None else "chain 3", 1) * (plan and 4 or 1)
-                )
+        plain, drafted = (measured.seconds(name, 1) for name in (PLAIN, "chain 3"))
+        for _ in range(100):
+            controller.record(None, [1], plain)
+            controller.record(chain(3), [2], 3 * drafted)
         assert not kept.exists()
         adaptive_drafting(DraftingConfig(kind="chain", draft_steps=3), directory, runner)
         assert kept.exists()

@@ -151,7 +151,7 @@ def test_configurations_as_written():
         "chain 3",
         "tree 10/2/20",
         "choices 4/5/26",
-        "tree 4/5/16",
+        "chain 5",
         "tree 4/2/9",
         "chain 2 sampled",
         "tree 10/6/60 typical",

@@ -102,7 +102,7 @@ class Head:
             self.config = read_draft(checkpoint, base, base_config)
             own = load_numpy_weights(checkpoint, draft_weights(self.config))
             self.mapping = load_draft_to_target(checkpoint, self.config)
-        self.weights = draft_engine_weights(self.config, own, base_weights)
+        self.weights = draft_engine_weights(self.config, "accept", own, base_weights)
         self.embedding = (own if self.config.has_embedding else base_weights)[self.config.embedding_name]
         states, _ = expected_of(self.metadata["base"])
         self.token_ids = states["token_ids"]

@@ -43,7 +43,9 @@ class Engines:
             base = backend.load_weights(checkpoint, specs)
         with directory.draft.checkpoint() as checkpoint:
             own = backend.load_weights(checkpoint, draft_weights(self.draft))
-        draft = draft_engine_weights(self.draft, own, base)
+        draft = {
+            phase: draft_engine_weights(self.draft, phase, own, base) for phase in ("prefill", "accept", "propose")
+        }
         if not directory.config.tie_word_embeddings:
             del base[EMBEDDING]
         self.weights = {"base": base, "draft": draft}
@@ -60,7 +62,8 @@ class Engines:
                 bindings[f"present_{kind}_cache_{layer}"] = bindings[f"{kind}_cache_{layer}"]
         bindings["hidden_states"] = self.backend.zeros((shape.batch, rows, width), "compute")
         bindings["logits"] = self.backend.zeros((shape.batch, shape.selected, vocabulary), "float32")
-        engine.bind(bindings | self.weights[shape.model])
+        weights = self.weights[shape.model]
+        engine.bind(bindings | (weights[shape.phase] if shape.model == "draft" else weights))
         engine.enqueue()
         self.backend.synchronize()
         results = {"logits", "hidden_states", *(name for name in bindings if name.startswith(("k_cache", "v_cache")))}

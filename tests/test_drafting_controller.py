@@ -133,7 +133,7 @@ def test_it_follows_a_text_that_changes(device):
     assert np.mean([early for early, _ in regrets.values()]) < 0.15
 
 
-@pytest.mark.parametrize("costs, longest", [(GPU, 80), (CPU, 250)], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("costs, longest", [(GPU, 60), (CPU, 130)], ids=["GPU", "CPU"])
 def test_plain_decoding_never_lasts_long_without_a_try(costs, longest):
     """On a text that no draft suits, tries come at a price of 2 %; on one that does, they bring drafting back."""
     controller = make(costs)

@@ -30,14 +30,15 @@ def test_presets_are_complete_and_can_be_served():
     for name, values in presets.items():
         assert set(values) == {"compute_capabilities", "adaptive", *SIZES}
         plan = drafting_config(LIMITS, "numpy", preset=name).plan(LIMITS)
-        assert (plan.top_k, plan.steps, plan.tree_size) == tuple(values[size] for size in SIZES)
+        size = values["draft_steps"] + 1 if values["draft_top_k"] == 1 else values["verify_tree_size"]
+        assert (plan.top_k, plan.steps, plan.tree_size) == (values["draft_top_k"], values["draft_steps"], size)
 
 
 def test_a_preset_is_cut_to_what_the_engines_serve():
     small = EngineLimits(draft_top_k=3, draft_steps=2, verify_tree_size=8)
     for preset in load_presets():
         config = drafting_config(small, "numpy", preset=preset)
-        assert (config.draft_top_k, config.draft_steps, config.verify_tree_size) == (3, 2, 8)
+        assert (config.draft_top_k, config.draft_steps, config.verify_tree_size) == (1 if preset == "cpu" else 3, 2, 8)
         config.plan(small)
     assert default_drafting(small, "numpy").adaptive
     assert default_drafting(EngineLimits(), "numpy") is None
@@ -54,6 +55,9 @@ def test_what_is_asked_for_comes_on_top():
     assert drafting_config(LIMITS, "numpy", {"draft_top_k": 1}, "h200").plan(LIMITS).name == "chain 6"
     tree = drafting_config(LIMITS, "numpy", {"choices": "eagle_25"})
     assert tree.kind == "choices" and tree.plan(LIMITS).tree_size == 26
+    assert drafting_config(LIMITS, "numpy", {"draft_steps": 6}).plan(LIMITS).name == "chain 6"
+    assert drafting_config(LIMITS, "numpy", {"verify_tree_size": 9}).plan(LIMITS).name == "tree 10/5/9"
+    assert drafting_config(LIMITS, "numpy", {"draft_top_k": 4}).plan(LIMITS).name == "tree 4/5/60"
     chain = drafting_config(LIMITS, "numpy", {"sampled": True, "draft_steps": 4})
     assert (chain.kind, chain.draft_steps, chain.adaptive) == ("chain", 4, False)
 
