@@ -23,11 +23,11 @@ logger = logging.getLogger("edgellm.drafting")
 #: Tokens before the measured rounds: a short conversation. What a long one costs more is load to the controller.
 PROMPT_TOKENS = 64
 #: Rounds of each configuration that are timed; the fastest counts, which is the one that other work delayed least.
-REPEATS = 5
+REPEATS = 4
 #: Rounds before: the first loads code, the second captures a graph. A backend that computes at once needs one.
 WARM_UPS = 2
 #: No more rounds are timed after so many seconds, if every configuration had one: a request waits meanwhile.
-MOST_SECONDS = 2.0
+MOST_SECONDS = 1.0
 
 
 def adaptive_drafting(config: DraftingConfig, directory: EngineDirectory, runner: EagleRunner) -> DraftingController:

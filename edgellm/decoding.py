@@ -147,6 +147,7 @@ class DecodingSequence:
     max_tokens: int | None = None
     tally: DraftingTally | None = None
     adapter: str | None = None
+    adapter_digest: str | None = None
     reused_tokens: int = 0
     # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
     room: int = 0
@@ -216,7 +217,8 @@ class DecodingLoop:
     def _take_adapter(self, sequence: DecodingSequence) -> None:
         slot, base = len(self._running), self._runner.base
         base.set_adapter(slot, sequence.adapter)
-        self._contents[slot].bind(base.adapter_digest(sequence.adapter))
+        sequence.adapter_digest = base.adapter_digest(sequence.adapter)
+        self._contents[slot].bind(sequence.adapter_digest)
 
     def _start(self, sequence: DecodingSequence) -> None:
         self._take_adapter(sequence)
@@ -226,7 +228,11 @@ class DecodingLoop:
         reused = sequence.reused_tokens = contents.reusable(prompt_ids)
         # What a failure from here on leaves behind.
         contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)
-        first = runner.start(slot, prompt_ids, reused, sequence.sampling)
+        try:
+            first = runner.start(slot, prompt_ids, reused, sequence.sampling)
+        except BaseException:
+            runner.base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            raise
         sequence.room = runner.limits.kv_capacity - len(prompt_ids)
         sequence.least = sequence.most = 1
         self._running.append(sequence)
@@ -295,7 +301,7 @@ class DecodingLoop:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
         sequence, runner = self._running[slot], self._runner
         runner.stop(slot)
-        self._contents[slot].bind(runner.base.adapter_digest(sequence.adapter))
+        self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.prompt_ids, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
         last = len(self._running) - 1

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from edgellm.drafting import DraftingConfig
     from edgellm.engines.decoder_config import EngineLimits
 
-#: Lengths of the chains that compete with a longer one. A chain of 1 is as dear as a step and a half, for two tokens.
+#: Lengths of the chains that compete with a longer one. A chain of 1 costs one and a half to two plain
+#: steps, for two tokens at most: a chain of 2 or no draft is better.
 CHAIN_LENGTHS = (2, 3, 5, 8, 12)
 #: Verified nodes (which engines exist for) and levels of the trees that compete with a larger one.
 SMALL_TREES = ((8, 3), (16, 4), (32, 5))

@@ -125,31 +125,52 @@ class LLM:
         """How many tokens prompt and answer can have together."""
         return self.directory.limits.kv_capacity
 
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Response:
-        """Complete a prompt (text, or token ids as they are) without a chat template."""
-        return self.stream(prompt, params).finish()
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Response:
+        """Complete a prompt (text, or token ids as they are) without a chat template, with the LoRA adapter of the name
+        `adapter` (None: without one)."""
+        return self.stream(prompt, params, adapter).finish()
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Response:
+    def chat(self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None) -> Response:
         """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template."""
-        return self.stream_chat(messages, params).finish()
+        return self.stream_chat(messages, params, adapter).finish()
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Stream:
         """As `generate`, but returns the answer as it grows."""
         clock = Clock()
-        return self._stream(self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), params, clock)
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._stream(prompt_ids, params, adapter, clock)
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Stream:
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Stream:
         """As `chat`, but returns the answer as it grows."""
         clock = Clock()
-        return self._stream(self.tokenizer.encode_chat(messages), params, clock)
+        return self._stream(self.tokenizer.encode_chat(messages), params, adapter, clock)
 
     def generate_batch(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[Response]:
-        """Complete several prompts, as many at a time as the engines were built for; each as `generate` would."""
+        """Complete several prompts, as many at a time as the engines were built for; each as `generate` would.
+
+        `adapters` names the LoRA adapter of each prompt; those that find no place wait until others are finished.
+        """
         params = (params or SamplingParams()).seeded()
         encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        sequences = [self._sequence(prompt_ids, params, Clock()) for prompt_ids in encoded]
+        names = [None] * len(encoded) if adapters is None else list(adapters)
+        if len(names) != len(encoded):
+            raise RequestError(
+                f"{len(names)} adapters are named for {len(encoded)} prompts: name one (or None) for each"
+            )
+        sequences = [
+            self._sequence(prompt_ids, params, name, Clock()) for prompt_ids, name in zip(encoded, names, strict=True)
+        ]
         self._acquire()
         try:
             for _ in self._loop().run(sequences):
@@ -177,9 +198,11 @@ class LLM:
             raise RequestError("this LLM is closed: open a new one")
         return self._runner
 
-    def _stream(self, prompt_ids: list[int], params: SamplingParams | None, clock: Clock) -> Stream:
+    def _stream(
+        self, prompt_ids: list[int], params: SamplingParams | None, adapter: str | None, clock: Clock
+    ) -> Stream:
         params = (params or SamplingParams()).seeded()
-        sequence = self._sequence(prompt_ids, params, clock)
+        sequence = self._sequence(prompt_ids, params, adapter, clock)
         self._acquire()
         return Stream(self._loop().run([sequence]), sequence, params, self._busy.release)
 
@@ -190,9 +213,12 @@ class LLM:
         if not self._busy.acquire(blocking=False):
             raise RequestError("another request of this LLM is running: finish, cancel or close its stream first")
 
-    def _sequence(self, prompt_ids: list[int], params: SamplingParams, clock: Clock) -> DecodingSequence:
-        """A request, checked; raises RequestError."""
+    def _sequence(
+        self, prompt_ids: list[int], params: SamplingParams, adapter: str | None, clock: Clock
+    ) -> DecodingSequence:
+        """A request, checked; raises RequestError, and AdapterError for an adapter that is not loaded."""
         runner = self._open_runner()
+        runner.base.adapter_digest(adapter)
         if not prompt_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         if len(prompt_ids) >= self.context_length:
@@ -218,7 +244,7 @@ class LLM:
             params.seed or 0,
         )
         tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
-        return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally)
+        return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally, adapter)
 
 
 def _open_runner(

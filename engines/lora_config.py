@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ _KNOWN = (
 #: Initializations that move part of the base weights into the adapter, which then fits no other base.
 _MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
 _OUTSIDE = ("lm_head", "embed_tokens")
+_LARGEST_NUMBER = 1e30
 _EMPTY = (None, False, "", [], {})
 
 #: A file's regular expressions must not be able to keep the matcher busy: no repetition of a group, few in all.
@@ -97,25 +98,57 @@ class LoraConfig:
 
 
 def _parse(values: dict[str, Any]) -> LoraConfig:
-    problems: list[str] = []
+    problems = _unsupported_settings(values)
 
-    def take(key: str, default: Any, expected: str, is_valid: Any) -> Any:
+    def take(key: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         value = values.get(key, default)
         if is_valid(value):
             return value
         problems.append(f"{key!r} is {value!r:.60}, expected {expected}")
         return default
 
+    rank = take("r", 8, "a whole number of at least 1", _is_rank)
+    alpha = take("lora_alpha", 8, "a number", _is_number)
+    stabilized = take("use_rslora", False, "true or false", lambda value: value in (None, True, False))
+    targets = take("target_modules", [], "a list of names, or a regular expression", _is_selection) or []
+    excluded = take("exclude_modules", None, "a list of names, or a regular expression", _is_selection) or []
+    layers = take("layers_to_transform", None, "a list of layer numbers", _is_layers)
+    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, _is_rank)) or {}
+    alphas = take("alpha_pattern", {}, "numbers by pattern", lambda value: _is_pattern_map(value, _is_number)) or {}
+    if not targets:
+        problems.append("'target_modules' is empty: the adapter would change nothing")
+    for name in () if isinstance(targets, str) else sorted(targets):
+        if name.rsplit(".", 1)[-1] in _OUTSIDE:
+            problems.append(f"'target_modules' has {name!r}: adapters of embedding and head are not supported")
+    patterns = [text for text in (targets, excluded) if isinstance(text, str)] + [*ranks, *alphas]
+    refused = [problem for text in patterns if (problem := _pattern_problem(text))]
+    if refused:  # none of them is to be matched
+        targets, excluded, ranks, alphas = [], [], {}, {}
+    return LoraConfig(
+        rank,
+        float(alpha),
+        bool(stabilized),
+        targets if isinstance(targets, str) else tuple(targets),
+        excluded if isinstance(excluded, str) else tuple(excluded),
+        (layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        dict(ranks),
+        {key: float(value) for key, value in alphas.items()},
+        tuple(problems + refused),
+    )
+
+
+def _unsupported_settings(values: dict[str, Any]) -> list[str]:
+    """What asks for more than LoRA of linear layers."""
+    problems = []
     if values.get("peft_type") != "LORA":
-        problems.append(
-            f"'peft_type' is {values.get('peft_type')!r:.60}, expected 'LORA': other kinds are not supported"
-        )
+        found = values.get("peft_type")
+        problems.append(f"'peft_type' is {found!r:.60}, expected 'LORA': other kinds are not supported")
     for key, meaning in _UNSUPPORTED.items():
         if values.get(key) not in _EMPTY:
             problems.append(f"{key!r} is {values[key]!r:.60}: {meaning} is not supported")
     for key in sorted(set(values).difference(_KNOWN, _UNSUPPORTED)):
         if values[key] not in _EMPTY:
-            problems.append(f"{key!r} is {values[key]!r:.60}: this setting is not known, so it is not supported")
+            problems.append(f"{key!r:.60} is {values[key]!r:.60}: this setting is not known, so it is not supported")
     if values.get("bias", "none") != "none":
         problems.append(f"'bias' is {values['bias']!r:.60}, expected 'none': trained biases are not supported")
     start = values.get("init_lora_weights")
@@ -124,35 +157,9 @@ def _parse(values: dict[str, Any]) -> LoraConfig:
             f"'init_lora_weights' is {start!r:.60}, which changes the base weights: save the adapter with PEFT's "
             "path_initial_model_for_weight_conversion, which makes it fit the original base"
         )
-    rank = take("r", 8, "a whole number of at least 1", _is_rank)
-    alpha = take("lora_alpha", 8, "a number", _is_number)
-    targets = take("target_modules", [], "a list of names, or a regular expression", _is_selection)
-    if targets in _EMPTY:
-        problems.append("'target_modules' is empty: the adapter would change nothing")
-    excluded = take("exclude_modules", None, "a list of names, or a regular expression", _is_selection)
-    layers = take("layers_to_transform", None, "a list of layer numbers", _is_layers)
     if values.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
         problems.append(f"'layers_pattern' is {values['layers_pattern']!r:.60}, expected 'layers'")
-    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, _is_rank))
-    alphas = take("alpha_pattern", {}, "numbers by pattern", lambda value: _is_pattern_map(value, _is_number))
-    names = targets if isinstance(targets, list) else []
-    for name in sorted(name for name in names if name.rsplit(".", 1)[-1] in _OUTSIDE):
-        problems.append(f"'target_modules' has {name!r}: adapters of the embedding and of the head are not supported")
-    patterns = [text for text in (targets, excluded) if isinstance(text, str)]
-    refused = [problem for text in (*patterns, *(ranks or {}), *(alphas or {})) if (problem := _pattern_problem(text))]
-    if refused:  # none of them is to be matched
-        targets, excluded, ranks, alphas = None, None, {}, {}
-    return LoraConfig(
-        rank,
-        float(alpha),
-        bool(values.get("use_rslora")),
-        targets if isinstance(targets, str) else tuple(targets or ()),
-        excluded if isinstance(excluded, str) else tuple(excluded or ()),
-        (layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
-        dict(ranks or {}),
-        {key: float(value) for key, value in (alphas or {}).items()},
-        tuple(problems + refused),
-    )
+    return problems
 
 
 def _is_rank(value: Any) -> bool:
@@ -160,7 +167,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
 
 
 def _is_names(value: Any) -> bool:
@@ -176,7 +183,7 @@ def _is_layers(value: Any) -> bool:
     return all(type(layer) is int and layer >= 0 for layer in values)
 
 
-def _is_pattern_map(value: Any, is_valid: Any) -> bool:
+def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, dict) and all(map(is_valid, value.values())))
 
 

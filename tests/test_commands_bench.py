@@ -53,6 +53,7 @@ def test_figures_table_and_plot(edgellm, tiny_draft_engines, prompts, tmp_path):
     found = {values["name"]: values for values in results["configurations"]}
     assert list(found) == ["plain", "tree:4/3/12", "chain:2", "adaptive"]
     assert (results["prompts"], results["repeat"], results["sampling"]["max_tokens"]) == (3, 2, 12)
+    assert results["backend"] == "numpy" and "cores, NumPy " in results["machine"]
     for values in found.values():
         assert values["outputs"] == {"compared": 6, "equal": 6, "differences": []}
         assert values["tokens"] == 72 and values["tokens_per_second"] > 0 and len(values["ratio_by_repeat"]) == 2

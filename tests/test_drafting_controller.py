@@ -240,13 +240,14 @@ def test_plans_that_need_more_room_are_left_out():
 
 def test_steps_shrink_with_the_batch_where_drafting_loses():
     """Where a batch makes every node cost, the chosen plan gets smaller."""
-    costs = {PLAIN: {1: 1e-3, 2: 1.0e-3, 8: 1.1e-3}}
+    batches = (1, 8, 32)
+    costs = {PLAIN: {1: 1e-3, 8: 1.05e-3, 32: 1.1e-3}}
     for plan in PLANS:
         costs[plan.name] = {
-            size: (1.0 + 0.05 * plan.steps + 0.02 * size * (plan.tree_size - 1)) * 1e-3 for size in (1, 2, 8)
+            size: (1.0 + 0.05 * plan.steps + 0.006 * size * (plan.tree_size - 1)) * 1e-3 for size in batches
         }
     sizes = []
-    for batch in (1, 2, 8):
+    for batch in batches:
         controller = DraftingController(PLANS, RoundCosts(costs))
         random = np.random.default_rng(0)
         for _ in range(700):

@@ -92,6 +92,7 @@ def measure(
     """Run all configurations and return what there is to report, as JSON values."""
     from edgellm.bench_configurations import parse_configurations
     from edgellm.benchmark import run_benchmark, summarize
+    from edgellm.round_costs import Device
 
     limits = described_directory(settings).limits
     chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)
@@ -111,6 +112,7 @@ def measure(
         return {
             "model": model_name(llm),
             "backend": llm.backend_name,
+            "machine": Device.present(llm.directory, llm.backend_name).processor,
             "date": date.today().isoformat(),
             "sampling": asdict(params),
             "prompts": len(asked),

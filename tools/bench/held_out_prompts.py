@@ -1,0 +1,35 @@
+"""Writes the shipped model's held-out prompts as JSON lines for `edgellm bench --prompts`.
+
+Usage: python -m tools.bench.held_out_prompts OUTPUT [--count 3] [--seed 77002]
+
+They are evaluation items of tools/demo_model, whose phrasings training never saw. The task of a prompt is "command"
+where the right answer is an action, else "answer".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tools.demo_model.evaluate import evaluation_items
+
+
+def main() -> None:
+    """Write `--count` conversations of each skill."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--count", type=int, default=3, help="prompts of each skill")
+    parser.add_argument("--seed", type=int, default=77002)
+    arguments = parser.parse_args()
+    lines = [
+        json.dumps(
+            {"messages": item["messages"], "task": "command" if '{"action"' in item["accepted"][0] else "answer"}
+        )
+        for item in evaluation_items(arguments.seed, arguments.count)
+    ]
+    arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
