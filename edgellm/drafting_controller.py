@@ -156,6 +156,7 @@ class DraftingController:
         if tried is None:
             return best.plan
         self._explored += 1
+        self._unused[tried.name] = 0.0  # one try at a time, also where the next round is launched before it is read
         return tried.plan
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:

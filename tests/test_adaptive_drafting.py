@@ -57,12 +57,12 @@ def test_the_controller_decodes_with_what_was_measured(tiny_draft_engines, tmp_p
         expected = tokens_of(runner, None, 60)
         controller = adaptive_drafting(config, directory, runner)
         (kept,) = tmp_path.rglob("round-costs-*.json")
-        stamp = kept.stat().st_mtime_ns
+        stamp, costs = kept.stat().st_mtime_ns, read_round_costs(kept, Device.present(directory, "numpy"))
         found = [int(runner.start(0, [5, 6, 7, 8], 0, SamplingValues()).wait()[0])]
         while len(found) < 60:
             plan = controller.next_plan(directory.limits.kv_capacity - runner.base.lengths[0], 1)
             tokens = runner.step(1, plan).wait()[0]
-            controller.record(plan, [len(tokens)], 0.001 if plan is None else 0.002)
+            controller.record(plan, [len(tokens)], costs.seconds(PLAIN if plan is None else plan.name, 1))
             found += tokens
         assert found[:60] == expected
         assert sum(controller.report().rounds.values()) > 10

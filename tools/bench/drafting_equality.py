@@ -1,10 +1,11 @@
 """Drafting against plain decoding, token for token: every deterministic kind, greedy and sampled, alone and in batches.
 
     python -m tools.bench.drafting_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 200] [--tokens 128]
-                                            [--samplings greedy sampled] [--kinds tree ...] [--output RESULTS.json]
+                                            [--samplings greedy sampled] [--kinds tree ...] [--until-end]
+                                            [--output RESULTS.json]
 
-The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn. Where an answer
-differs, the first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1
+The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
+means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Where an answer differs, the first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1
 where a gap is larger than rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU).
 """
 
@@ -102,9 +103,9 @@ def held_out_prompts(directory: EngineDirectory, count: int) -> list[list[int]]:
     return [tokenizer.encode_chat(item["messages"]) for item in ordered[:count]]
 
 
-def parameters(sampling: str, tokens: int) -> SamplingParams:
+def parameters(sampling: str, tokens: int, until_end: bool = False) -> SamplingParams:
     """The request of a comparison."""
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, **SAMPLINGS[sampling])
+    return SamplingParams(max_tokens=tokens, ignore_eos=not until_end, **SAMPLINGS[sampling])
 
 
 def compare(
@@ -115,11 +116,12 @@ def compare(
     kinds: Sequence[str],
     samplings: Sequence[str],
     batches: Sequence[int] = (1, LIMITS.max_batch),
+    until_end: bool = False,
 ) -> list[Comparison]:
     """Compare each kind and sampling, one prompt at a time and in batches of changing members."""
     with LLM(directory.path, backend=backend, drafting=None) as plain:
         expected = {
-            name: [plain.generate(prompt, parameters(name, tokens)).token_ids for prompt in prompts]
+            name: [plain.generate(prompt, parameters(name, tokens, until_end)).token_ids for prompt in prompts]
             for name in samplings
         }
     found = []
@@ -128,7 +130,7 @@ def compare(
             drafted.use_drafting(KINDS[kind])
             for name in samplings:
                 for batch in batches:
-                    params, started = parameters(name, tokens), time.perf_counter()
+                    params, started = parameters(name, tokens, until_end), time.perf_counter()
                     if batch == 1:
                         responses = [drafted.generate(prompt, params) for prompt in prompts]
                     else:
@@ -139,7 +141,7 @@ def compare(
                     answers = [response.token_ids for response in responses]
                     differences = judged(directory, backend, prompts, expected[name], answers, name)
                     total = sum(map(len, answers))
-                    length = 1 + accepted / rounds
+                    length = 1 + accepted / max(rounds, 1)
                     found.append(
                         Comparison(
                             kind, name, batch, len(prompts), total, differences, round(length, 3), round(seconds, 1)
@@ -221,12 +223,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
         prompts = held_out_prompts(directory, arguments.prompts)
-        found = compare(directory, arguments.backend, prompts, arguments.tokens, arguments.kinds, arguments.samplings)
+        found = compare(
+            directory,
+            arguments.backend,
+            prompts,
+            arguments.tokens,
+            arguments.kinds,
+            arguments.samplings,
+            until_end=arguments.until_end,
+        )
     explained = all(comparison.explained for comparison in found)
     print("every difference is explained by rounding" if explained else "some differences are not explained")
     if arguments.output:
@@ -235,6 +246,7 @@ def main() -> None:
             "backend": arguments.backend,
             "prompts": arguments.prompts,
             "tokens": arguments.tokens,
+            "until_end": arguments.until_end,
             "explained": explained,
             "comparisons": [asdict(comparison) for comparison in found],
         }
