@@ -76,6 +76,14 @@ class KVContents:
         self._ids, self._draft_rows = list(token_ids), draft_rows
 
 
+class SnapshotSource(Protocol):
+    """Where rows of earlier prompts come from: `edgellm.snapshots.slot_snapshots.SlotSnapshots`."""
+
+    def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, adapter: str | None) -> int:
+        """Put rows that fit a prompt and an adapter's digest (None: no adapter) into an idle slot where that is better
+        than its contents. Returns the rows taken."""
+
+
 class StepTokens(Protocol):
     """The tokens of a step on their way to the host."""
 
@@ -179,8 +187,15 @@ class _Launch:
 class DecodingLoop:
     """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting)."""
 
-    def __init__(self, runner: Runner, contents: Sequence[KVContents], chooser: PlanChooser | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        contents: Sequence[KVContents],
+        chooser: PlanChooser | None = None,
+        snapshots: SnapshotSource | None = None,
+    ) -> None:
         self._runner, self._contents, self._chooser = runner, contents, chooser
+        self._snapshots = snapshots
         self._running: list[DecodingSequence] = []
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
@@ -225,6 +240,8 @@ class DecodingLoop:
         runner, slot = self._runner, len(self._running)
         contents, prompt_ids = self._contents[slot], sequence.prompt_ids
         sequence.clock.started = time.perf_counter()
+        if self._snapshots is not None:
+            self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
         reused = sequence.reused_tokens = contents.reusable(prompt_ids)
         # What a failure from here on leaves behind.
         contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)

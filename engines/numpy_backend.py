@@ -173,16 +173,3 @@ class NumpyBackend:
 
     def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
         return make(tuple(shape), np.float32 if dtype == "compute" else np.dtype(dtype))
-
-
-def available_memory() -> int | None:
-    """Bytes that can be allocated without swapping, where the system tells (Linux)."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") or None

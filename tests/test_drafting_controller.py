@@ -86,12 +86,12 @@ def simulate(
 @pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_regret_on_a_steady_text(device, in_flight):
-    """What 2,000 tokens lose, finding out included. Up to 2 % may go into trying what does not look best."""
+    """What 2,000 tokens lose, finding out included, of which 2 % goes into trying what does not look best."""
     regrets = []
     for acceptance in (0.05, 0.5, 0.7, 0.8, 0.9):
-        regret, used = simulate(make(device), device, acceptance, 2000, 0, in_flight)
-        print(f"acceptance {acceptance}: regret {regret:.1%}, {sorted(used.items(), key=lambda x: -x[1])[:3]}")
-        regrets.append(regret)
+        found = [simulate(make(device), device, acceptance, 2000, seed, in_flight)[0] for seed in range(4)]
+        print(f"acceptance {acceptance}: regret {np.mean(found):.1%}, at most {max(found):.1%}")
+        regrets.append(np.mean(found))
     print(f"mean regret {np.mean(regrets):.1%}")
     assert max(regrets) < 0.08
     assert np.mean(regrets) < 0.05
@@ -180,11 +180,10 @@ def _unsteady(seconds: float) -> float:
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.93])
 def test_load_that_comes_and_goes_changes_little(acceptance):
-    regret, used = simulate(
-        make(CPU, plans=CPU_PLANS), CPU, acceptance, 3000, 1, noise=0.15, load=_unsteady, plans=CPU_PLANS
-    )
-    print(f"regret {regret:.1%}, {used}")
-    assert regret < 0.08
+    conditions = {"noise": 0.15, "load": _unsteady, "plans": CPU_PLANS}
+    found = [simulate(make(CPU, plans=CPU_PLANS), CPU, acceptance, 3000, seed, **conditions)[0] for seed in range(3)]
+    print(f"regret {np.mean(found):.1%}, at most {max(found):.1%}")
+    assert np.mean(found) < 0.08
 
 
 def test_a_device_that_slows_down_as_a_whole_changes_no_choice():

@@ -15,7 +15,7 @@ from edgellm.commands.console import write_error
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 
-COMMANDS = ("chat", "generate", "bench", "build", "convert", "info", "doctor")
+COMMANDS = ("chat", "generate", "bench", "build", "convert", "info", "doctor", "cache")
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 
@@ -41,8 +41,11 @@ def create_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_top_level)
     for name in commands:
-        function = getattr(import_module(f"edgellm.commands.{name}"), name)
-        app.command(name)(_explaining(function))
+        command = getattr(import_module(f"edgellm.commands.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(_explaining_group(command), name=name)
+        else:
+            app.command(name)(_explaining(command))
     return app
 
 
@@ -61,6 +64,14 @@ def _top_level(
     debug: Debug = False,
 ) -> None:
     """Run language models on this device."""
+
+
+def _explaining_group(group: typer.Typer) -> typer.Typer:
+    """A group of commands that explain their errors."""
+    explaining = typer.Typer(help=group.info.help, no_args_is_help=True)
+    for command in group.registered_commands:
+        explaining.command(command.name)(_explaining(command.callback))
+    return explaining
 
 
 def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:

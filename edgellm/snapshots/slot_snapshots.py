@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,9 @@ logger = logging.getLogger("edgellm.snapshots")
 class SlotContents(Protocol):
     """What is known of a slot's KV rows (`edgellm.decoding.KVContents`)."""
 
+    def bind(self, adapter: str | None) -> None:
+        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on."""
+
     def reusable(self, prompt_ids: Sequence[int]) -> int:
         """Rows to reuse for a prompt."""
 
@@ -42,11 +46,21 @@ class CachedModel(Protocol):
     caches: dict[str, Array]
 
 
+class AdaptedModel(CachedModel, Protocol):
+    """A runner of a base model, which may have LoRA adapters."""
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """Let the sequence that `slot` is going to hold take an adapter, until it stops."""
+
+    def adapter_digest(self, name: str | None) -> str | None:
+        """What is computed with an adapter is bound to this."""
+
+
 class SlotRunner(Protocol):
     """A runner of the decoding loop; one with a draft has a `draft` besides."""
 
     backend: Backend
-    base: CachedModel
+    base: AdaptedModel
 
     def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
         """Prefill a slot."""
@@ -58,12 +72,10 @@ class SlotRunner(Protocol):
 class SlotSnapshots:
     """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
 
-    `adapter` is the digest of the LoRA adapter that rows are computed with.
+    An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
     """
 
-    def __init__(
-        self, store: SnapshotStore, runner: SlotRunner, directory: EngineDirectory, adapter: str = NONE
-    ) -> None:
+    def __init__(self, store: SnapshotStore, runner: SlotRunner, directory: EngineDirectory) -> None:
         draft: CachedModel | None = getattr(runner, "draft", None)
         self.store = store
         self._runner, self._backend = runner, runner.backend
@@ -73,24 +85,33 @@ class SlotSnapshots:
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
-        self.binding: SnapshotBinding = snapshot_binding(
-            directory, backend.name, backend.compute_dtype, self._has_draft, adapter
-        )
+        unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
+        self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
 
-    def restore(self, slot: int, prompt_ids: Sequence[int], contents: SlotContents) -> int:
+    def binding(self, adapter: str | None = None) -> SnapshotBinding:
+        """What this runner's rows are bound to where they are computed with an adapter."""
+        if adapter not in self._bindings:
+            self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
+        return self._bindings[adapter]
+
+    def restore(
+        self, slot: int, prompt_ids: Sequence[int], contents: SlotContents, adapter: str | None = None
+    ) -> int:
         """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
 
-        Nothing is done where the slot's own contents are as good. `contents` then say what the slot holds, and how many
-        rows are reused is the result (0: none of a snapshot). A snapshot that proves damaged is dropped, with a
-        warning, and the next best is taken.
+        Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. Nothing is done
+        where the slot's own contents are as good. `contents` then say what the slot holds, and how many rows are reused
+        is the result (0: none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next
+        best is taken.
         """
-        while (match := self.store.find(self.binding, prompt_ids)) is not None:
+        binding = self.binding(adapter)
+        while (match := self.store.find(binding, prompt_ids)) is not None:
             rows = reusable_rows(match.common, len(prompt_ids), self._draft_rows(match.common))
             if rows <= contents.reusable(prompt_ids):
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
             try:
-                self._write(slot, match.stored, match.common)
+                self._write(slot, match.stored, match.common, binding)
             except SnapshotError as error:
                 logger.warning("%s", error)
                 self.store.discard(match.stored, error)
@@ -99,27 +120,38 @@ class SlotSnapshots:
             return rows
         return 0
 
-    def compute(self, slot: int, token_ids: Sequence[int], contents: SlotContents, label: str) -> Snapshot:
-        """Compute the rows of `token_ids` [N] in an idle slot and take a snapshot of them.
+    def compute(
+        self, slot: int, token_ids: Sequence[int], contents: SlotContents, label: str, adapter_name: str | None = None
+    ) -> Snapshot:
+        """Compute the rows of `token_ids` [N] in an idle slot, with the adapter of a name, and take a snapshot of them.
 
-        Raises EngineError where the runner cannot take so many tokens, or DeviceMemoryError.
+        Raises AdapterError for an unknown name, EngineError where the runner cannot take so many tokens, or
+        DeviceMemoryError.
         """
+        base = self._runner.base
+        base.set_adapter(slot, adapter_name)
+        adapter = base.adapter_digest(adapter_name)
+        contents.bind(adapter)
         contents.replace((), 0 if self._has_draft else None)
-        self._runner.start(slot, token_ids, 0, SamplingValues()).wait()
+        try:
+            self._runner.start(slot, token_ids, 0, SamplingValues()).wait()
+        except BaseException:
+            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            raise
         self._runner.stop(slot)
-        snapshot = self.take(slot, token_ids, label)
+        snapshot = self.take(slot, token_ids, label, adapter)
         contents.replace(token_ids, self._draft_rows(len(token_ids)))
         return snapshot
 
-    def take(self, slot: int, token_ids: Sequence[int], label: str) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N].
+    def take(self, slot: int, token_ids: Sequence[int], label: str, adapter: str | None = None) -> Snapshot:
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter.
 
         Raises DeviceMemoryError.
         """
         facts = SnapshotFacts(
             FORMAT_VERSION,
             len(token_ids),
-            self.binding,
+            self.binding(adapter),
             label,
             self._model,
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -132,13 +164,15 @@ class SlotSnapshots:
         download(self._backend, self._copies(slot, snapshot, facts.tokens))
         return snapshot
 
-    def load(self, path: Path) -> StoredSnapshot:
+    def load(self, path: Path, adapters: Sequence[str | None] = (None,)) -> StoredSnapshot:
         """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.
 
-        Raises SnapshotError that names what is wrong with the file, or how it differs from what this runner needs.
+        It must have been made with one of the `adapters`. Raises SnapshotError that names what is wrong with the file,
+        or how it differs from what this runner needs.
         """
         mapped = read_snapshot(path)
-        self._check(path, mapped)
+        made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
+        self._check(path, mapped, self.binding(made_with if made_with in adapters else adapters[0]))
         digest = RunningDigest(mapped.body)
         try:
             in_memory = mapped.nbytes <= self.store.memory_budget
@@ -153,15 +187,16 @@ class SlotSnapshots:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
         self._uploader = Uploader(self._backend)
-        self.store.forget_memory(self.binding)
+        for binding in self._bindings.values():
+            self.store.forget_memory(binding)
 
-    def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
+    def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 
         The content is hashed while it is copied.
         """
         snapshot = self.store.open(stored)
-        self._check(stored.path, snapshot)
+        self._check(stored.path, snapshot, binding)
         digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
         try:
             self._uploader.upload(self._copies(slot, snapshot, tokens), is_host_memory=not snapshot.is_mapped)
@@ -170,9 +205,9 @@ class SlotSnapshots:
             if digest is not None:
                 digest.cancel()
 
-    def _check(self, path: Path | None, snapshot: Snapshot) -> None:
-        """Raise SnapshotError unless the snapshot holds what this runner's caches take."""
-        check_binding(path, snapshot, self.binding)
+    def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
+        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
+        check_binding(path, snapshot, binding)
         tokens = snapshot.facts.tokens
         expected = {name: self._shape(name, tokens) for name in self._caches}
         found = {name: snapshot.places[name].shape for name in (*snapshot.rows, *snapshot.states)}
