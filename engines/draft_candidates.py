@@ -10,8 +10,9 @@ import numpy as np
 
 from edgellm.engines.backend import Backend
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draft_plan import DraftPlan, candidate_count
+from edgellm.engines.draft_plan import DraftPlan
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.draft_tree_interface import candidate_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class CandidateBuffers:
     def __init__(self, backend: Backend, limits: EngineLimits) -> None:
         self._backend = backend
         slots, top_k, steps = limits.max_batch, limits.draft_top_k, limits.draft_steps
-        candidates = slots * candidate_count(top_k, steps)
+        candidates = slots * candidate_count(steps, top_k)
         self._tokens = backend.zeros((candidates,), "int32")
         self._scores = backend.zeros((candidates,), "float32")
         self._parents = backend.zeros((candidates,), "int32")

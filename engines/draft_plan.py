@@ -13,6 +13,7 @@ from functools import cached_property
 
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.errors import EngineError
+from edgellm.kernels.draft_tree_interface import candidate_count, level_start
 
 KINDS = ("tree", "chain", "choices")
 ACCEPTANCES = ("exact", "typical")
@@ -79,7 +80,7 @@ class DraftPlan:
     @property
     def candidates(self) -> int:
         """C: how many candidates all levels have together."""
-        return candidate_count(self.top_k, self.steps)
+        return candidate_count(self.steps, self.top_k)
 
     @property
     def longest(self) -> int:
@@ -114,7 +115,7 @@ class DraftPlan:
         if steps >= self.steps:
             return self
         choices = tuple(node for node in self.choices if len(node) <= steps)
-        size = len(choices) + 1 if choices else min(self.tree_size, candidate_count(self.top_k, steps) + 1)
+        size = len(choices) + 1 if choices else min(self.tree_size, candidate_count(steps, self.top_k) + 1)
         return replace(self, steps=steps, tree_size=size, choices=choices)
 
     def fitting(self, room: int) -> DraftPlan | None:
@@ -193,7 +194,7 @@ def tree(top_k: int, steps: int, tree_size: int, **rule: object) -> DraftPlan:
     """
     if top_k == 1:
         return chain(min(steps, max(1, tree_size - 1)), **rule)
-    most = candidate_count(top_k, steps) + 1 if top_k > 0 and steps > 0 else tree_size
+    most = candidate_count(steps, top_k) + 1 if top_k > 0 and steps > 0 else tree_size
     return DraftPlan("tree", top_k, steps, min(tree_size, most), **rule)
 
 
@@ -203,14 +204,9 @@ def chain(steps: int, **rule: object) -> DraftPlan:
     return DraftPlan("chain", 1, steps, steps + 1, choices, **rule)
 
 
-def candidate_count(top_k: int, steps: int) -> int:
-    """C = K + (D-1) K^2."""
-    return top_k + (steps - 1) * top_k * top_k
-
-
 def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:
     """The number of child `rank` of frontier slot `slot` (of level `level` - 1; 0 for the root's children)."""
-    return rank if level == 1 else top_k + (level - 2) * top_k * top_k + slot * top_k + rank
+    return level_start(level, top_k) + (0 if level == 1 else slot * top_k) + rank
 
 
 def mean_acceptance_length(rounds: int, tokens: int) -> float:

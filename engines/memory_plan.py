@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, WeightSpec
 from edgellm.engines.draft_config import DraftConfig
@@ -86,3 +88,16 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
         "draft KV caches": caches * item,
         "draft buffers": rows * inputs * item + masks + (slots * logits + rotary) * wide,
     }
+
+
+def available_memory() -> int | None:
+    """Bytes of RAM that can be allocated without swapping, where the system tells."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or None

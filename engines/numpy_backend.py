@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpe
 from edgellm.engines.descriptions import ModelConfig, model_description, model_weights
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.numpy_operations import NumpyOperations
 from edgellm.engines.row_copies import check_rows
 from edgellm.engines.weights import load_numpy_weights

@@ -16,6 +16,7 @@ from pathlib import Path
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.errors import BuildError
+from edgellm.engines.memory_plan import available_memory
 from edgellm.engines.plan_worker import read_answer, request_line
 from edgellm.engines.tensorrt_operations import build_plan
 
@@ -148,14 +149,4 @@ def _worker_count() -> int:
     if not name.startswith("python") or getattr(sys, "frozen", False):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores, _available_memory() // _WORKER_BYTES))
-
-
-def _available_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return _WORKER_BYTES
+    return max(1, min(_MOST_WORKERS, cores, (available_memory() or 0) // _WORKER_BYTES))

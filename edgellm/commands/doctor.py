@@ -102,7 +102,7 @@ def _nvrtc() -> str:
 
 def _memory() -> str:
     if find_gpu() is None:
-        from edgellm.engines.numpy_backend import available_memory
+        from edgellm.engines.memory_plan import available_memory
 
         free = available_memory()
         return f"{free / 2**30:.1f} GiB of RAM free" if free else "unknown"

@@ -6,9 +6,10 @@ import pytest
 
 from edgellm.drafting import DraftingConfig, FixedDrafting, load_choices, named_choices
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draft_plan import DraftPlan, candidate_count, candidate_index, chain, tree
+from edgellm.engines.draft_plan import DraftPlan, candidate_index, chain, tree
 from edgellm.engines.errors import EngineError
 from edgellm.errors import RequestError
+from edgellm.kernels.draft_tree_interface import candidate_count
 
 LIMITS = EngineLimits(1, 16, 96, 10, 6, 60)
 
@@ -23,7 +24,7 @@ def test_a_chain_is_a_static_tree_of_width_one() -> None:
 
 
 def test_candidates_are_numbered_by_level_frontier_slot_and_rank() -> None:
-    assert candidate_count(10, 6) == 10 + 5 * 100
+    assert candidate_count(6, 10) == 10 + 5 * 100
     assert [
         candidate_index(3, level, slot, rank) for level, slot, rank in ((1, 0, 2), (2, 0, 0), (2, 2, 1), (3, 1, 0))
     ] == [
