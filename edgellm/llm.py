@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 from edgellm.adaptive_drafting import adaptive_drafting
-from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, PlainRunner, Runner
+from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, Runner
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting_controller import DraftingController, DraftingReport
 from edgellm.drafting_presets import default_drafting
 from edgellm.drafting_statistics import DraftingTally
-from edgellm.engines.backend import Backend, open_backend
-from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.backend import open_backend
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.lora_adapter import LoraAdapter
-from edgellm.engines.lora_slots import require_adapters
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import RequestError
 from edgellm.responses import Response
+from edgellm.runner_opening import open_runner, read_adapters
 from edgellm.sampling_params import SamplingParams
+from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.snapshot_file import write_snapshot
+from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
+from edgellm.snapshots.system_prompt import CachedPrompt, prompt_label, system_prompt_ids
 from edgellm.stream import Stream, finished_response
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
@@ -33,6 +35,8 @@ from edgellm.text.tokenizer import Tokenizer
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 
 Messages = Sequence[dict[str, Any]]
+
+_CLOSED = "this LLM is closed: open a new one"
 
 
 class LLM:
@@ -44,8 +48,10 @@ class LLM:
     `adapters` are directories of LoRA adapters by name, which join those of the engine directory; a request names the
     one that it is answered with. None loads none, and nothing that applies them. One
     request runs at a time; the KV cache of the latest is kept, so that a next prompt with the same
-    beginning prefills only what is new. Use it as a context manager, or call `close`. Raises EdgeLLMError subclasses
-    that say what is wrong.
+    beginning prefills only what is new. So it does after a prompt that was kept by `cache_system_prompt`, or in one of
+    the files `snapshots` (see `load_snapshot`); in memory they take up to `snapshot_budget` bytes, those used least
+    recently go first. Use it as a context manager, or call `close`. Raises EdgeLLMError subclasses that say what is
+    wrong.
     """
 
     def __init__(
@@ -55,6 +61,8 @@ class LLM:
         backend: str = "auto",
         drafting: DraftingConfig | Literal["auto"] | None = "auto",
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
+        snapshots: Sequence[str | Path] = (),
+        snapshot_budget: int = MEMORY_BUDGET,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.directory = EngineDirectory.open(SHIPPED_MODEL if engine_directory is None else Path(engine_directory))
@@ -62,17 +70,25 @@ class LLM:
         self._busy = threading.Lock()
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
+        self._snapshots: SlotSnapshots | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
-        loras = _read_adapters(self.directory, adapters)
+        loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
         try:
             asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            self._runner = _open_runner(opened, self.directory, asked, loras, progress)
-            if asked is not None:
-                self.use_drafting(asked)
+            self._runner = open_runner(opened, self.directory, asked, loras, progress)
         except BaseException:
             opened.close()
+            raise
+        try:
+            self._snapshots = SlotSnapshots(SnapshotStore(snapshot_budget), self._runner, self.directory)
+            if asked is not None:
+                self.use_drafting(asked)
+            for path in snapshots:
+                self.load_snapshot(path)
+        except BaseException:
+            self.close()
             raise
 
     @property
@@ -179,8 +195,55 @@ class LLM:
             self._busy.release()
         return [finished_response(sequence) for sequence in sequences]
 
+    def cache_system_prompt(
+        self, text: str, adapter: str | None = None, save: str | Path | None = None
+    ) -> CachedPrompt:
+        """Compute a system prompt now: conversations that begin with it prefill only what follows, the same answers
+        come sooner (`usage.reused_tokens` tells).
+
+        Its rows serve requests with the LoRA adapter of the name `adapter` (None: without one), which they depend on.
+        They are kept in memory and, with `save`, in that file, which other LLMs of the same model can load. Raises
+        RequestError, AdapterError for an unknown name, SnapshotError where the rows fit neither the memory budget nor
+        are saved, or the file cannot be written.
+        """
+        snapshot = self.system_prompt_snapshot(text, adapter)
+        path, store = None if save is None else Path(save).expanduser(), self._open_snapshots().store
+        if path is not None:
+            write_snapshot(path, snapshot)
+        if path is not None and snapshot.nbytes > store.memory_budget:
+            store.add_file(path)
+        else:
+            store.put(snapshot)
+        return CachedPrompt(snapshot.facts.tokens, snapshot.nbytes, path)
+
+    def system_prompt_snapshot(self, text: str, adapter: str | None = None, label: str | None = None) -> Snapshot:
+        """The rows of `cache_system_prompt`, kept nowhere yet; `label` is a name for people (None: the first words)."""
+        runner, snapshots = self._open_runner(), self._open_snapshots()
+        token_ids = system_prompt_ids(self.tokenizer, text)
+        self._check_prompt(token_ids)
+        slot = self.directory.limits.max_batch - 1  # the one that requests use least
+        self._acquire()
+        try:
+            return snapshots.compute(slot, token_ids, self._contents[slot], label or prompt_label(text), adapter)
+        finally:
+            self._busy.release()
+
+    def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
+        """Use the snapshot of a file from now on (`edgellm cache build`, or `cache_system_prompt` with `save`).
+
+        It must have been made for one of these `adapters`, by name (None among them: without one; by default any that
+        is loaded, or none). Raises SnapshotError that names how the file differs from what it should be.
+        """
+        base = self._open_runner().base
+        names = (None, *self.adapters) if adapters is None else adapters
+        stored = self._open_snapshots().load(Path(path).expanduser(), [base.adapter_digest(name) for name in names])
+        return CachedPrompt(stored.facts.tokens, stored.nbytes, Path(path))
+
     def close(self) -> None:
         """Free all memory; the object cannot be used afterwards."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -195,8 +258,13 @@ class LLM:
 
     def _open_runner(self) -> Runner:
         if self._runner is None:
-            raise RequestError("this LLM is closed: open a new one")
+            raise RequestError(_CLOSED)
         return self._runner
+
+    def _open_snapshots(self) -> SlotSnapshots:
+        if self._snapshots is None:
+            raise RequestError(_CLOSED)
+        return self._snapshots
 
     def _stream(
         self, prompt_ids: list[int], params: SamplingParams | None, adapter: str | None, clock: Clock
@@ -207,18 +275,14 @@ class LLM:
         return Stream(self._loop().run([sequence]), sequence, params, self._busy.release)
 
     def _loop(self) -> DecodingLoop:
-        return DecodingLoop(self._open_runner(), self._contents, self._choosers[self._drafting])
+        chooser = self._choosers[self._drafting]
+        return DecodingLoop(self._open_runner(), self._contents, chooser, self._snapshots)
 
     def _acquire(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise RequestError("another request of this LLM is running: finish, cancel or close its stream first")
 
-    def _sequence(
-        self, prompt_ids: list[int], params: SamplingParams, adapter: str | None, clock: Clock
-    ) -> DecodingSequence:
-        """A request, checked; raises RequestError, and AdapterError for an adapter that is not loaded."""
-        runner = self._open_runner()
-        runner.base.adapter_digest(adapter)
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         if len(prompt_ids) >= self.context_length:
@@ -226,6 +290,14 @@ class LLM:
                 f"the prompt has {len(prompt_ids)} tokens and the context {self.context_length}, of which at least one "
                 "is for the answer: shorten the prompt or the history, or build with a larger --kv-capacity"
             )
+
+    def _sequence(
+        self, prompt_ids: list[int], params: SamplingParams, adapter: str | None, clock: Clock
+    ) -> DecodingSequence:
+        """A request, checked; raises RequestError, and AdapterError for an adapter that is not loaded."""
+        runner = self._open_runner()
+        runner.base.adapter_digest(adapter)
+        self._check_prompt(prompt_ids)
         answer = Answer(
             self.tokenizer.detokenizer(),
             params.stop,
@@ -245,35 +317,3 @@ class LLM:
         )
         tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
         return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally, adapter)
-
-
-def _open_runner(
-    backend: Backend,
-    directory: EngineDirectory,
-    drafting: DraftingConfig | None,
-    adapters: Mapping[str, LoraAdapter] | None,
-    progress: Callable[[int, int], None] | None,
-) -> Runner:
-    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none."""
-    config, limits = directory.config, directory.limits
-    if drafting is None:
-        with closing(directory.checkpoint()) as checkpoint:
-            return PlainRunner(BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters))
-    if directory.draft is None:
-        raise RequestError(
-            f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
-            "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
-        )
-    drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress, adapters)
-
-
-def _read_adapters(
-    directory: EngineDirectory, sources: Mapping[str, str | Path] | None
-) -> dict[str, LoraAdapter] | None:
-    """The directory's adapters and those of `sources`, or None where none is wanted, or the engines take none."""
-    if sources is None or not (directory.limits.has_lora or sources):
-        return None
-    require_adapters(directory.limits)
-    described = {name: adapter.path for name, adapter in directory.adapters.items()}
-    return {name: LoraAdapter.read(path, directory.config) for name, path in (described | dict(sources)).items()}

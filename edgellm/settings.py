@@ -23,14 +23,18 @@ DEFAULTS = "defaults.yaml"
 class Settings:
     """All settings; `configs/defaults.yaml` says what each means. `sampling` holds only what a file sets.
 
-    `model` and `chat_template` are paths, relative ones already resolved against the folder of their file. `drafting`
-    holds fields of `DraftingConfig`, "draft" (True: there must be a draft, False: none is used) and "preset".
+    Paths are already resolved against the folder of their file where they were relative: `model`, `chat_template` and
+    the directories of `adapters`. `drafting` holds fields of `DraftingConfig`, "draft" (True: there must be a draft,
+    False: none is used) and "preset".
     """
 
     model: Path | None = None
     backend: str = "auto"
     system: str | None = None
     chat_template: Path | None = None
+    system_cache: str | None = None
+    adapter: str | None = None
+    adapters: dict[str, Path] = field(default_factory=dict)
     history: bool = True
     stats: bool | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +50,7 @@ def load_settings(path: str | Path | None = None) -> Settings:
     user_file = Path(path).expanduser() if path is not None else _user_file()
     if user_file is not None:
         own = _checked(_read(user_file), str(user_file), user_file.parent)
-        for section in ("sampling", "drafting"):
+        for section in ("sampling", "drafting", "adapters"):
             own[section] = values.get(section, {}) | own.get(section, {})
         values |= own
     return Settings(**values)
@@ -107,12 +111,17 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
         return _checked_sampling({} if value is None else value, origin)
     if key == "drafting":
         return _checked_drafting({} if value is None else value, origin, folder)
+    if key == "adapters":
+        return _checked_adapters({} if value is None else value, origin, folder)
     if key in ("model", "chat_template"):
         if value is not None and not (isinstance(value, str) and value):
             raise _wrong(origin, key, value, "a path, or null")
         return None if value is None else folder / Path(value).expanduser()
     if key == "backend" and value not in BACKENDS:
         raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
+    if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
+        expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
+        raise _wrong(origin, key, value, f"{expected}, or null")
     if key == "system" and not isinstance(value, (str, type(None))):
         raise _wrong(origin, key, value, "text, or null")
     if key == "history" and not isinstance(value, bool):
@@ -140,6 +149,15 @@ def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
         return checked_drafting(values, folder)
     except RequestError as error:
         raise SettingsError(f"drafting in {origin}: {error}") from error
+
+
+def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "adapters", values, "names and directories")
+    for name, directory in values.items():
+        if not (isinstance(name, str) and name and isinstance(directory, str) and directory):
+            raise SettingsError(f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory")
+    return {name: folder / Path(directory).expanduser() for name, directory in values.items()}
 
 
 def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import draft_tree_reference as reference
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,13 +15,6 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.log_softmax import CHUNK, LogSoftmax
 from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
 from edgellm.kernels.top_values import largest
-
-_specification = importlib.util.spec_from_file_location(
-    "draft_tree_reference", Path(__file__).with_name("draft_tree_reference.py")
-)
-reference = importlib.util.module_from_spec(_specification)
-sys.modules[_specification.name] = reference  # dataclasses look their module up
-_specification.loader.exec_module(reference)
 
 KERNELS = NumpyDraftTree()
 NO_WORKSPACE = np.zeros(0, np.uint8)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from pathlib import Path
 
+import draft_tree_reference as reference
 import numpy as np
 import pytest
 
@@ -17,13 +15,6 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
 
 pytestmark = pytest.mark.gpu
-
-_specification = importlib.util.spec_from_file_location(
-    "draft_tree_reference", Path(__file__).with_name("draft_tree_reference.py")
-)
-reference = importlib.util.module_from_spec(_specification)
-sys.modules[_specification.name] = reference  # dataclasses look their module up
-_specification.loader.exec_module(reference)
 
 TWIN = NumpyDraftTree()
 DTYPES = pytest.mark.parametrize("compute", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])

@@ -15,7 +15,6 @@ from edgellm.errors import RequestError
 from edgellm.settings import did_you_mean
 
 _KEYS = ("name", "prompt", "file", "output")
-_LONGEST_LABEL = 40
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,4 @@ def _cache_prompt(text: str, place: str, label: str | None, output: Path | None)
     text = text.removesuffix("\n")
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
-    words = " ".join(text.split())
-    short = words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
-    return CachePrompt(label or short, text, None if output is None else output.expanduser())
+    return CachePrompt(label or prompt_label(text), text, None if output is None else output.expanduser())

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.commands.draft_options import DraftingOptions
+from edgellm.commands.lora_words import named_directories
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
@@ -74,6 +75,15 @@ Stop = Annotated[
 ]
 System = Annotated[str | None, typer.Option("--system", help="System prompt [default: the model's own]; '' is none.")]
 SystemFile = Annotated[Path | None, typer.Option("--system-file", help="File with the system prompt.")]
+SystemCache = Annotated[
+    str | None,
+    typer.Option(
+        "--system-cache",
+        metavar="FILE",
+        help="Snapshot that edgellm cache build made: take the system prompt's KV cache from it. A file, or a name as "
+        "edgellm cache list shows it.",
+    ),
+]
 Backend = Annotated[
     str | None,
     typer.Option("--backend", metavar="|".join(BACKENDS), callback=_check_backend, help="What computes."),
@@ -127,6 +137,29 @@ class PromptOptions:
         return None if self.system is None else checked_argument(self.system, "--system")
 
 
+@dataclass(frozen=True)
+class AdapterOptions:
+    """LoRA adapters; None or [] is an option that was not given."""
+
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this LoRA adapter [default: none].")
+    ] = None
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=DIR",
+            help="Load a LoRA adapter (a PEFT directory) beside those of the engine directory; may be given several "
+            "times.",
+        ),
+    ] = None
+
+    def applied_to(self, settings: Settings) -> dict[str, Any]:
+        """The settings of adapters with these options on top, by their names; a wrong one is a usage error."""
+        adapter = settings.adapter if self.adapter is None else self.adapter or None
+        return {"adapter": adapter, "adapters": settings.adapters | named_directories(self.lora or ())}
+
+
 def chosen_settings(
     config: Path | None,
     *,
@@ -135,6 +168,8 @@ def chosen_settings(
     prompt: PromptOptions,
     sampling: SamplingOptions,
     drafting: DraftingOptions,
+    adapters: AdapterOptions | None = None,
+    system_cache: str | None = None,
 ) -> Settings:
     """The settings files with the command line's options on top; None is an option that was not given."""
     settings = load_settings(config)
@@ -143,11 +178,13 @@ def chosen_settings(
         "backend": backend,
         "chat_template": prompt.chat_template,
         "system": prompt.system_prompt(),
+        "system_cache": system_cache,
     }
     chosen = {key: value for key, value in given.items() if value is not None}
     return replace(
         settings,
         **chosen,
+        **(adapters or AdapterOptions()).applied_to(settings),
         sampling=settings.sampling | sampling.given(),
         drafting=drafting.applied_to(settings),
     )

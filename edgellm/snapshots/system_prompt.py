@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
 from edgellm.text.tokenizer import Tokenizer
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")
+_LONGEST_LABEL = 40
+
+
+@dataclass(frozen=True)
+class CachedPrompt:
+    """A prompt whose KV rows are kept: how many `tokens` they are of, how many bytes they take, and their file (None:
+    they are in memory alone)."""
+
+    tokens: int
+    nbytes: int
+    path: Path | None
+
+
+def prompt_label(text: str) -> str:
+    """A name for a system prompt: its first words."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
 
 
 def system_prompt_ids(tokenizer: Tokenizer, system_prompt: str) -> list[int]:

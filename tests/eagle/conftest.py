@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.backend import open_backend
@@ -155,7 +156,7 @@ def make_tiny_pair(
 
 @contextmanager
 def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[EagleRunner]:
-    opened = open_backend(backend, directory)
+    opened = FixedShapeBackend(directory) if backend == "fixed" else open_backend(backend, directory)
     try:
         runner = EagleRunner.open(opened, directory)
     except BaseException:
@@ -169,5 +170,5 @@ def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[
 
 @pytest.fixture(scope="session")
 def open_eagle() -> Callable[..., object]:
-    """(directory, backend="numpy") to a context manager that gives an `EagleRunner`."""
+    """(directory, backend="numpy") to a context manager that gives an `EagleRunner`; "fixed" is `FixedShapeBackend`."""
     return _open_eagle

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.comparison import open_runner
@@ -21,22 +20,12 @@ from edgellm.engines.sampling_state import SamplingValues
 PROMPT = [(7 * index + 3) % 250 for index in range(21)]
 
 
-def _fixed_shapes() -> ModuleType:
-    path = Path(__file__).parent.parent / "fixed_shape_backend.py"
-    spec = importlib.util.spec_from_file_location("fixed_shape_backend_for_lora", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @contextmanager
 def captured_runner(directory: EngineDirectory, with_adapters: bool) -> Iterator[tuple[BaseEngineRunner, Any, list]]:
     """A runner on a backend that captures, the backend, and the shapes of the engines that were loaded."""
     loaded: list[EngineShape] = []
 
-    class Backend(_fixed_shapes().FixedShapeBackend):
+    class Backend(FixedShapeBackend):
         def __init__(self) -> None:
             super().__init__(directory)
             self._shapes = set(directory.limits.all_engine_shapes())

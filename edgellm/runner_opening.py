@@ -1,0 +1,49 @@
+"""Opens what an engine directory holds as a runner of the decoding loop: base model, draft model, LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from edgellm.decoding import PlainRunner, Runner
+from edgellm.drafting import DraftingConfig
+from edgellm.engines.backend import Backend
+from edgellm.engines.base_runner import BaseEngineRunner
+from edgellm.engines.eagle_runner import EagleRunner
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.lora_adapter import LoraAdapter
+from edgellm.engines.lora_slots import require_adapters
+from edgellm.errors import RequestError
+
+
+def open_runner(
+    backend: Backend,
+    directory: EngineDirectory,
+    drafting: DraftingConfig | None,
+    adapters: Mapping[str, LoraAdapter] | None,
+    progress: Callable[[int, int], None] | None,
+) -> Runner:
+    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none."""
+    config, limits = directory.config, directory.limits
+    if drafting is None:
+        with closing(directory.checkpoint()) as checkpoint:
+            return PlainRunner(BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters))
+    if directory.draft is None:
+        raise RequestError(
+            f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
+            "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
+        )
+    drafting.plan(directory.limits)  # refused before anything is loaded
+    return EagleRunner.open(backend, directory, progress, adapters)
+
+
+def read_adapters(
+    directory: EngineDirectory, sources: Mapping[str, str | Path] | None
+) -> dict[str, LoraAdapter] | None:
+    """The directory's adapters and those of `sources`, or None where none is wanted, or the engines take none."""
+    if sources is None or not (directory.limits.has_lora or sources):
+        return None
+    require_adapters(directory.limits)
+    described = {name: adapter.path for name, adapter in directory.adapters.items()}
+    return {name: LoraAdapter.read(path, directory.config) for name, path in (described | dict(sources)).items()}
