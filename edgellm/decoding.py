@@ -10,27 +10,48 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgellm.drafting import PlanChooser
 from edgellm.drafting_statistics import DraftingTally
-from edgellm.engines.backend import Backend, Readback
-from edgellm.engines.base_runner import BaseEngineRunner
-from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.responses import Timings
+from edgellm.runner import PlainRunner, Runner
 from edgellm.text.stop import Answer
+
+__all__ = [
+    "Clock",
+    "DecodingLoop",
+    "DecodingSequence",
+    "EmittedToken",
+    "KVContents",
+    "PlainRunner",
+    "Runner",
+    "SnapshotSource",
+]
 
 
 @dataclass
 class Clock:
-    """When a request was accepted, began to be prefilled, gave its first token and its last (monotonic seconds)."""
+    """When a request was accepted, began to be prefilled, gave its first token and its last (monotonic seconds).
+
+    `gaps` are the seconds between the steps that gave it tokens.
+    """
 
     accepted: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+    def step(self, now: float) -> None:
+        """A step has given tokens."""
+        if self.first_token:
+            self.gaps.append(now - self.last_token)
+        else:
+            self.first_token = now
+        self.last_token = now
 
     def timings(self) -> Timings:
         """The spans between them."""
@@ -40,6 +61,8 @@ class Clock:
             time_to_first_token=first - self.accepted,
             decode_seconds=max(0.0, self.last_token - first),
             total_seconds=time.perf_counter() - self.accepted,
+            queue_seconds=max(0.0, self.started - self.accepted),
+            step_gaps=tuple(self.gaps),
         )
 
 
@@ -84,68 +107,12 @@ class SnapshotSource(Protocol):
         than its contents. Returns the rows taken."""
 
 
-class StepTokens(Protocol):
-    """The tokens of a step on their way to the host."""
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one."""
-
-
-class Runner(Protocol):
-    """What the loop needs: `engines.eagle_runner.EagleRunner`, or `PlainRunner`."""
-
-    base: BaseEngineRunner
-    backend: Backend
-    limits: EngineLimits
-
-    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
-        """Prefill a slot; gives its first token [1]."""
-
-    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
-        """A round of `plan` for the leading slots, or a plain step."""
-
-    def draft_rows(self, slot: int) -> int | None:
-        """Committed rows of the draft, None without one."""
-
-    def stop(self, slot: int) -> None:
-        """Leave a slot idle."""
-
-    def move(self, source: int, target: int) -> None:
-        """Go on with the sequence of slot `source` in the idle slot `target`."""
-
-    def close(self) -> None:
-        """Free everything."""
-
-
-class PlainRunner:
-    """A base model without a draft, as the loop's runner."""
-
-    def __init__(self, base: BaseEngineRunner) -> None:
-        self.base, self.backend, self.limits = base, base.backend, base.limits
-        self.start, self.stop, self.move, self.close = base.start, base.stop, base.move, base.close
-
-    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
-        """A plain step; there are no plans."""
-        return _PlainStep(self.base.decode(batch))
-
-    def draft_rows(self, slot: int) -> int | None:
-        """There is no draft."""
-        return None
-
-
-class _PlainStep:
-    def __init__(self, emitted: Readback) -> None:
-        self._emitted = emitted
-
-    def wait(self) -> list[list[int]]:
-        return [[token] if token >= 0 else [] for token in self._emitted.wait().tolist()]
-
-
 @dataclass(eq=False)
 class DecodingSequence:
     """A request that is being answered, with the LoRA adapter of that name (None: without one).
 
-    `max_tokens` only keeps steps from being launched that it will not need.
+    `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
+    neither finished nor cancelled.
     """
 
     prompt_ids: Sequence[int]
@@ -161,11 +128,12 @@ class DecodingSequence:
     room: int = 0
     least: int = 0
     most: int = 0
+    failure: Exception | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended."""
-        return self.answer.finish_reason is not None
+        """Whether the answer has ended, or failed."""
+        return self.answer.finish_reason is not None or self.failure is not None
 
     @property
     def wanted(self) -> int:
@@ -184,8 +152,21 @@ class _Launch:
     seconds: float
 
 
+class EmittedToken(NamedTuple):
+    """A token that a sequence got, the text that it completed, and whether the draft had proposed it."""
+
+    sequence: DecodingSequence
+    token_id: int
+    text: str
+    from_draft: bool
+
+
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting)."""
+    """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting).
+
+    `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
+    then `advance` round by round. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -200,61 +181,114 @@ class DecodingLoop:
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
 
+    @property
+    def running(self) -> Sequence[DecodingSequence]:
+        """The sequences that have a slot."""
+        return self._running
+
     def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
         """Answer all; yields (sequence, token id, text that it completed).
 
         `answer.finish("cancelled")` from outside ends a sequence at its next token, closing the iterator ends all. KV
-        rows of the tokens up to then stay reusable.
+        rows of the tokens up to then stay reusable. Where a sequence fails the others go on; the first failure is
+        raised in the end.
         """
         waiting = deque(sequences)
         try:
             while waiting or self._running:
-                while waiting and self._has_place(waiting[0]):
-                    self._start(waiting.popleft())
-                self._launch_ahead()
-                yield from self._read()
-                if any(sequence.finished for sequence in self._running):
-                    while self._launches:
-                        yield from self._read()
-                    self._evict()
+                self._admit_from(waiting)
+                for emitted in self.advance():
+                    yield emitted[:3]
+        except Exception:
+            self.abandon(keep_rows=False)
+            raise
         finally:
-            for launch in self._launches:
-                launch.wait()
-            self._launches.clear()
-            while self._running:
-                self._release(len(self._running) - 1)
+            self.abandon()
+        for sequence in sequences:
+            if sequence.failure is not None:
+                raise sequence.failure
 
-    def _has_place(self, sequence: DecodingSequence) -> bool:
-        """Whether a slot is free, and the engines hold its adapter or can: else it waits until others are finished."""
+    def has_place(self, sequence: DecodingSequence) -> bool:
+        """Whether a slot is free, and the engines hold its adapter or can: else it waits until others are finished.
+
+        Raises AdapterError for an adapter that is not loaded.
+        """
         slot, runner = len(self._running), self._runner
         return slot < runner.limits.max_batch and runner.base.has_adapter_place(slot, sequence.adapter)
 
-    def _take_adapter(self, sequence: DecodingSequence) -> None:
-        slot, base = len(self._running), self._runner.base
-        base.set_adapter(slot, sequence.adapter)
-        sequence.adapter_digest = base.adapter_digest(sequence.adapter)
-        self._contents[slot].bind(sequence.adapter_digest)
+    def settle(self) -> Iterator[EmittedToken]:
+        """Read what is under way, so that sequences can come and go; gives its tokens."""
+        while self._launches:
+            yield from self._read()
 
-    def _start(self, sequence: DecodingSequence) -> None:
-        self._take_adapter(sequence)
-        runner, slot = self._runner, len(self._running)
+    def admit(self, sequence: DecodingSequence) -> None:
+        """Launch the prefill of a sequence that has a place; no step is under way (see `settle`).
+
+        What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
+        """
+        runner, slot, base = self._runner, len(self._running), self._runner.base
         contents, prompt_ids = self._contents[slot], sequence.prompt_ids
         sequence.clock.started = time.perf_counter()
-        if self._snapshots is not None:
-            self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
-        reused = sequence.reused_tokens = contents.reusable(prompt_ids)
-        # What a failure from here on leaves behind.
-        contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)
+        if sequence.tally is not None:
+            sequence.tally.start()
         try:
+            base.set_adapter(slot, sequence.adapter)
+            sequence.adapter_digest = base.adapter_digest(sequence.adapter)
+            contents.bind(sequence.adapter_digest)
+            if self._snapshots is not None:
+                self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
+            reused = sequence.reused_tokens = contents.reusable(prompt_ids)
+            # What a failure from here on leaves behind.
+            contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)
             first = runner.start(slot, prompt_ids, reused, sequence.sampling)
         except BaseException:
-            runner.base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         sequence.room = runner.limits.kv_capacity - len(prompt_ids)
         sequence.least = sequence.most = 1
         self._running.append(sequence)
         slots = range(slot, slot + 1)
         self._launches.append(_Launch(lambda: [first.wait().tolist()], slots, None, True, time.perf_counter()))
+
+    def advance(self) -> Iterator[EmittedToken]:
+        """Launch what may be launched, read the oldest launch, and take out what is finished; gives the tokens read.
+
+        Read it to its end. What it raises is the engines' failure: `abandon` the sequences then.
+        """
+        yield from self.evict()
+        self._launch_ahead()
+        if self._launches:
+            yield from self._read()
+        yield from self.evict()
+
+    def evict(self) -> Iterator[EmittedToken]:
+        """Take out the sequences that have ended; gives the tokens of others that were under way."""
+        if any(sequence.finished for sequence in self._running):
+            yield from self.settle()
+            for slot in reversed(range(len(self._running))):
+                if self._running[slot].finished:
+                    self._release(slot)
+
+    def abandon(self, keep_rows: bool = True) -> None:
+        """Leave all slots idle; without `keep_rows` nothing of their rows is reused."""
+        while self._launches:
+            self._launches.popleft().wait()
+        while self._running:
+            slot = len(self._running) - 1
+            self._release(slot)
+            if not keep_rows:
+                self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)
+
+    def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
+        """Admit those that have a place, in order; a failure is theirs alone."""
+        while waiting:
+            try:
+                if not self.has_place(waiting[0]):
+                    return
+                self.admit(waiting[0])
+            except Exception as error:
+                waiting[0].failure = error
+            waiting.popleft()
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
@@ -277,7 +311,7 @@ class DecodingLoop:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
 
-    def _read(self) -> Iterator[tuple[DecodingSequence, int, str]]:
+    def _read(self) -> Iterator[EmittedToken]:
         """Take the tokens of the oldest launch."""
         launch = self._launches.popleft()
         tokens = launch.wait()
@@ -295,24 +329,20 @@ class DecodingLoop:
                 sequence.least += len(emitted) - 1
             if sequence.tally is not None and not launch.is_prefill:
                 sequence.tally.step(plan, seconds)
-            for token in emitted:
-                sequence.clock.last_token = now
-                sequence.clock.first_token = sequence.clock.first_token or now
-                text = sequence.answer.push(token)
+            sequence.clock.step(now)
+            for place, token in enumerate(emitted, 1):
+                try:
+                    text = sequence.answer.push(token)
+                    if not sequence.finished and sequence.answer.token_count >= sequence.room:
+                        text += sequence.answer.finish("context")
+                except Exception as error:  # the others go on
+                    sequence.failure = error
+                    break
                 if sequence.tally is not None and not launch.is_prefill:
                     sequence.tally.token()
-                if not sequence.finished and sequence.answer.token_count >= sequence.room:
-                    text += sequence.answer.finish("context")
-                yield sequence, token, text
+                yield EmittedToken(sequence, token, text, plan is not None and place < len(emitted))
                 if sequence.finished:
                     break
-
-    def _evict(self) -> None:
-        """Take the finished sequences out; the last ones move to their slots."""
-        for slot in reversed(range(len(self._running))):
-            if not self._running[slot].finished:
-                continue
-            self._release(slot)
 
     def _release(self, slot: int) -> None:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""

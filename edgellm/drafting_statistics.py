@@ -55,6 +55,10 @@ class DraftingTally:
         self._seconds = 0.0
         self._length: int | None = None
 
+    def start(self) -> None:
+        """Leave out what the stages took up to now: the answer begins, having waited for others."""
+        self._before = dict(self._stage_seconds())
+
     def step(self, plan: DraftPlan | None, seconds: float) -> None:
         """A round, or without a plan a plain step, has given its tokens; they follow."""
         self._close_round()

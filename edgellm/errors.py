@@ -25,6 +25,7 @@ __all__ = [
     "KernelError",
     "MissingDependencyError",
     "PlanError",
+    "QueueFullError",
     "RequestError",
     "SettingsError",
     "SnapshotError",
@@ -35,6 +36,10 @@ __all__ = [
 
 class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
+
+
+class QueueFullError(RequestError):
+    """So many requests wait already that another is refused: ask again later, or open with a longer queue."""
 
 
 class SnapshotError(EdgeLLMError):

@@ -214,11 +214,11 @@ class LLM:
             store.add_file(path)
         else:
             store.put(snapshot)
-        return CachedPrompt(snapshot.facts.tokens, snapshot.nbytes, path)
+        return CachedPrompt(tuple(snapshot.token_ids.tolist()), snapshot.nbytes, path)
 
     def system_prompt_snapshot(self, text: str, adapter: str | None = None, label: str | None = None) -> Snapshot:
         """The rows of `cache_system_prompt`, kept nowhere yet; `label` is a name for people (None: the first words)."""
-        runner, snapshots = self._open_runner(), self._open_snapshots()
+        snapshots = self._open_snapshots()
         token_ids = system_prompt_ids(self.tokenizer, text)
         self._check_prompt(token_ids)
         slot = self.directory.limits.max_batch - 1  # the one that requests use least
@@ -236,8 +236,9 @@ class LLM:
         """
         base = self._open_runner().base
         names = (None, *self.adapters) if adapters is None else adapters
-        stored = self._open_snapshots().load(Path(path).expanduser(), [base.adapter_digest(name) for name in names])
-        return CachedPrompt(stored.facts.tokens, stored.nbytes, Path(path))
+        path = Path(path).expanduser()
+        stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
+        return CachedPrompt(stored.token_ids, stored.nbytes, path)
 
     def close(self) -> None:
         """Free all memory; the object cannot be used afterwards."""

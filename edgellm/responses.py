@@ -22,12 +22,16 @@ class Timings:
 
     `time_to_first_token` runs from the request's acceptance; `decode_seconds` from the first token to the last;
     `tokens_per_second` counts the tokens after the first over `decode_seconds` (0.0 where there are none).
+    `queue_seconds` went by before a slot was free. `step_gaps` are the times between the steps that gave tokens, one
+    token each, or several where a draft was accepted.
     """
 
     prefill_seconds: float
     time_to_first_token: float
     decode_seconds: float
     total_seconds: float
+    queue_seconds: float = 0.0
+    step_gaps: tuple[float, ...] = ()
 
     def tokens_per_second(self, completion_tokens: int) -> float:
         """Decoding speed for an answer of `completion_tokens` tokens."""
@@ -36,10 +40,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character."""
+    """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character.
+
+    `from_draft` says of each token whether the draft had proposed it; it is empty where that is not known.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    from_draft: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Response:
     """A finished answer.
 
     `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
-    capacity is used up) or "cancelled". `text` excludes the stop string; `token_ids` are all that were generated and
+    capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids` are all that were generated and
     count towards usage, the ending one included. `drafting` says what drafting did, where a draft model is loaded.
     """
 

@@ -122,6 +122,8 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
     if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
         expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
         raise _wrong(origin, key, value, f"{expected}, or null")
+    if key == "system_cache" and value is not None and (folder / Path(value).expanduser()).exists():
+        return str(folder / Path(value).expanduser())
     if key == "system" and not isinstance(value, (str, type(None))):
         raise _wrong(origin, key, value, "text, or null")
     if key == "history" and not isinstance(value, bool):

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines import cuda_decode_engine, cuda_draft_engine
 from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, unsupported
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTransfer
+from edgellm.engines.cuda_draft_engine import CudaDraftEngine
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
@@ -52,7 +55,7 @@ class TensorRTBackend:
         self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
         self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
-        self._engines: list[TensorRTEngine | CudaDecodeEngine] = []
+        self._engines: list[TensorRTEngine | CudaKernelEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
 
     @cached_property
@@ -119,19 +122,26 @@ class TensorRTBackend:
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""
-        engine = self._decode_kernel_engine(shape) or self._plan_engine(shape)
+        engine = self._kernel_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
         return engine
 
-    def _decode_kernel_engine(self, shape: EngineShape) -> CudaDecodeEngine | None:
-        config, kernels = self._directory.config, self._decode_kernels
-        if shape.phase not in ("decode", "verify"):
+    def _kernel_engine(self, shape: EngineShape) -> CudaKernelEngine | None:
+        kernels, dtype = self._decode_kernels, self.compute_dtype
+        if shape.phase == "prefill":
             return None
-        reason = unsupported(config, shape, self.compute_dtype, kernels.shared_limit)
-        if reason is not None:
-            logger.info("%s runs on TensorRT: %s", shape.name, reason)
-            return None
-        return CudaDecodeEngine(kernels, config, shape, self.compute_dtype)
+        if shape.model == "draft":
+            draft = self._directory.model_config(shape.model)
+            reason = cuda_draft_engine.unsupported(draft, shape, dtype, kernels.shared_limit)
+            if reason is None:
+                return CudaDraftEngine(kernels, draft, shape, dtype)
+        else:
+            config = self._directory.config
+            reason = cuda_decode_engine.unsupported(config, shape, dtype, kernels.shared_limit)
+            if reason is None:
+                return CudaDecodeEngine(kernels, config, shape, dtype)
+        logger.info("%s runs on TensorRT: %s", shape.name, reason)
+        return None
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

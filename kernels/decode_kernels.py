@@ -7,29 +7,58 @@ a `Launch` that enqueues it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 
-#: The most tokens in a step, of all sequences together: the tensor-core instruction multiplies eight rows.
-MAX_ROWS = 8
+#: The most rows of a step (its tokens, of all sequences together): the tensor-core instruction multiplies sixteen.
+MAX_ROWS = 16
 
-_WARPS, _UNIT, _STEP = 16, 8, 32
+_WARPS, _STEP = 16, 32
 _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
-#: decode_linear.cu's DEPTH.
-_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """How decode_linear.cu's kernels of one width work.
+
+    `rows` is the most rows of activations; a thread has `depth` copies of 16 bytes of weights in flight; `twice`: units
+    of `linear_residual` are 16 weight rows, not 8.
+    """
+
+    suffix: str
+    rows: int
+    depth: int
+    blocks_per_multiprocessor: int
+    twice: bool
+
+    def ring_bytes(self, tiles: int) -> int:
+        """Shared memory of the ring and of the partial sums, for units of `tiles` times 8 weight rows."""
+        return self.depth * 32 * _WARPS * 16 + 2 * _WARPS * tiles * self.rows * 8 * 4
+
+    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int) -> int:
+        """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
+        slices = _WARPS * _steps(columns)
+        return self.ring_bytes(tiles) + parts * self.rows * _WARPS * 4 + slices * _STEP * 2 * (1 + batch)
+
+    def streamed_bytes(self, batch: int) -> int:
+        """The same with the ring of activations."""
+        tiles = 2 if self.twice else 1
+        return self.ring_bytes(tiles) + self.depth // tiles * _WARPS * batch * _STEP * 2
+
+
+_NARROW = _Geometry("", 8, 4, 2, False)
+_WIDE = _Geometry("_wide", 16, 8, 1, True)
+#: More rows are served by the wide kernels, where the GPU has the shared memory.
+_NARROW_ROWS = 2
 
 
 class CudaDecodeKernels(KernelModule):
     """The kernels for one GPU and stream; the GPU's primary context must be current."""
-
-    def __init__(self, architecture: str, stream_handle: int, cubin: bytes | None = None) -> None:
-        super().__init__(architecture, stream_handle, cubin)
-        self.blocks_per_multiprocessor = 2
-        self.depth = _DEPTH
 
     def norm_linear(
         self,
@@ -41,15 +70,19 @@ class CudaDecodeKernels(KernelModule):
         output: DeviceArray,
         features: DeviceArray | None = None,
         place: int = 0,
+        keeps_raw: bool = False,
         next_early: bool = True,
     ) -> Launch:
         """See `numpy_decode_kernels.norm_linear`.
 
         `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished.
         """
-        rows, shared, arguments = self._norm(1, hidden, norm_weight, epsilon, weight, bias, output)
-        arguments += (ctypes.c_int(next_early), *_feature_arguments(features, place, weight.shape[1]))
-        return self._linear(f"decode_norm_linear_{weight.dtype}", rows, shared, arguments)
+        extra = (
+            ctypes.c_int(next_early),
+            *_feature_arguments(features, place, weight.shape[1]),
+            ctypes.c_int(keeps_raw),
+        )
+        return self._norm("decode_norm_linear", 1, hidden, norm_weight, epsilon, weight, bias, output, extra)
 
     def norm_gate_up(
         self,
@@ -61,11 +94,11 @@ class CudaDecodeKernels(KernelModule):
         output: DeviceArray,
     ) -> Launch:
         """See `numpy_decode_kernels.norm_gate_up`."""
-        rows, shared, arguments = self._norm(2, hidden, norm_weight, epsilon, weight, bias, output)
-        return self._linear(f"decode_norm_gate_up_{weight.dtype}", rows, shared, arguments)
+        return self._norm("decode_norm_gate_up", 2, hidden, norm_weight, epsilon, weight, bias, output, ())
 
     def _norm(
         self,
+        name: str,
         tiles: int,
         hidden: DeviceArray,
         norm_weight: DeviceArray,
@@ -73,9 +106,11 @@ class CudaDecodeKernels(KernelModule):
         weight: DeviceArray,
         bias: DeviceArray | None,
         output: DeviceArray,
-    ) -> tuple[int, int, tuple[Any, ...]]:
-        """Output rows, bytes of shared memory and the first arguments of both kernels."""
-        batch, rows, columns = self._sizes(hidden, weight, tiles)
+        extra: tuple[Any, ...],
+    ) -> Launch:
+        batch, columns = _sizes(hidden.size, weight)
+        rows = weight.shape[0] // tiles
+        geometry = _geometry(batch, lambda each: each.norm_bytes(tiles, 1, batch, columns), self.shared_limit)
         arguments = (
             pointer(weight),
             pointer(bias),
@@ -85,49 +120,84 @@ class CudaDecodeKernels(KernelModule):
             ctypes.c_float(epsilon),
             pointer(output),
             *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
+            *extra,
         )
-        return rows, _norm_bytes(tiles, batch, columns, self.depth), arguments
+        shared = geometry.norm_bytes(tiles, 1, batch, columns)
+        return self._linear(f"{name}{geometry.suffix}_{weight.dtype}", geometry, rows, 8, shared, arguments)
+
+    def norms_linear(
+        self,
+        first: DeviceArray,
+        first_norm: DeviceArray,
+        second: DeviceArray,
+        second_norm: DeviceArray,
+        epsilon: float,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        output: DeviceArray,
+        normed: DeviceArray | None = None,
+    ) -> Launch:
+        """See `numpy_decode_kernels.norms_linear`; a kernel that overlaps it starts when its predecessor is done."""
+        batch, columns = _sizes(2 * first.size, weight)
+        if first.dtype != weight.dtype or second.size != first.size:
+            raise KernelError(
+                f"the two inputs of a linear layer are {first.dtype} {first.shape} and {second.dtype} {second.shape}; "
+                f"expected {weight.dtype}, then as many elements"
+            )
+        arguments = (
+            pointer(weight),
+            pointer(bias),
+            pointer(first),
+            pointer(first_norm),
+            pointer(second),
+            ctypes.c_int(second.dtype == "float32"),
+            pointer(second_norm),
+            ctypes.c_float(epsilon),
+            pointer(output),
+            *map(ctypes.c_int, (batch, weight.shape[0], columns, _steps(columns))),
+            pointer(normed),
+        )
+        name, shared = f"decode_norms_linear_wide_{weight.dtype}", _WIDE.norm_bytes(1, 2, batch, columns)
+        return self._linear(name, _WIDE, weight.shape[0], 8, shared, arguments)
 
     def linear_residual(
         self,
         x: DeviceArray,
         weight: DeviceArray,
         bias: DeviceArray | None,
-        residual: DeviceArray,
+        residual: DeviceArray | None,
         output: DeviceArray,
         features: DeviceArray | None = None,
         place: int = 0,
+        selected: DeviceArray | None = None,
     ) -> Launch:
         """See `numpy_decode_kernels.linear_residual`."""
-        batch, rows, columns = self._sizes(x, weight, 1)
-        steps = _steps(columns)
-        staged = _linear_bytes(1, self.depth) + batch * (_WARPS * steps * _STEP * 2 + 64)
-        stage = staged <= self.shared_limit
+        rows, columns = weight.shape
+        batch, tokens = output.size // rows, 1
+        if selected is None:
+            _sizes(x.size, weight)
+        else:
+            batch, tokens = selected.size, x.size // columns // selected.size
+        geometry = _geometry(batch, lambda each: each.streamed_bytes(batch), self.shared_limit)
         arguments = (
             pointer(weight),
             pointer(bias),
             pointer(x),
             pointer(residual),
-            ctypes.c_int(residual.dtype == "float32"),
+            ctypes.c_int(residual is not None and residual.dtype == "float32"),
             pointer(output),
-            *map(ctypes.c_int, (batch, rows, columns, steps, stage)),
+            *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
+            pointer(selected),
+            ctypes.c_int(tokens),
             *_feature_arguments(features, place, rows),
         )
-        name = f"decode_linear_residual_{weight.dtype}"
-        return self._linear(name, rows, staged if stage else _linear_bytes(1, self.depth), arguments)
+        name, unit = f"decode_linear_residual{geometry.suffix}_{weight.dtype}", 16 if geometry.twice else 8
+        return self._linear(name, geometry, rows, unit, geometry.streamed_bytes(batch), arguments)
 
-    def _sizes(self, x: DeviceArray, weight: DeviceArray, tiles: int) -> tuple[int, int, int]:
-        columns = weight.shape[1]
-        batch = x.size // columns
-        if not 1 <= batch <= MAX_ROWS or columns % 8 or batch * columns != x.size:
-            raise KernelError(
-                f"decode kernels take 1 to {MAX_ROWS} rows of a width that is a multiple of 8, "
-                f"found {x.shape} times {weight.shape}"
-            )
-        return batch, weight.shape[0] // tiles, columns
-
-    def _linear(self, name: str, rows: int, shared_bytes: int, arguments: Sequence[Any]) -> Launch:
-        blocks = min(-(-rows // _UNIT), self.multiprocessors * self.blocks_per_multiprocessor)
+    def _linear(
+        self, name: str, geometry: _Geometry, rows: int, unit: int, shared_bytes: int, arguments: Sequence[Any]
+    ) -> Launch:
+        blocks = min(-(-rows // unit), self.multiprocessors * geometry.blocks_per_multiprocessor)
         return Launch(self, name, (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
 
     def attention(
@@ -144,6 +214,7 @@ class CudaDecodeKernels(KernelModule):
         partial: DeviceArray,
         counters: DeviceArray,
         context: DeviceArray,
+        masks_all: bool = False,
     ) -> Launch:
         """See `numpy_decode_kernels.attention`.
 
@@ -173,7 +244,7 @@ class CudaDecodeKernels(KernelModule):
             pointer(partial),
             pointer(counters),
             ctypes.c_float(size**-0.5 * 1.4426950408889634),
-            *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys)),
+            *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys, masks_all)),
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
         grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch * tokens)
@@ -191,22 +262,56 @@ def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size:
     return rows * heads * attention_splits(kv_heads, kv_rows) * (size + 2)
 
 
-def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int) -> int:
-    """The most shared memory that a block of any of the kernels needs.
+def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int, shared_limit: int) -> int:
+    """The most shared memory that a block of any kernel of a decode or verify step needs, where a GPU has a limit.
 
-    Widths other than the hidden size do not count: `linear_residual` reads what does not fit from global memory.
+    Widths other than the hidden size do not count: what `linear_residual` takes streams through a ring.
     """
-    return max(_norm_bytes(2, batch * tokens, hidden_size, _DEPTH), _attention_bytes(tokens, group, head_size))
+    rows = batch * tokens
+    return max(
+        *(_norm_bytes(tiles, rows, hidden_size, shared_limit) for tiles in (1, 2)),
+        _streamed_bytes(rows, shared_limit),
+        _attention_bytes(tokens, group, head_size),
+    )
 
 
-def _norm_bytes(tiles: int, batch: int, columns: int, depth: int) -> int:
-    """Ring, partial sums, and the activations, which are float before they are normalized."""
-    return _linear_bytes(tiles, depth) + batch * (_WARPS * _steps(columns) * _STEP * 4 + 64)
+def draft_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int, shared_limit: int) -> int:
+    """The same of a draft step, whose first linear layer takes two inputs of the hidden size side by side."""
+    own = _WIDE.norm_bytes(1, 2, batch * tokens, 2 * hidden_size)
+    return max(own, shared_bytes(batch, tokens, hidden_size, head_size, group, shared_limit))
 
 
-def _linear_bytes(tiles: int, depth: int) -> int:
-    """Ring and partial sums."""
-    return depth * 32 * _WARPS * 16 + (2 * _WARPS * tiles * 64 + _UNIT * _WARPS) * 4
+def _norm_bytes(tiles: int, batch: int, columns: int, shared_limit: int) -> int:
+    def needed(geometry: _Geometry) -> int:
+        return geometry.norm_bytes(tiles, 1, batch, columns)
+
+    return needed(_geometry(batch, needed, shared_limit))
+
+
+def _streamed_bytes(batch: int, shared_limit: int) -> int:
+    def needed(geometry: _Geometry) -> int:
+        return geometry.streamed_bytes(batch)
+
+    return needed(_geometry(batch, needed, shared_limit))
+
+
+def _geometry(batch: int, needed: Callable[[_Geometry], int], shared_limit: int) -> _Geometry:
+    """The kernels that serve `batch` rows: the wide ones for more than a few, if a block gets the memory they need."""
+    if batch <= _NARROW_ROWS or (batch <= _NARROW.rows and needed(_WIDE) > shared_limit):
+        return _NARROW
+    return _WIDE
+
+
+def _sizes(elements: int, weight: DeviceArray) -> tuple[int, int]:
+    """Rows and columns of activations that have so many elements."""
+    columns = weight.shape[1]
+    batch = elements // columns
+    if not 1 <= batch <= MAX_ROWS or columns % 8 or batch * columns != elements:
+        raise KernelError(
+            f"decode kernels take 1 to {MAX_ROWS} rows of a width that is a multiple of 8, "
+            f"found {elements} elements times {weight.shape}"
+        )
+    return batch, columns
 
 
 def _attention_warps(group: int) -> int:

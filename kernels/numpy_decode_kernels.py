@@ -1,6 +1,6 @@
-"""The kernels of decode and verify steps in NumPy, float32: the twins of `CudaDecodeKernels` and their definition.
+"""The kernels of decode, verify and draft steps in NumPy, float32: the twins of `CudaDecodeKernels`, their definition.
 
-R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify step.
+R rows stand for the new tokens of all sequences: B in a decode step, B T in a verify or draft step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,40 @@ def norm_linear(
     output: np.ndarray,
     features: np.ndarray | None = None,
     place: int = 0,
+    keeps_raw: bool = False,
 ) -> None:
     """`output` [R, N] = rms_norm(hidden [R, K]) times the transpose of `weight` [N, K], plus `bias` [N].
 
-    `features` [R, n K] gets what was normalized, in its columns from `place` K on.
+    `features` [R, n K] gets what was normalized, or `hidden` itself if `keeps_raw`, in its columns from `place` K on.
     """
-    normed = rms_norm(_rows(hidden, weight), norm_weight, epsilon)
+    rows = _rows(hidden, weight)
+    normed = rms_norm(rows, norm_weight, epsilon)
     output.reshape(-1, len(weight))[...] = linear(normed, weight, bias)
-    _write_features(features, place, normed)
+    _write_features(features, place, rows if keeps_raw else normed)
+
+
+def norms_linear(
+    first: np.ndarray,
+    first_norm: np.ndarray,
+    second: np.ndarray,
+    second_norm: np.ndarray,
+    epsilon: float,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    output: np.ndarray,
+    normed: np.ndarray | None = None,
+) -> None:
+    """`output` [R, N] = [rms_norm(first [R, H]) | rms_norm(second [R, H])] times `weight` [N, 2H]^T, plus `bias` [N].
+
+    `normed` [R, H] gets the second input, normalized.
+    """
+    size = len(first_norm)
+    parts = (
+        rms_norm(first.reshape(-1, size), first_norm, epsilon),
+        rms_norm(second.reshape(-1, size), second_norm, epsilon),
+    )
+    output[...] = linear(np.concatenate(parts, axis=1), weight, bias)
+    _write_features(normed, 0, parts[1])
 
 
 def norm_gate_up(
@@ -45,18 +71,24 @@ def linear_residual(
     x: np.ndarray,
     weight: np.ndarray,
     bias: np.ndarray | None,
-    residual: np.ndarray,
+    residual: np.ndarray | None,
     output: np.ndarray,
     features: np.ndarray | None = None,
     place: int = 0,
+    selected: np.ndarray | None = None,
 ) -> None:
-    """`output` [R, N] = `residual` [R, N] + x [R, K] times the transpose of `weight` [N, K], plus `bias` [N].
+    """`output` [R, N] = `residual` [R, N] (None: 0) + x [R, K] times the transpose of `weight` [N, K], plus `bias` [N].
 
-    `features` [R, n N] gets the residual as it was before, in its columns from `place` N on.
+    `features` [R, n N] gets the residual as it was before, in its columns from `place` N on. With `selected` [B, 1]
+    int32, x and residual have T rows a sequence, of which it names the one that goes into the B rows of the output.
     """
-    residual = residual.reshape(output.shape)
+    x = _rows(x, weight)
+    residual = np.zeros((len(x), len(weight)), x.dtype) if residual is None else residual.reshape(len(x), -1)
+    if selected is not None:
+        chosen = np.arange(selected.size) * (len(x) // selected.size) + selected.reshape(-1)
+        x, residual = x[chosen], residual[chosen]
     _write_features(features, place, residual)
-    output[...] = residual + linear(_rows(x, weight), weight, bias)
+    output[...] = residual + linear(x, weight, bias)
 
 
 def attention(
@@ -70,12 +102,14 @@ def attention(
     k_cache: np.ndarray,
     v_cache: np.ndarray,
     context: np.ndarray,
+    masks_all: bool = False,
 ) -> None:
     """Attention of T new tokens a sequence: [q/k norm,] rotation, their KV rows, softmax over what each of them sees.
 
     A token sees the rows before start_index[b], itself, and the new tokens whose rows `attention_mask` [B, 1, T, L]
     bool lets it see; without a mask T is 1. `qkv` [B T, (n_q + 2 n_kv) D], `rope_rotary_cos_sin` [B, T, rotary], caches
-    [B, n_kv, rows, D] of which rows start_index[b] .. + T - 1 are written, `context` [B T, n_q D].
+    [B, n_kv, rows, D] of which rows start_index[b] .. + T - 1 are written, `context` [B T, n_q D]. `masks_all`: the
+    mask decides about the rows before start_index[b] too.
     """
     batch, kv_heads, _, size = k_cache.shape
     tokens = len(qkv) // batch
@@ -95,7 +129,8 @@ def attention(
             seen = np.arange(tokens) == t
             if attention_mask is not None:
                 seen |= attention_mask[b, 0, t, new]
-            rows = np.concatenate((np.arange(start), start + np.flatnonzero(seen)))
+            before = attention_mask[b, 0, t, :start] if masks_all else np.ones(start, bool)
+            rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
             scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attended = weights / weights.sum(axis=-1, keepdims=True) @ v_cache[b][:, rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder import decoder_weights
-from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.gpu import find_gpu
+from edgellm.engines.lora_weights import adapted_projections
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -196,3 +197,36 @@ def tiny_draft_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory
     limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(tiny_checkpoint, target, limits, [], draft=tiny_draft)
     return target
+
+
+ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    directory: Path,
+    config: DecoderConfig,
+    seed: int = 0,
+    rank: int = 4,
+    targets: Sequence[str] = ADAPTED_MODULES,
+    dtype: type = np.float32,
+    **settings: Any,
+) -> Path:
+    """An adapter in PEFT's layout with random matrices, of one rank, for every layer."""
+    random, tensors = np.random.default_rng(seed + 500), {}
+    for each in adapted_projections(decoder_weights(config)):
+        for module, rows in each.modules:
+            if module.rsplit(".", 1)[-1] in targets:
+                name = f"base_model.model.{module}.lora"
+                tensors[f"{name}_A.weight"] = (random.standard_normal((rank, each.inputs)) * 0.2).astype(dtype)
+                tensors[f"{name}_B.weight"] = (random.standard_normal((rows, rank)) * 0.2).astype(dtype)
+    directory.mkdir(parents=True)
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)} | settings
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Path]:
+    """`write_adapter`: (directory, config, seed, rank, targets, dtype, **settings) to the directory."""
+    return write_adapter

@@ -32,7 +32,7 @@ def test_it_names_every_part_and_checks_the_model(tiny_engines: Path) -> None:
 def test_a_draft_is_named_and_compared_with_plain_decoding(tiny_draft_engines: Path) -> None:
     result = doctor(tiny_draft_engines)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "EAGLE-3" in result.stdout and "adaptive, up to tree" in result.stdout
+    assert "EAGLE-3" in result.stdout and "adaptive, up to chain" in result.stdout
     assert "drafting on numpy: 32 tokens equal those of plain decoding" in result.stdout
 
 

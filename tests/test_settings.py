@@ -54,6 +54,18 @@ def test_drafting_settings(tmp_path):
     }
 
 
+def test_adapters_and_a_snapshot(tmp_path):
+    (tmp_path / "pip.safetensors").touch()
+    path = written(
+        tmp_path / "mine.yaml", "adapter: json\nadapters: {json: loras/json, style: /s}\nsystem_cache: pip.safetensors"
+    )
+    settings = load_settings(path)
+    assert settings.adapter == "json"
+    assert settings.adapters == {"json": tmp_path / "loras/json", "style": Path("/s")}
+    assert settings.system_cache == str(tmp_path / "pip.safetensors")
+    assert load_settings(written(tmp_path / "name.yaml", "system_cache: pip")).system_cache == "pip"
+
+
 def test_where_the_users_file_is_found(tmp_path, monkeypatch):
     written(tmp_path / "config" / "edgellm" / "config.yaml", "system: from the home\n")
     assert load_settings().system == "from the home"
@@ -77,6 +89,10 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("backend: cuda", "backend is 'cuda': expected one of auto, numpy, tensorrt"),
         ("model: 5", "model is 5: expected a path"),
         ("system: [a]", "system is \\['a'\\]: expected text"),
+        ("adapter: 3", "adapter is 3: expected the name of an adapter, or null"),
+        ("system_cache: []", "system_cache is \\[\\]: expected a file or the name of a snapshot, or null"),
+        ("adapters: [a]", "adapters is \\['a'\\]: expected names and directories"),
+        ("adapters: {a: 1}", "adapters in .*: 'a' is 1: expected a name and a directory"),
         ("history: maybe", "history is 'maybe': expected true or false"),
         ("stats: 3", "stats is 3: expected true, false or null"),
         ("- a\n- b", "holds a list"),

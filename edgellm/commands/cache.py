@@ -6,22 +6,22 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgellm.commands import options
 from edgellm.commands.build import MEBIBYTE, ProgressDisplay, ended_by_signals
-from edgellm.commands.cache_prompts import CachePrompt, read_cache_prompts
+from edgellm.commands.cache_prompts import CachePrompt, adapter_directories, read_cache_prompts
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.draft_options import DraftingOptions
-from edgellm.errors import RequestError, SnapshotError
+from edgellm.commands.snapshot_names import SnapshotOnDisk, chosen_folder, find_snapshot, snapshot_files
+from edgellm.errors import SnapshotError
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
-    from edgellm.snapshots.snapshot import Snapshot
     from edgellm.snapshots.store import SnapshotStore
 
 cache = typer.Typer(
@@ -40,7 +40,7 @@ Names = Annotated[
     list[str] | None, typer.Argument(help="Snapshots: a file, or what its name begins with, or the prompt's name.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_STEPS = 3
+_STEPS = 2
 
 
 @cache.command("build")
@@ -49,11 +49,21 @@ def build(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the system prompt from a file.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="YAML", help="Several: a list of name, prompt or file, and perhaps output."),
+        typer.Option(
+            "--prompts", metavar="YAML", help="Several: a list of name, prompt or file, and perhaps lora and output."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="What to call it [default: its first words].")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write this file instead of one in the folder.")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME",
+            help="For answers with this LoRA adapter, one of the engine directory's, or NAME=DIR [default: none].",
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
@@ -73,7 +83,7 @@ def build(
     debug: options.Debug = False,
 ) -> None:
     """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk."""
-    wanted = read_cache_prompts(prompt, file, prompts, name, output)
+    wanted = read_cache_prompts(prompt, file, prompts, name, output, lora)
     settings = options.chosen_settings(
         config,
         model=model,
@@ -82,13 +92,18 @@ def build(
         sampling=options.SamplingOptions(),
         drafting=DraftingOptions(draft=draft),
     )
+    # What a settings file says of answers does not choose what is computed here.
+    settings = replace(
+        settings, system_cache=None, adapter=None, adapters=settings.adapters | adapter_directories(wanted)
+    )
     from edgellm.commands.opening import open_model  # what a wrong option needs not load
     from edgellm.snapshots.store import DISK_BUDGET, SnapshotStore
 
     budget = DISK_BUDGET if disk_budget is None else size_in_bytes(disk_budget)
-    store = SnapshotStore(0, _folder(folder), budget)
+    store = SnapshotStore(0, chosen_folder(folder), budget)
     display = ProgressDisplay(sys.stderr)
-    with ended_by_signals(), open_model(settings) as llm, display:
+    adapters = [item.adapter for item in wanted if item.adapter is not None]
+    with ended_by_signals(), open_model(settings, adapters) as llm, display:
         lines = [line for item in wanted for line in _build_one(llm, store, item, display)]
     for line in lines:
         typer.echo(line)
@@ -97,11 +112,11 @@ def build(
 @cache.command("list")
 def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
     """List the snapshots in the folder, and files there that cannot be used."""
-    found = list(_files(_folder(folder)))
+    found = list(snapshot_files(chosen_folder(folder)))
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{_folder(folder)}: {_counted(found)}")
+    typer.echo(f"{chosen_folder(folder)}: {_counted(found)}")
     for item in found:
         typer.echo(f"  {item.path.stem[:8]}  {item.line()}")
 
@@ -109,7 +124,7 @@ def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.
 @cache.command("show")
 def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
     """Say everything that a snapshot says of itself."""
-    found = [_resolved(text, _folder(folder)) for text in _required(name)]
+    found = [find_snapshot(text, chosen_folder(folder)) for text in _required(name)]
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
@@ -133,7 +148,7 @@ def verify(
 ) -> None:
     """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used."""
     failed = False
-    for item in _chosen(name, everything, _folder(folder)):
+    for item in _chosen(name, everything, chosen_folder(folder)):
         try:
             _verify(item, model)
             typer.echo(f"{item.path}: whole{'' if model is None else f', and made for {model}'}")
@@ -154,55 +169,18 @@ def remove(
     """Delete snapshots."""
     from edgellm.snapshots.stored_files import delete_file
 
-    for item in _chosen(name, everything, _folder(folder)):
+    for item in _chosen(name, everything, chosen_folder(folder)):
         delete_file(item.path)
         typer.echo(f"{item.path}: removed")
 
 
-@dataclass(frozen=True)
-class SnapshotOnDisk:
-    """A file with its snapshot, or with the reason why it holds none that can be used."""
-
-    path: Path
-    snapshot: Snapshot | None
-    error: SnapshotError | None = None
-
-    @property
-    def label(self) -> str | None:
-        """The prompt's name, where it can be read."""
-        return None if self.snapshot is None else self.snapshot.facts.label
-
-    def values(self) -> dict[str, Any]:
-        """All there is to say, as JSON values; sizes in bytes."""
-        if self.snapshot is None:
-            return {"path": str(self.path), "error": str(self.error), "reason": self.error and self.error.reason}
-        return {"path": str(self.path), "bytes": self.snapshot.nbytes, **asdict(self.snapshot.facts)}
-
-    def line(self) -> str:
-        """A row of the list."""
-        if self.snapshot is None:
-            return f"cannot be used: {self.error and self.error.reason}"
-        facts = self.snapshot.facts
-        drafted = ", draft" if facts.binding.has_draft else ""
-        return (
-            f"{facts.label:<42}{facts.tokens:>7,} tokens {self.snapshot.nbytes / MEBIBYTE:>9,.1f} MiB  "
-            f"{facts.binding.backend} {facts.binding.dtype}{drafted}, {facts.model}"
-        )
-
-
 def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: ProgressDisplay) -> Iterator[str]:
-    from edgellm.decoding import KVContents
-    from edgellm.snapshots.slot_snapshots import SlotSnapshots
     from edgellm.snapshots.snapshot_file import write_snapshot
-    from edgellm.snapshots.system_prompt import system_prompt_ids
 
     started = time.perf_counter()
     display(item.label, 0, _STEPS)
-    token_ids = system_prompt_ids(llm.tokenizer, item.text)
+    snapshot = llm.system_prompt_snapshot(item.text, item.adapter, item.label)
     display(item.label, 1, _STEPS)
-    snapshots = SlotSnapshots(store, llm._open_runner(), llm.directory)
-    snapshot = snapshots.compute(0, token_ids, KVContents(), item.label)
-    display(item.label, 2, _STEPS)
     removed: list[Path] = []
     if item.output is None:
         path, removed = store.save(snapshot)
@@ -210,9 +188,10 @@ def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: Progr
         path = item.output
         write_snapshot(path, snapshot)
     display(item.label, _STEPS, _STEPS)
+    adapted = "" if item.adapter is None else f" for the adapter {item.adapter}"
     yield (
-        f"{path}: {item.label!r}, {len(token_ids):,} tokens, {snapshot.nbytes / MEBIBYTE:,.1f} MiB, read back and "
-        f"verified, {time.perf_counter() - started:.1f} s"
+        f"{path}: {item.label!r}{adapted}, {snapshot.facts.tokens:,} tokens, "
+        f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB, read back and verified, {time.perf_counter() - started:.1f} s"
     )
     yield from (f"{gone}: removed to keep within the disk budget" for gone in removed)
 
@@ -232,44 +211,16 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
         check_binding(item.path, item.snapshot, expected)
 
 
-def _files(folder: Path) -> Iterator[SnapshotOnDisk]:
-    from edgellm.snapshots.stored_files import SUFFIX
-
-    yield from (_on_disk(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
-
-
-def _on_disk(path: Path) -> SnapshotOnDisk:
-    from edgellm.snapshots.snapshot_file import read_snapshot
-
-    try:
-        return SnapshotOnDisk(path, read_snapshot(path))
-    except SnapshotError as error:
-        return SnapshotOnDisk(path, None, error)
-
-
 def _chosen(names: list[str] | None, everything: bool, folder: Path) -> Iterable[SnapshotOnDisk]:
     if everything and names:
         raise typer.BadParameter("give names or --all, not both", param_hint="--all")
-    return list(_files(folder)) if everything else [_resolved(name, folder) for name in _required(names)]
+    return list(snapshot_files(folder)) if everything else [find_snapshot(name, folder) for name in _required(names)]
 
 
 def _required(names: list[str] | None) -> list[str]:
     if not names:
         raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
     return names
-
-
-def _resolved(name: str, folder: Path) -> SnapshotOnDisk:
-    """The snapshot that a name means; RequestError where that is none or several."""
-    path = Path(name).expanduser()
-    if path.exists() or path.is_symlink():
-        return _on_disk(path)
-    found = [item for item in _files(folder) if item.path.name.startswith(name) or item.label == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise RequestError(f"{name!r} may be {', '.join(item.path.stem for item in found)}: write more of one of them")
-    raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them")
 
 
 def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
@@ -290,9 +241,3 @@ def _counted(found: list[SnapshotOnDisk]) -> str:
     size = sum(snapshot.nbytes for snapshot in usable) / MEBIBYTE
     words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {size:,.1f} MiB"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"
-
-
-def _folder(folder: Path | None) -> Path:
-    from edgellm.snapshots.stored_files import snapshot_folder
-
-    return snapshot_folder() if folder is None else folder.expanduser()

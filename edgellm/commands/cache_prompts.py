@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,36 @@ import typer
 import yaml
 
 from edgellm.commands import options
+from edgellm.commands.lora_words import adapter_choice
 from edgellm.errors import RequestError
 from edgellm.settings import did_you_mean
+from edgellm.snapshots.system_prompt import prompt_label
 
-_KEYS = ("name", "prompt", "file", "output")
+_KEYS = ("name", "prompt", "file", "lora", "output")
 
 
 @dataclass(frozen=True)
 class CachePrompt:
-    """A system prompt, the name that people see, and the file for its snapshot (None: the folder of snapshots)."""
+    """A system prompt, the name that people see, and the file for its snapshot (None: the folder of snapshots).
+
+    `adapter` is the LoRA adapter that it is for, and `adapter_directory` where that lies, if not in the engine
+    directory.
+    """
 
     label: str
     text: str
     output: Path | None = None
+    adapter: str | None = None
+    adapter_directory: Path | None = None
 
 
 def read_cache_prompts(
-    prompt: str | None, file: Path | None, prompts: Path | None, name: str | None, output: Path | None
+    prompt: str | None,
+    file: Path | None,
+    prompts: Path | None,
+    name: str | None,
+    output: Path | None,
+    lora: str | None = None,
 ) -> list[CachePrompt]:
     """What is to be computed; raises typer.BadParameter for options that exclude each other, RequestError."""
     given = [
@@ -38,8 +52,8 @@ def read_cache_prompts(
     if len(given) > 1:
         raise typer.BadParameter(f"give one of {' and '.join(given)}", param_hint=given[-1])
     if prompts is not None:
-        if name is not None or output is not None:
-            raise typer.BadParameter("--name and --output are for one prompt: write them into the YAML file")
+        if name is not None or output is not None or lora is not None:
+            raise typer.BadParameter("--name, --output and --lora are for one prompt: write them into the YAML file")
         return load_cache_prompts(prompts)
     if file is not None:
         text, place = options.read_text_file(file, "--file"), f"the file {file}"
@@ -51,11 +65,11 @@ def read_cache_prompts(
         )
     else:
         text, place = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
-    return [_cache_prompt(text, place, name, output)]
+    return [_cache_prompt(text, place, name, output, lora, Path())]
 
 
 def load_cache_prompts(path: Path) -> list[CachePrompt]:
-    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `output`.
+    """The prompts of a YAML file: a list of `name`, `prompt` or `file`, and perhaps `lora` and `output`.
 
     Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
     """
@@ -86,11 +100,36 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
         raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
     file, output = entry.get("file"), entry.get("output")
     text = entry["prompt"] if file is None else options.read_text_file(folder / file, f"{place}:")
-    return _cache_prompt(text, place, entry["name"], None if output is None else folder / output)
+    output = None if output is None else folder / output
+    try:
+        return _cache_prompt(text, place, entry["name"], output, entry.get("lora"), folder)
+    except typer.BadParameter as error:
+        raise RequestError(f"{place}: {error.message}") from error
 
 
-def _cache_prompt(text: str, place: str, label: str | None, output: Path | None) -> CachePrompt:
+def _cache_prompt(
+    text: str, place: str, label: str | None, output: Path | None, lora: str | None, folder: Path
+) -> CachePrompt:
     text = text.removesuffix("\n")
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
-    return CachePrompt(label or prompt_label(text), text, None if output is None else output.expanduser())
+    adapter, directory = (None, None) if lora is None else adapter_choice(lora, folder)
+    output = None if output is None else output.expanduser()
+    return CachePrompt(label or prompt_label(text), text, output, adapter, directory)
+
+
+def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
+    """The directories of adapters that do not lie in the engine directory, by name.
+
+    Raises RequestError where a name is given to two of them.
+    """
+    found: dict[str, Path] = {}
+    for prompt in prompts:
+        if prompt.adapter is not None and prompt.adapter_directory is not None:
+            directory = found.setdefault(prompt.adapter, prompt.adapter_directory)
+            if directory != prompt.adapter_directory:
+                raise RequestError(
+                    f"the adapter {prompt.adapter!r} is {directory} and {prompt.adapter_directory}: give one of them "
+                    "another name"
+                )
+    return found

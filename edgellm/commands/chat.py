@@ -20,6 +20,7 @@ from edgellm.commands.console import (
     write_note,
 )
 from edgellm.commands.draft_options import DraftingOptions
+from edgellm.commands.lora_words import adapters_in_words
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import EdgeLLMError
@@ -37,6 +38,8 @@ def chat(
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
+    adapters: options.AdapterOptions,
+    system_cache: options.SystemCache = None,
     history: Annotated[
         bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
     ] = None,
@@ -57,16 +60,19 @@ def chat(
         prompt=prompting,
         sampling=sampling,
         drafting=drafting,
+        adapters=adapters,
+        system_cache=system_cache,
     )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats
-    with open_model(settings) as llm:
+    with open_model(settings, every_adapter=True) as llm:
         params = sampling_params(settings, model_sampling_defaults(llm))
-        state = ChatState(llm, Conversation(system_prompt(llm, settings), [], params), say=write_note)
+        conversation = Conversation(system_prompt(llm, settings), [], params, settings.adapter)
+        state = ChatState(llm, conversation, say=write_note)
         try:
             if isinstance(lines, TerminalLines):
                 state.say = print
-                write_note(_greeting(llm))
+                write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines, True if with_stats is None else with_stats)
             else:
                 converse_by_pipe(state, lines, bool(with_stats))
@@ -131,7 +137,7 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
     messages = [*conversation.prompt_messages(), {"role": "user", "content": question}]
     with CancelOnInterrupt() as interrupt:
         try:
-            stream = llm.stream_chat(messages, params)
+            stream = llm.stream_chat(messages, params, conversation.adapter)
         except EdgeLLMError:
             used = len(llm.tokenizer.encode_chat(messages))
             if conversation.messages and used >= llm.context_length:
@@ -157,11 +163,13 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
         write_note(f"The context is full ({llm.context_length} tokens), the answer was cut: /reset starts anew.")
 
 
-def _greeting(llm: LLM) -> str:
+def _greeting(llm: LLM, adapter: str | None) -> str:
     from importlib import metadata
 
     version = metadata.version("edgellm")
+    adapters = adapters_in_words(llm.adapters, adapter)
     return (
-        f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens. "
+        f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens"
+        f"{adapters and ', '}{adapters}. "
         "/help lists the commands, Ctrl-D leaves."
     )

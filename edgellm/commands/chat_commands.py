@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
 from edgellm.commands.console import statistics_line
+from edgellm.commands.lora_words import adapters_in_words
 from edgellm.commands.opening import model_name
 from edgellm.errors import RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -24,6 +25,7 @@ HELP = '''\
 /reset               forget the conversation, keep the system prompt
 /system [TEXT]       show or set the system prompt; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
+/adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
 /save FILE           write the conversation to a file
 /load FILE           go on with a conversation from a file
 /stats               counts and speeds of the last answer and of this session
@@ -85,6 +87,20 @@ def _system(state: ChatState, argument: str) -> None:
         state.say(state.conversation.system or "There is no system prompt.")
 
 
+def _adapter(state: ChatState, argument: str) -> None:
+    names, conversation = state.llm.adapters, state.conversation
+    if argument:
+        name = None if argument in ('""', "''") else argument
+        if name is not None and name not in names:
+            hint = did_you_mean(name, names) if names else ": none is loaded (--lora NAME=DIR loads one)"
+            raise RequestError(f"there is no LoRA adapter {name!r}{hint}")
+        conversation.adapter = name
+        state.say(f"Answers are given {f'with {name}' if name else 'without an adapter'} from now on.")
+    else:
+        words = adapters_in_words(names, conversation.adapter)
+        state.say(f"{words}." if words else "There are no LoRA adapters; --lora NAME=DIR loads one.")
+
+
 def _set(state: ChatState, argument: str) -> None:
     name, _, text = argument.partition(" ")
     conversation = state.conversation
@@ -136,8 +152,14 @@ def _save(state: ChatState, argument: str) -> None:
 
 def _load(state: ChatState, argument: str) -> None:
     path = _path(argument, "load")
-    state.conversation, model = load_conversation(path)
-    state.say(f"Loaded {len(state.conversation.messages)} messages from {path}.")
+    loaded, model = load_conversation(path)
+    if loaded.adapter is not None and loaded.adapter not in state.llm.adapters:
+        raise RequestError(
+            f"{path}: its answers were given with the LoRA adapter {loaded.adapter!r}, which is not loaded: start with "
+            f"--lora {loaded.adapter}=DIR"
+        )
+    state.conversation = loaded
+    state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
     if model != model_name(state.llm):
         state.say(f"They were had with {model or 'another model'}; this is {model_name(state.llm)}.")
 
@@ -148,6 +170,8 @@ def _stats(state: ChatState, argument: str) -> None:
         f"model: {model_name(llm)} ({llm.directory.config.family}), {llm.backend_name} backend, "
         f"context {llm.context_length} tokens"
     ]
+    if llm.adapters:
+        lines.append(adapters_in_words(llm.adapters, state.conversation.adapter))
     if response is None:
         lines.append("no answer yet")
     else:
@@ -183,6 +207,7 @@ COMMANDS: dict[str, Callable[[ChatState, str], None]] = {
     "help": _help,
     "reset": _reset,
     "system": _system,
+    "adapter": _adapter,
     "set": _set,
     "save": _save,
     "load": _load,

@@ -14,17 +14,19 @@ from edgellm.settings import SAMPLING_KEYS, did_you_mean
 from edgellm.text.messages import checked_messages
 
 FORMAT = "edgellm conversation 1"
-KEYS = ("format", "model", "system", "messages", "settings")
+KEYS = ("format", "model", "adapter", "system", "messages", "settings")
 LARGEST_FILE = 64 * 1024 * 1024
 
 
 @dataclass
 class Conversation:
-    """A system prompt, the turns so far (user and assistant in turn), and how answers are drawn."""
+    """A system prompt, the turns so far (user and assistant in turn), how answers are drawn, and the LoRA adapter that
+    answers (None: none)."""
 
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
+    adapter: str | None = None
 
     def prompt_messages(self) -> list[dict[str, Any]]:
         """All messages, the system prompt first."""
@@ -37,6 +39,7 @@ def save_conversation(path: Path, conversation: Conversation, model: str) -> Non
     content = {
         "format": FORMAT,
         "model": model,
+        "adapter": conversation.adapter,
         "system": conversation.system,
         "messages": conversation.messages,
         "settings": asdict(conversation.params),
@@ -71,15 +74,16 @@ def _checked(content: dict[str, Any]) -> Conversation:
             raise RequestError(f"unknown key {key!r}{did_you_mean(key, KEYS)}")
     if not isinstance(content.get("model", ""), str):
         raise RequestError("model is not text")
-    system, messages, settings = (content.get(key) for key in ("system", "messages", "settings"))
-    if system is not None and not isinstance(system, str):
-        raise RequestError(f"system is a {type(system).__name__}: expected text or null")
+    adapter, system, messages, settings = (content.get(key) for key in ("adapter", "system", "messages", "settings"))
+    for name, value in (("adapter", adapter), ("system", system)):
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} is a {type(value).__name__}: expected text or null")
     if not isinstance(settings, dict):
         raise RequestError(f"settings is a {type(settings).__name__}: expected an object")
     for key in settings:
         if key not in SAMPLING_KEYS:
             raise RequestError(f"settings has the unknown key {key!r}{did_you_mean(key, SAMPLING_KEYS)}")
-    return Conversation(system, _checked_turns(messages), SamplingParams(**settings))
+    return Conversation(system, _checked_turns(messages), SamplingParams(**settings), adapter)
 
 
 def _checked_turns(messages: Any) -> list[dict[str, Any]]:

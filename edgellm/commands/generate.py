@@ -34,6 +34,8 @@ def generate(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
+    adapters: options.AdapterOptions,
+    system_cache: options.SystemCache = None,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
     ] = None,
@@ -54,7 +56,13 @@ def generate(
         prompt=prompting,
         sampling=sampling,
         drafting=drafting,
+        adapters=adapters,
+        system_cache=system_cache,
     )
+    if adapters.lora and settings.adapter is None:
+        raise typer.BadParameter(
+            "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
+        )
     text = read_prompt(prompt, file)
     params = sampling_params(settings).seeded()
     with open_model(settings) as llm:
@@ -62,13 +70,13 @@ def generate(
         messages = [{"role": "system", "content": own}] if own else []
         with CancelOnInterrupt() as interrupt:
             if raw:
-                stream = llm.stream(text, params)
+                stream = llm.stream(text, params, settings.adapter)
             else:
-                stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params)
+                stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params, settings.adapter)
             interrupt.watch(stream)
             response = _read_answer(stream, show=not json_output)
         if json_output:
-            print(json.dumps(answer_object(llm, response, params.seed)))
+            print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
     if response.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -92,12 +100,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def answer_object(llm: LLM, response: Response, seed: int | None) -> dict[str, Any]:
-    """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn."""
+def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:
+    """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn, `adapter` without one."""
     speed = response.timings.tokens_per_second(response.usage.completion_tokens)
     return {
         "model": str(llm.directory.path),
         "backend": llm.backend_name,
+        "adapter": adapter,
         "seed": seed,
         "text": response.text,
         "token_ids": list(response.token_ids),

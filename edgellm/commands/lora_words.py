@@ -22,6 +22,21 @@ def named_directories(options: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def adapter_choice(option: str, folder: Path = Path()) -> tuple[str, Path | None]:
+    """An adapter's name, and its directory where it is given as `NAME=DIR`, relative to `folder`."""
+    if "=" not in option:
+        return option, None
+    ((name, directory),) = named_directories([option]).items()
+    return name, folder / directory.expanduser()
+
+
+def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
+    """Which adapters there are, and which one answers; "" where there are none."""
+    if not names:
+        return ""
+    return f"LoRA adapters {', '.join(names)}; answers are given {f'with {chosen}' if chosen else 'without one'}"
+
+
 def lora_limits_in_words(limits: Mapping[str, Any]) -> str:
     """What engines take of adapters; `limits` as JSON values."""
     return f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"

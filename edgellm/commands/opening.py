@@ -4,32 +4,93 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.console import write_note
-from edgellm.errors import EngineDirectoryError, RequestError, SettingsError
+from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.settings import Settings
+from edgellm.settings import Settings, did_you_mean
 
 if TYPE_CHECKING:
     from edgellm.drafting import DraftingConfig
     from edgellm.engines.engine_directory import EngineDirectory
     from edgellm.llm import LLM
+    from edgellm.snapshots.system_prompt import CachedPrompt
 
 GENERATION_CONFIG_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PROGRESS_AFTER_SECONDS = 0.7
 
 
-def open_model(settings: Settings) -> LLM:
-    """Open the model as the settings say, its progress shown on a terminal where it takes a while."""
+def open_model(settings: Settings, adapters: Sequence[str] = (), every_adapter: bool = False) -> LLM:
+    """Open the model as the settings say, its progress shown on a terminal where it takes a while.
+
+    It has the LoRA adapters where the settings or `adapters` name one, or `every_adapter` is wanted. Raises
+    AdapterError for an adapter that there is none of, SnapshotError for a snapshot of the system prompt that does not
+    fit.
+    """
     drafting = chosen_drafting(settings)
     if drafting is not None and drafting.acceptance == "typical":
         write_note("Typical acceptance is lossy: answers may be others than without a draft.")
-    return open_model_with(settings, drafting)
+    snapshot = None if settings.system_cache is None else _snapshot_path(settings.system_cache)
+    llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
+    if snapshot is None:
+        return llm
+    try:
+        _check_use(llm.load_snapshot(snapshot, [settings.adapter]), llm, settings)
+    except BaseException:
+        llm.close()
+        raise
+    return llm
 
 
-def open_model_with(settings: Settings, drafting: DraftingConfig | None) -> LLM:
-    """As `open_model`, but drafting in this way (None: no draft is loaded)."""
+def chosen_adapters(
+    settings: Settings, adapters: Sequence[str] = (), every_adapter: bool = False
+) -> dict[str, Path] | None:
+    """Directories of the LoRA adapters to load beside those of the engine directory; None: load none at all.
+
+    Raises AdapterError for one of the settings' or `adapters` that there is none of.
+    """
+    directory = described_directory(settings)
+    names = [*directory.adapters, *(name for name in settings.adapters if name not in directory.adapters)]
+    wanted = [*adapters, *([] if settings.adapter is None else [settings.adapter])]
+    for name in wanted:
+        if name not in names:
+            hint = did_you_mean(name, names) if names else f": {directory.path} has none. Load one with --lora NAME=DIR"
+            raise AdapterError(f"there is no LoRA adapter {name!r}{hint}")
+    return settings.adapters if wanted or settings.adapters or (every_adapter and names) else None
+
+
+def _snapshot_path(name: str) -> Path:
+    """The file that `--system-cache` means; raises RequestError, or SnapshotError for one that cannot be used."""
+    from edgellm.commands.snapshot_names import chosen_folder, find_snapshot
+
+    found = find_snapshot(name, chosen_folder(None))
+    if found.error is not None:
+        raise found.error
+    return found.path
+
+
+def _check_use(cached: CachedPrompt, llm: LLM, settings: Settings) -> None:
+    """Say so where a snapshot is not of the system prompt that conversations begin with."""
+    from edgellm.snapshots.prefix_index import common_tokens, token_key
+    from edgellm.snapshots.system_prompt import system_prompt_ids
+
+    ids = system_prompt_ids(llm.tokenizer, system_prompt(llm, settings))
+    common = common_tokens(token_key(cached.token_ids), token_key(ids))
+    if common < len(ids):
+        write_note(
+            f"{cached.path} is of another system prompt: it has {common} of the {len(ids)} tokens that come before a "
+            "question."
+        )
+
+
+def open_model_with(
+    settings: Settings, drafting: DraftingConfig | None, adapters: Mapping[str, Path] | None = None
+) -> LLM:
+    """As `open_model`, but drafting in this way (None: no draft is loaded), with these directories of adapters beside
+    the engine directory's (None: with no adapter at all), and without a snapshot."""
     from edgellm.llm import LLM  # what a wrong option needs not load
     from edgellm.text.chat_template import ChatTemplate
 
@@ -40,6 +101,7 @@ def open_model_with(settings: Settings, drafting: DraftingConfig | None) -> LLM:
             settings.model,
             backend=settings.backend,
             drafting=drafting,
+            adapters=adapters,
             progress=progress if sys.stderr.isatty() else None,
         )
     finally:

@@ -18,6 +18,11 @@ def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
     return np.asarray(token_ids, np.int64).astype(">u4").tobytes()
 
 
+def key_tokens(key: bytes) -> tuple[int, ...]:
+    """The token ids of a key."""
+    return tuple(np.frombuffer(key, ">u4").tolist())
+
+
 def common_tokens(first: bytes, second: bytes) -> int:
     """How many tokens two keys have in common from their beginning."""
     longest = min(len(first), len(second))

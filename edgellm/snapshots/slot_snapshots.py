@@ -94,9 +94,7 @@ class SlotSnapshots:
             self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
         return self._bindings[adapter]
 
-    def restore(
-        self, slot: int, prompt_ids: Sequence[int], contents: SlotContents, adapter: str | None = None
-    ) -> int:
+    def restore(self, slot: int, prompt_ids: Sequence[int], contents: SlotContents, adapter: str | None = None) -> int:
         """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
 
         Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. Nothing is done

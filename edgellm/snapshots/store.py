@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
-from edgellm.snapshots.prefix_index import PrefixIndex, token_key
+from edgellm.snapshots.prefix_index import PrefixIndex, key_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
 from edgellm.snapshots.staged_file import remove_abandoned
@@ -42,6 +42,11 @@ class StoredSnapshot:
     #: the map of the file and what file it was
     mapped: Snapshot | None = field(default=None, repr=False)
     identity: tuple[int, ...] | None = field(default=None, repr=False)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that it holds rows of."""
+        return key_tokens(self.key)
 
 
 @dataclass(frozen=True)

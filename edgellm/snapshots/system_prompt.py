@@ -16,12 +16,17 @@ _LONGEST_LABEL = 40
 
 @dataclass(frozen=True)
 class CachedPrompt:
-    """A prompt whose KV rows are kept: how many `tokens` they are of, how many bytes they take, and their file (None:
-    they are in memory alone)."""
+    """A prompt whose KV rows are kept: the tokens they are of, how many bytes they take, and their file (None: they are
+    in memory alone)."""
 
-    tokens: int
+    token_ids: tuple[int, ...]
     nbytes: int
     path: Path | None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the rows are of."""
+        return len(self.token_ids)
 
 
 def prompt_label(text: str) -> str:
@@ -30,16 +35,14 @@ def prompt_label(text: str) -> str:
     return words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
 
 
-def system_prompt_ids(tokenizer: Tokenizer, system_prompt: str) -> list[int]:
-    """The token ids that the chat template gives a system prompt, whatever the user says next.
+def system_prompt_ids(tokenizer: Tokenizer, system_prompt: str | None) -> list[int]:
+    """The token ids that the chat template gives a system prompt (None: none), whatever the user says next.
 
     The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
     assumed of the template. Raises RequestError where that is nothing, TemplateError where the template fails.
     """
-    first, second = (
-        tokenizer.encode_chat([{"role": "system", "content": system_prompt}, {"role": "user", "content": question}])
-        for question in _QUESTIONS
-    )
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    first, second = (tokenizer.encode_chat([*system, {"role": "user", "content": question}]) for question in _QUESTIONS)
     shared = first[: common_tokens(token_key(first), token_key(second))]
     if not shared:
         raise RequestError(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from edgellm.errors import RequestError
 
-FINISH_REASONS = ("stop", "stop_string", "length", "context", "cancelled")
+FINISH_REASONS = ("stop", "stop_string", "length", "context", "cancelled", "deadline")
 
 
 class TextSource(Protocol):

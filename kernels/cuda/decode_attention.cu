@@ -5,7 +5,8 @@
 //
 // The keys of a token are counted as if the new ones that it sees stood right behind the committed rows, as they do once
 // they are accepted, and how they are split depends on their number alone: a token gets the same bits in every batch, in
-// every tree, and in the decode step that comes to it later.
+// every tree, and in the decode step that comes to it later. In a draft step, whose mask speaks of all rows (the nodes of
+// earlier levels stand among them), every row counts as a key, and the mask decides at each.
 #include "decode_common.cuh"
 
 namespace decode {
@@ -55,11 +56,12 @@ __device__ __forceinline__ int place_of_bit(unsigned bits, int before) {
 
 // PAIRS: head elements of a lane, in twos (head size up to 64 * PAIRS). Grid (splits, key-value heads, tokens of all
 // sequences). Block: one warp a query head, at least 4. mask [tokens of all sequences, keys]; null: tokens is 1.
+// masks_all: the mask speaks of all rows, not of the new ones alone.
 template <typename T, int PAIRS>
 __device__ __forceinline__ void attention(
     const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,
     const unsigned char* mask, T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters, float scale,
-    int group, int size, int rotary, int kv_rows, int tokens, int mask_keys) {
+    int group, int size, int rotary, int kv_rows, int tokens, int mask_keys, bool masks_all) {
     extern __shared__ __align__(16) char shared[];
     const int splits = gridDim.x, kv_heads = gridDim.y, split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
     const int b = tokens == 1 ? row : row / tokens, first_row = b * tokens, own = row - first_row;
@@ -75,10 +77,10 @@ __device__ __forceinline__ void attention(
     launch_next_kernel();
     const int start = min(__ldcg(start_index + b), kv_rows - tokens);
     unsigned seen = 1u << own;  // the new tokens that are keys of this one
-    if (mask != nullptr) {
-        const unsigned char* visible = mask + static_cast<size_t>(row) * mask_keys + start;
-        seen |= __ballot_sync(FULL_WARP, lane < tokens && start + lane < mask_keys && __ldcg(visible + lane) != 0);
-    }
+    const unsigned char* visible = mask + static_cast<size_t>(row) * mask_keys;
+    if (mask != nullptr)
+        seen |= __ballot_sync(FULL_WARP, lane < tokens && (masks_all || (start + lane < mask_keys &&
+                                                                         __ldcg(visible + start + lane) != 0)));
     const int seen_count = __popc(seen), length = start + seen_count;
     const int tiles = (length + TILE - 1) / TILE, tiles_each = (tiles + splits - 1) / splits;
     const int active = (tiles + tiles_each - 1) / tiles_each;
@@ -123,7 +125,9 @@ __device__ __forceinline__ void attention(
 
     float maximum = LOWEST, total = 0.f, sum[PAIRS][2] = {};
     for (int tile = begin; tile < end; ++tile) {
-        const int stage = (tile - begin) % STAGES, count = min(TILE, length - tile * TILE);
+        const int stage = (tile - begin) % STAGES, count = min(TILE, length - tile * TILE), key_index = tile * TILE + lane;
+        const bool counts = lane < count && (!masks_all || key_index == start + own ||
+                                             (key_index < mask_keys && __ldcg(visible + key_index) != 0));
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
         __syncthreads();
         const int first = max(0, tile * TILE - start), last = min(seen_count, (tile + 1) * TILE - start);
@@ -145,7 +149,7 @@ __device__ __forceinline__ void attention(
             const T* key_row = key_tiles + (stage * TILE + lane) * stride;
             const float4* query = reinterpret_cast<const float4*>(queries + warp * size);
             float score = LOWEST;
-            if (lane < count) {
+            if (counts) {
                 float even = 0.f, odd = 0.f;
 #pragma unroll 4
                 for (int chunk = 0; chunk < size / 8; ++chunk) {
@@ -239,10 +243,10 @@ __device__ __forceinline__ void attention(
     extern "C" __global__ void __launch_bounds__(512) decode_attention_##PAIRS##_##NAME(                               \
         const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,   \
         const unsigned char* mask, T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters,             \
-        float scale, int group, int size, int rotary, int kv_rows, int tokens, int mask_keys) {                        \
+        float scale, int group, int size, int rotary, int kv_rows, int tokens, int mask_keys, int masks_all) {         \
         decode::attention<T, PAIRS>(qkv, q_norm, k_norm, epsilon, cos_sin, start_index, mask, k_cache, v_cache,        \
                                     context, partial, counters, scale, group, size, rotary, kv_rows, tokens,           \
-                                    mask_keys);                                                                        \
+                                    mask_keys, masks_all != 0);                                                        \
     }
 
 }  // namespace decode

@@ -69,16 +69,48 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
-// sum [8 sequences, 8 weight rows] += a [8, 16] times the transpose of b [8, 16]; the lower half of the 16 rows that
-// the instruction multiplies is zero. A lane holds two sums: of sequence lane / 4, of weight rows 2 (lane % 4) and + 1.
+// 16 bytes to shared memory, asynchronously; zeros, and nothing is read, where they do not exist.
+__device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(exists ? 16u : 0u)
+                 : "memory");
+}
+
+// Ends a group of the thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Returns when at most `PENDING` of the thread's groups, the youngest ones, are under way.
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ uint4 read_shared_16(unsigned shared) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared)
+                 : "memory");
+    return value;
+}
+
+// sum [8 or 16 rows, 8 weight rows] += a [.., 16] times the transpose of b [8, 16]; of 8 rows, the lower half of the 16
+// that the instruction multiplies is zero. A lane holds sums of row lane / 4, weight rows 2 (lane % 4) and + 1, then of
+// the row 8 further.
 #define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
-    __device__ __forceinline__ void multiply_add(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1,  \
-                                                 T) {                                                                  \
+    __device__ __forceinline__ void multiply_add(float (&sum)[2], const unsigned (&a0)[1], const unsigned (&a2)[1],    \
+                                                 unsigned b0, unsigned b1, T) {                                        \
         float lower[2];                                                                                                \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%9,%10,%11,%11};"                                        \
                      : "=f"(sum[0]), "=f"(sum[1]), "=f"(lower[0]), "=f"(lower[1])                                      \
-                     : "r"(a0), "r"(0u), "r"(a2), "r"(b0), "r"(b1), "f"(sum[0]), "f"(sum[1]), "f"(0.f));               \
+                     : "r"(a0[0]), "r"(0u), "r"(a2[0]), "r"(b0), "r"(b1), "f"(sum[0]), "f"(sum[1]), "f"(0.f));         \
+    }                                                                                                                  \
+    __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned (&a0)[2], const unsigned (&a2)[2],    \
+                                                 unsigned b0, unsigned b1, T) {                                        \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
+                     : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1));                              \
     }
 DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")

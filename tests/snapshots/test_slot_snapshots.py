@@ -191,14 +191,18 @@ def test_a_file_that_is_gone_is_no_error(slots: Slots, tmp_path: Path) -> None:
 
 
 def test_the_adapter_keeps_snapshots_apart(slots: Slots, tmp_path: Path) -> None:
-    store = SnapshotStore(folder=tmp_path)
-    plain, adapted = SlotSnapshots(store, *slots), SlotSnapshots(store, *slots, adapter="a" * 64)
-    store.save(plain.compute(0, SYSTEM, KVContents(), "plain"))
-    assert adapted.restore(0, PROMPTS[0], KVContents()) == 0
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "plain"))
+    assert snapshots.restore(0, PROMPTS[0], KVContents(), "a" * 64) == 0
     with pytest.raises(SnapshotError, match="the adapter is none, expected aaaa") as caught:
-        adapted.load(next(tmp_path.iterdir()))
+        snapshots.load(path, ["a" * 64])
     assert caught.value.reason == "other adapter"
-    assert plain.restore(0, PROMPTS[0], KVContents()) > 0
+    assert snapshots.load(path, ["a" * 64, None]).path == path
+    snapshots.store.put(snapshots.take(0, SYSTEM[:20], "adapted", "a" * 64))
+    assert snapshots.restore(0, PROMPTS[0], KVContents(), "a" * 64) == 20 - hasattr(slots[0], "draft")
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 40 - hasattr(slots[0], "draft")
+    snapshots.close()
+    assert snapshots.store.memory_bytes == 0
 
 
 def test_a_prompt_that_does_not_fit_leaves_the_slot_empty(slots: Slots, answer: Answer) -> None:
@@ -306,6 +310,6 @@ def test_a_snapshot_says_what_it_is(slots: Slots, tmp_path: Path) -> None:
     found: Snapshot = read_snapshot(path)
     facts = found.facts
     assert (facts.label, facts.tokens, facts.model) == ("the name", 40, "qwen3, 3 layers of 64")
-    assert facts.binding == snapshots.binding and facts.binding.backend == "numpy"
+    assert facts.binding == snapshots.binding() and facts.binding.backend == "numpy"
     assert facts.binding.has_draft == hasattr(slots[0], "draft")
     assert found.token_ids.tolist() == SYSTEM

@@ -1,0 +1,180 @@
+"""`Generation`: a request that another thread answers, seen from the threads that wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from edgellm.decoding import DecodingSequence
+from edgellm.errors import RequestError
+from edgellm.responses import Chunk, Response
+
+#: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
+UNREAD_CHUNKS = 64
+
+
+class Answering:
+    """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
+
+    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None.
+    """
+
+    def __init__(self, sequence: DecodingSequence, deadline: float | None = None) -> None:
+        self.sequence, self.deadline = sequence, deadline
+        self.cancelled = False
+        self.changed = threading.Condition()
+        self.chunks: deque[Chunk] = deque()
+        self.ended = False
+        self.response: Response | None = None
+        self.failure: Exception | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def unwanted(self, now: float) -> str | None:
+        """The reason to end the request, if there is one."""
+        if self.cancelled:
+            return "cancelled"
+        return "deadline" if self.deadline is not None and now >= self.deadline else None
+
+    def deliver(self, chunk: Chunk) -> None:
+        """Hand over a piece of the answer."""
+        with self.changed:
+            if len(self.chunks) < UNREAD_CHUNKS:
+                self.chunks.append(chunk)
+            else:
+                self.chunks.append(_joined(self.chunks.pop(), chunk))
+            self.changed.notify_all()
+        self._tell()
+
+    def end(self, response: Response | None, failure: Exception | None = None) -> bool:
+        """The request has its response, or has failed; False where it had ended before."""
+        with self.changed:
+            if self.ended:
+                return False
+            self.response, self.failure, self.ended = response, failure, True
+            self.changed.notify_all()
+        self._tell()
+        return True
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""
+        with self.changed:
+            self._listeners.append(listener)
+
+    def forked(self, failure: Exception) -> None:
+        """This process is a copy in which nobody answers, and the lock may be held for ever."""
+        self.changed = threading.Condition()
+        if not self.ended:
+            self.failure, self.ended = failure, True
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                listener()
+            except Exception:  # nobody listens any more, as when an event loop was closed
+                self._listeners.remove(listener)
+                self.cancelled = True
+
+
+class Generation:
+    """A request on its way: iterate over its `Chunk`s, or ask for the `result`. Any thread may use it.
+
+    Chunks that nobody reads block nobody: they join until they are read. Leaving a `with` block, and letting go of the
+    object, cancel what is not finished.
+    """
+
+    def __init__(self, answering: Answering, discard: Callable[[Answering], None]) -> None:
+        """`discard` takes a request that was not begun out of the queue."""
+        self._answering, self._discard = answering, discard
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended, well or not; there may be chunks to read."""
+        return self._answering.ended
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while (chunk := self.next_chunk()) is not None:
+            yield chunk
+
+    def next_chunk(self, timeout: float | None = None) -> Chunk | None:
+        """The next piece of the answer, None after the last. Raises what the request failed with.
+
+        Raises TimeoutError where none comes within `timeout` seconds.
+        """
+        answering = self._answering
+        with answering.changed:
+            if not answering.changed.wait_for(lambda: answering.chunks or answering.ended, timeout):
+                raise TimeoutError(f"no new part of the answer within {timeout} seconds")
+            return self._take()
+
+    def poll(self) -> Chunk | None:
+        """All that came since the last reading, as one chunk, without waiting; None where that is nothing.
+
+        Raises what the request failed with.
+        """
+        chunk = None
+        with self._answering.changed:
+            while (following := self._take()) is not None:
+                chunk = following if chunk is None else _joined(chunk, following)
+        return chunk
+
+    def result(self, timeout: float | None = None) -> Response:
+        """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
+        answering = self._answering
+        with answering.changed:
+            if not answering.changed.wait_for(lambda: answering.ended, timeout):
+                raise TimeoutError(f"the answer is not finished within {timeout} seconds")
+        if answering.response is None:
+            raise answering.failure or RequestError("the request has failed")
+        return answering.response
+
+    def cancel(self) -> None:
+        """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
+        self._answering.cancelled = True
+        self._discard(self._answering)
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
+        event or the like. It is called once now."""
+        self._answering.listen(wake)
+        wake()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.finished:
+            self.cancel()
+
+    def __del__(self) -> None:
+        answering = getattr(self, "_answering", None)
+        if answering is not None:
+            answering.cancelled = True  # takes no lock: this may run anywhere
+
+    def _take(self) -> Chunk | None:
+        """The oldest chunk; None where there is none. Raises the failure after the last one."""
+        answering = self._answering
+        if answering.chunks:
+            return answering.chunks.popleft()
+        if answering.ended and answering.failure is not None:
+            raise answering.failure
+        return None
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """The time of `time.perf_counter` in so many seconds; RequestError for what is no positive number."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise RequestError(f"deadline is {seconds!r}: expected a number of seconds above 0, or None")
+    return time.perf_counter() + seconds
+
+
+def _joined(first: Chunk, second: Chunk) -> Chunk:
+    return Chunk(
+        first.text + second.text, first.token_ids + second.token_ids, first.from_draft + second.from_draft
+    )

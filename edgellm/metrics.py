@@ -1,0 +1,169 @@
+"""What a served model has done so far: as a dictionary, and in the text form that Prometheus reads."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from edgellm.responses import Response
+
+#: Upper bounds of the histograms' buckets in seconds: 1, 2.5 and 5 in each decade from 0.5 ms on.
+BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+
+_HISTOGRAMS = {
+    "queue_seconds": "Time from a request's acceptance to a free slot.",
+    "time_to_first_token_seconds": "Time from a request's acceptance to its first token.",
+    "step_gap_seconds": "Time between the steps that gave a request tokens.",
+    "request_seconds": "Time from a request's acceptance to its end.",
+}
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    def __init__(self, bounds: Sequence[float] = BUCKETS) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float | None:
+        """The least bucket bound (math.inf: beyond the last) that `share` of the values do not exceed; None: none."""
+        wanted, seen = share * self.count, 0
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
+            seen += count
+            if count and seen >= wanted:
+                return bound
+        return None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Count, sum, mean, and the bounds below which half, 95 % and 99 % of the values lie."""
+        count = self.count
+        mean = self.total / count if count else None
+        shares = {f"p{round(share * 100)}": self.quantile(share) for share in (0.5, 0.95, 0.99)}
+        return {"count": count, "sum": self.total, "mean": mean, **shares}
+
+
+class Metrics:
+    """Counts since the model was opened; any thread may count and read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = {"accepted": 0, "refused": 0, "failed": 0}
+        self._finished: dict[str, int] = {}
+        self._rounds = 0
+        self._prefill = {"prompt_tokens": 0, "reused_tokens": 0, "seconds": 0.0}
+        self._vanilla = {"requests": 0, "tokens": 0, "seconds": 0.0}
+        self._eagle = {"requests": 0, "tokens": 0, "seconds": 0.0}
+        self._eagle |= {"rounds": 0, "plain_steps": 0, "drafted_tokens": 0, "accepted_tokens": 0}
+        self._histograms = {name: Histogram() for name in _HISTOGRAMS}
+
+    def accepted(self) -> None:
+        """A request has joined the queue."""
+        with self._lock:
+            self._requests["accepted"] += 1
+
+    def refused(self) -> None:
+        """A request was turned away."""
+        with self._lock:
+            self._requests["refused"] += 1
+
+    def round(self) -> None:
+        """The engine has computed a round."""
+        with self._lock:
+            self._rounds += 1
+
+    def ended(self, response: Response | None) -> None:
+        """A request has ended with a response, or failed."""
+        with self._lock:
+            if response is None:
+                self._requests["failed"] += 1
+                return
+            reason = response.finish_reason
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+            if response.usage.completion_tokens:
+                self._count(response)
+            self._histograms["request_seconds"].add(response.timings.total_seconds)
+
+    def _count(self, response: Response) -> None:
+        usage, timings, drafting = response.usage, response.timings, response.drafting
+        self._prefill["prompt_tokens"] += usage.prompt_tokens
+        self._prefill["reused_tokens"] += usage.reused_tokens
+        self._prefill["seconds"] += timings.prefill_seconds
+        generation = self._vanilla if drafting is None else self._eagle
+        generation["requests"] += 1
+        generation["tokens"] += usage.completion_tokens
+        generation["seconds"] += timings.decode_seconds
+        if drafting is not None:
+            for name in ("rounds", "plain_steps", "drafted_tokens", "accepted_tokens"):
+                self._eagle[name] += getattr(drafting, name)
+        self._histograms["queue_seconds"].add(timings.queue_seconds)
+        self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
+        for gap in timings.step_gaps:
+            self._histograms["step_gap_seconds"].add(gap)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All counts: requests, prefill, vanilla and EAGLE generation (of requests that got tokens), and times."""
+        with self._lock:
+            return {
+                "requests": {**self._requests, "finished": dict(self._finished)},
+                "rounds": self._rounds,
+                "prefill": dict(self._prefill),
+                "vanilla_generation": dict(self._vanilla),
+                "eagle_generation": dict(self._eagle),
+                **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
+            }
+
+    def prometheus(self, gauges: Mapping[str, tuple[str, float]] | None = None) -> str:
+        """The counts in Prometheus's text exposition format 0.0.4; `gauges` are more values: name to (help, value)."""
+        with self._lock:
+            lines = [*self._counters(), *self._histogram_lines()]
+        for name, (text, value) in (gauges or {}).items():
+            lines += _family(name, "gauge", text, [("", value)])
+        return "\n".join(lines) + "\n"
+
+    def _counters(self) -> Iterable[str]:
+        requests = self._requests
+        yield from _family(
+            "requests_total", "counter", "Requests accepted into the queue.", [("", requests["accepted"])]
+        )
+        yield from _family("requests_refused_total", "counter", "Requests turned away.", [("", requests["refused"])])
+        ends = [(f'{{outcome="{reason}"}}', count) for reason, count in sorted(self._finished.items())]
+        ends.append(('{outcome="failed"}', requests["failed"]))
+        yield from _family("requests_ended_total", "counter", "Requests ended, by outcome.", ends)
+        yield from _family("rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)])
+        for group, counts in (("prefill", self._prefill), ("vanilla", self._vanilla), ("eagle", self._eagle)):
+            for name, value in counts.items():
+                text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
+                yield from _family(f"{group}_{name}_total", "counter", text, [("", value)])
+
+    def _histogram_lines(self) -> Iterable[str]:
+        for name, histogram in self._histograms.items():
+            total, samples = 0, []
+            for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+                total += count
+                samples.append((f'_bucket{{le="{_number(bound)}"}}', total))
+            samples += [("_sum", histogram.total), ("_count", total)]
+            yield from _family(name, "histogram", _HISTOGRAMS[name], samples)
+
+
+def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+    """The lines of one metric; each sample is what follows its name, and its value."""
+    lines = [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} {kind}"]
+    return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples]
+
+
+def _number(value: float) -> str:
+    return "+Inf" if value == math.inf else repr(value)
