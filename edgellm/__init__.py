@@ -8,15 +8,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgellm.errors import EdgeLLMError, RequestError
+    from edgellm.drafting import DraftingConfig
+    from edgellm.errors import AdapterError, EdgeLLMError, RequestError, SnapshotError
     from edgellm.llm import LLM
     from edgellm.responses import Chunk, Response
     from edgellm.sampling_params import SamplingParams
+    from edgellm.snapshots.system_prompt import CachedPrompt
     from edgellm.stream import Stream
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Chunk", "EdgeLLMError", "RequestError", "Response", "SamplingParams", "Stream"]
+__all__ = [
+    "LLM",
+    "AdapterError",
+    "CachedPrompt",
+    "Chunk",
+    "DraftingConfig",
+    "EdgeLLMError",
+    "RequestError",
+    "Response",
+    "SamplingParams",
+    "SnapshotError",
+    "Stream",
+]
 
 _MODULES = {
     "LLM": "edgellm.llm",
@@ -24,6 +38,10 @@ _MODULES = {
     "Chunk": "edgellm.responses",
     "Response": "edgellm.responses",
     "SamplingParams": "edgellm.sampling_params",
+    "DraftingConfig": "edgellm.drafting",
+    "CachedPrompt": "edgellm.snapshots.system_prompt",
+    "AdapterError": "edgellm.errors",
+    "SnapshotError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",
     "RequestError": "edgellm.errors",
 }

@@ -9,16 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from edgellm.decoding_sequence import Clock, DecodingSequence
 from edgellm.drafting import PlanChooser
-from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.sampling_state import SamplingValues
-from edgellm.responses import Timings
+from edgellm.kv_contents import KVContents, SnapshotSource
 from edgellm.runner import PlainRunner, Runner
-from edgellm.text.stop import Answer
 
 __all__ = [
     "Clock",
@@ -30,115 +28,6 @@ __all__ = [
     "Runner",
     "SnapshotSource",
 ]
-
-
-@dataclass
-class Clock:
-    """When a request was accepted, began to be prefilled, gave its first token and its last (monotonic seconds).
-
-    `gaps` are the seconds between the steps that gave it tokens.
-    """
-
-    accepted: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-
-    def step(self, now: float) -> None:
-        """A step has given tokens."""
-        if self.first_token:
-            self.gaps.append(now - self.last_token)
-        else:
-            self.first_token = now
-        self.last_token = now
-
-    def timings(self) -> Timings:
-        """The spans between them."""
-        first = self.first_token or self.started
-        return Timings(
-            prefill_seconds=first - self.started,
-            time_to_first_token=first - self.accepted,
-            decode_seconds=max(0.0, self.last_token - first),
-            total_seconds=time.perf_counter() - self.accepted,
-            queue_seconds=max(0.0, self.started - self.accepted),
-            step_gaps=tuple(self.gaps),
-        )
-
-
-class KVContents:
-    """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
-
-    A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
-    base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
-    those of the draft, too: it takes the base's features.
-    """
-
-    def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._draft_rows: int | None = None
-        self._adapter: str | None = None
-
-    def bind(self, adapter: str | None) -> None:
-        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
-        if adapter != self._adapter:
-            self._ids, self._adapter = [], adapter
-            self._draft_rows = None if self._draft_rows is None else 0
-
-    def reusable(self, prompt_ids: Sequence[int]) -> int:
-        """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
-        longest = min(len(self._ids), len(prompt_ids))
-        common = next((i for i in range(longest) if self._ids[i] != prompt_ids[i]), longest)
-        rows = min(common, len(prompt_ids) - 1)
-        if self._draft_rows is not None:
-            rows = min(rows, self._draft_rows, common - 1)
-        return max(0, rows)
-
-    def replace(self, token_ids: Sequence[int], draft_rows: int | None = None) -> None:
-        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
-        self._ids, self._draft_rows = list(token_ids), draft_rows
-
-
-class SnapshotSource(Protocol):
-    """Where rows of earlier prompts come from: `edgellm.snapshots.slot_snapshots.SlotSnapshots`."""
-
-    def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, adapter: str | None) -> int:
-        """Put rows that fit a prompt and an adapter's digest (None: no adapter) into an idle slot where that is better
-        than its contents. Returns the rows taken."""
-
-
-@dataclass(eq=False)
-class DecodingSequence:
-    """A request that is being answered, with the LoRA adapter of that name (None: without one).
-
-    `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
-    neither finished nor cancelled.
-    """
-
-    prompt_ids: Sequence[int]
-    sampling: SamplingValues
-    answer: Answer
-    clock: Clock = field(default_factory=Clock)
-    max_tokens: int | None = None
-    tally: DraftingTally | None = None
-    adapter: str | None = None
-    adapter_digest: str | None = None
-    reused_tokens: int = 0
-    # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
-    room: int = 0
-    least: int = 0
-    most: int = 0
-    failure: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer has ended, or failed."""
-        return self.answer.finish_reason is not None or self.failure is not None
-
-    @property
-    def wanted(self) -> int:
-        """The most tokens that the answer can have."""
-        return self.room if self.max_tokens is None else min(self.room, self.max_tokens)
 
 
 @dataclass

@@ -55,6 +55,8 @@ class EngineThread(Generic[OpenedEngine]):
         self.metrics = Metrics()
         self.opened: Future[OpenedEngine] = Future()
         self.closed: Future[None] = Future()
+        for result in (self.opened, self.closed):
+            result.set_running_or_notify_cancel()  # who waits for them may give up, they go on
         self._open_engine = open_engine
         self._queue = RequestQueue(queue_limit)
         self._answering: dict[DecodingSequence, Answering] = {}
@@ -86,6 +88,10 @@ class EngineThread(Generic[OpenedEngine]):
             raise
         self.metrics.accepted()
         return Generation(answering, self._discard)
+
+    def check(self) -> None:
+        """Raise what `submit` would, but for a full queue."""
+        self._queue.check()
 
     def call(self, function: Callable[[OpenedEngine], Any]) -> Future[Any]:
         """Run a function of the engine in its thread when its turn comes and no request is being computed."""
@@ -168,16 +174,16 @@ class EngineThread(Generic[OpenedEngine]):
                     entry.run()
                     self._loop = engine.loop()
                 continue
-            sequence, failure = entry.sequence, None
+            sequence, failure, reason = entry.sequence, None, entry.unwanted(time.perf_counter())
             try:
-                if not entry.cancelled and not self._loop.has_place(sequence):
+                if reason is None and not self._loop.has_place(sequence):
                     return
             except Exception as error:
                 failure = error
             if not self._queue.remove(entry):
                 continue
-            if entry.cancelled or failure is not None:
-                self._end(entry, "cancelled", failure)
+            if reason is not None or failure is not None:
+                self._end(entry, reason or "cancelled", failure)
                 continue
             self._answering[sequence] = entry
             self._deliver(self._loop.settle())
@@ -233,14 +239,14 @@ class EngineThread(Generic[OpenedEngine]):
             failure = answering.sequence.failure
         if failure is None:
             response = finished_response(answering.sequence)
-        if answering.end(response, failure):
-            self.metrics.ended(response)
-            outcome = "failed" if response is None else response.finish_reason
-            details = {"outcome": outcome, "prompt_tokens": len(answering.sequence.prompt_ids)}
-            if response is not None:
-                details |= {"completion_tokens": response.usage.completion_tokens}
-                details |= {"total_seconds": response.timings.total_seconds}
-            logger.info("request ended: %s", outcome, extra={"edgellm": details}, exc_info=failure)
+        self.metrics.ended(response)
+        outcome = "failed" if response is None else response.finish_reason
+        details: dict[str, Any] = {"outcome": outcome, "prompt_tokens": len(answering.sequence.prompt_ids)}
+        if response is not None:
+            details |= {"completion_tokens": response.usage.completion_tokens}
+            details |= {"total_seconds": response.timings.total_seconds}
+        logger.info("request ended: %s", outcome, extra={"edgellm": details}, exc_info=failure)
+        answering.end(response, failure)
 
     def _end_rest(self, crash: BaseException | None) -> None:
         """End whatever is left, at the end of the thread."""

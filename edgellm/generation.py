@@ -48,15 +48,12 @@ class Answering:
             self.changed.notify_all()
         self._tell()
 
-    def end(self, response: Response | None, failure: Exception | None = None) -> bool:
-        """The request has its response, or has failed; False where it had ended before."""
+    def end(self, response: Response | None, failure: Exception | None) -> None:
+        """The request has its response, or has failed."""
         with self.changed:
-            if self.ended:
-                return False
             self.response, self.failure, self.ended = response, failure, True
             self.changed.notify_all()
         self._tell()
-        return True
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""
@@ -74,7 +71,7 @@ class Answering:
             try:
                 listener()
             except Exception:  # nobody listens any more, as when an event loop was closed
-                self._listeners.remove(listener)
+                self._listeners = [other for other in self._listeners if other is not listener]
                 self.cancelled = True
 
 
@@ -175,6 +172,4 @@ def deadline_after(seconds: float | None) -> float | None:
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:
-    return Chunk(
-        first.text + second.text, first.token_ids + second.token_ids, first.from_draft + second.from_draft
-    )
+    return Chunk(first.text + second.text, first.token_ids + second.token_ids, first.from_draft + second.from_draft)

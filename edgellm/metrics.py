@@ -143,7 +143,9 @@ class Metrics:
         ends = [(f'{{outcome="{reason}"}}', count) for reason, count in sorted(self._finished.items())]
         ends.append(('{outcome="failed"}', requests["failed"]))
         yield from _family("requests_ended_total", "counter", "Requests ended, by outcome.", ends)
-        yield from _family("rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)])
+        yield from _family(
+            "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
+        )
         for group, counts in (("prefill", self._prefill), ("vanilla", self._vanilla), ("eagle", self._eagle)):
             for name, value in counts.items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."

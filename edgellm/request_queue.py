@@ -57,11 +57,15 @@ class RequestQueue:
         """Whether nothing more is taken."""
         return self._refusal is not None
 
+    def check(self) -> None:
+        """Raise the error that the queue was closed with."""
+        if self._refusal is not None:
+            raise self._refusal()
+
     def put(self, entry: Entry) -> None:
         """Join the end of the queue. Raises QueueFullError, or the error that the queue was closed with."""
         with self._changed:
-            if self._refusal is not None:
-                raise self._refusal()
+            self.check()
             if isinstance(entry, Answering):
                 if len(self._entries) >= self.limit:
                     raise QueueFullError(

@@ -55,8 +55,9 @@ class Response:
     """A finished answer.
 
     `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
-    capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids` are all that were generated and
-    count towards usage, the ending one included. `drafting` says what drafting did, where a draft model is loaded.
+    capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids`
+    are all that were generated and count towards usage, the ending one included. `drafting` says what drafting did,
+    where a draft model is loaded.
     """
 
     text: str

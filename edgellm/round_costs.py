@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.digests import hash_bytes
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.plan_files import cached_plans_path, present_platform
 from edgellm.engines.strict_json import JSONObject, canonical_json
+from edgellm.kernels.atomic_write import write_atomically
 
 logger = logging.getLogger("edgellm.drafting")
 

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.engines.atomic_write import write_atomically
+from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
 logger = logging.getLogger("edgellm.digests")

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.descriptions import ModelConfig
@@ -19,6 +18,7 @@ from edgellm.engines.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.strict_json import JSONObject, plain_values
+from edgellm.kernels.atomic_write import write_atomically
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1

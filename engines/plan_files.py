@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.digests import hash_bytes
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
@@ -23,6 +22,7 @@ from edgellm.engines.gpu import current_compute_capability
 from edgellm.engines.network_digest import network_digest
 from edgellm.engines.strict_json import JSONObject, plain_values
 from edgellm.engines.tensorrt_library import find_tensorrt
+from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
 logger = logging.getLogger("edgellm.plans")

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from edgellm.engines.atomic_write import sync_directory
+from edgellm.kernels.atomic_write import sync_directory
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h

@@ -9,10 +9,10 @@ import hashlib
 import importlib.util
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
@@ -78,7 +78,7 @@ def cached_kernels(architecture: str) -> bytes:
     cubin = _read_verified(path)
     if cubin is None:
         cubin = compile_kernels(architecture)
-        _write_atomically(path, hashlib.sha256(cubin).digest() + cubin)
+        _keep(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
@@ -199,16 +199,9 @@ def _read_verified(path: Path) -> bytes | None:
     return cubin
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write under another name, then rename, so that no reader ever sees half a file."""
-    temporary = None
+def _keep(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
+        write_atomically(path, content)
     except OSError as error:
         logger.info("compiled kernels are not kept: %s", error)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

@@ -42,7 +42,7 @@ class CudaAcceptedState:
             blocks = -(-len(some) * sizes["H"] * elements // _COPY_THREADS)
             pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
             shape = (len(some), sizes["H"], sizes["R"], elements, sizes["W"])
-            self._launch(f"compact_kv_{width}", (blocks, sizes["B"], 1), _COPY_THREADS, pointers, *arrays, *shape)
+            self._launch_early(f"compact_kv_{width}", (blocks, sizes["B"], 1), _COPY_THREADS, pointers, *arrays, *shape)
 
     def gather_features(
         self,
@@ -57,7 +57,7 @@ class CudaAcceptedState:
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
         width = _element_bytes(row_bytes, hidden_states, pending_features)
         shape = (sizes["T"], sizes["P"], row_bytes // width)
-        self._launch(f"gather_features_{width}", (sizes["W"], sizes["B"], 1), _COPY_THREADS, *arrays, *shape)
+        self._launch_early(f"gather_features_{width}", (sizes["W"], sizes["B"], 1), _COPY_THREADS, *arrays, *shape)
 
     def advance_accepted(
         self,
@@ -81,7 +81,7 @@ class CudaAcceptedState:
         sizes = check_acceptance(check_device_arguments, "advance_accepted", *arrays)
         check_emitted(sizes)
         shape = (sizes["V"], sizes["P"], sizes["W"])
-        self._launch("advance_accepted", (sizes["B"], 1, 1), _WARP, *arrays, *shape)
+        self._launch_early("advance_accepted", (sizes["B"], 1, 1), _WARP, *arrays, *shape)
 
     def append_pending(
         self,
@@ -106,7 +106,16 @@ class CudaAcceptedState:
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
         """Enqueue a kernel; arrays (None: null) and sizes become pointers and unsigned integers."""
-        Launch(self._module, name, grid, threads, 0, [_argument(value) for value in arguments])()
+        self._made(name, grid, threads, arguments)()
+
+    def _launch_early(self, name: str, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
+        """Enqueue a kernel that waits for its predecessor itself and so may start while that one still runs."""
+        launch = self._made(name, grid, threads, arguments)
+        launch.overlap_previous()
+        launch()
+
+    def _made(self, name: str, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any]) -> Launch:
+        return Launch(self._module, name, grid, threads, 0, [_argument(value) for value in arguments])
 
 
 def _argument(value: Any) -> Any:

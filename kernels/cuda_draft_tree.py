@@ -204,8 +204,8 @@ def _chunks(draft_vocab_size: int) -> int:
 
 
 def _gathered_bytes(top_k: int) -> int:
-    """Shared memory of `best_keys`."""
-    return _KEY_BYTES * _KEYS_A_THREAD * top_k
+    """Shared memory of `best_keys`: gathered_keys of cuda/draft_tree.cuh."""
+    return _KEY_BYTES * (4 if top_k <= 16 else 1) * _KEYS_A_THREAD * top_k
 
 
 def _unsigned(*values: int) -> tuple[ctypes.c_uint, ...]:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.atomic_write import write_atomically
 from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
 from edgellm.settings import SAMPLING_KEYS, did_you_mean
 from edgellm.text.messages import checked_messages

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from edgellm.engines.atomic_write import sync_directory
+from edgellm.kernels.atomic_write import sync_directory
 
 _MARK = ".partial-"
 

@@ -1,4 +1,6 @@
-// After acceptance: caches, features and counters.
+// After acceptance: caches, features and counters. What a kernel of compaction, gathering or advance reads comes from the
+// second-level cache, as it may start while the kernel before it still runs.
+#include "programmatic_launch.cuh"
 
 namespace acceptance {
 
@@ -17,23 +19,25 @@ __device__ inline void compact_rows(
     const int* acceptance_lengths, unsigned cache_count, unsigned heads, unsigned rows, unsigned elements,
     unsigned most) {
     constexpr unsigned BATCH = 8;
+    launch_next_kernel();
+    wait_for_previous_kernel();
     unsigned slot = blockIdx.y, item = blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= cache_count * heads * elements) return;
     unsigned head = item / elements % heads, cache = item / elements / heads;
     Element* column = static_cast<Element*>(caches.cache[cache]) +
                       ((size_t)slot * heads + head) * rows * elements + item % elements;
-    unsigned length = min(max(acceptance_lengths[slot], 0), int(most));
-    long long start = kvcache_start_index[slot];
+    unsigned length = min(max(__ldcg(acceptance_lengths + slot), 0), int(most));
+    long long start = __ldcg(kvcache_start_index + slot);
     const int* indices = accepted_indices + (size_t)slot * most;
     for (unsigned first = 0; first < length; first += BATCH) {
         Element values[BATCH];
         bool moves[BATCH];
 #pragma unroll
         for (unsigned i = 0; i < BATCH; ++i) {
-            int index = first + i < length ? indices[first + i] : int(first + i);
+            int index = first + i < length ? __ldcg(indices + first + i) : int(first + i);
             long long source = start + index, target = start + first + i;
             moves[i] = source != target && min(source, target) >= 0 && max(source, target) < rows;
-            if (moves[i]) values[i] = column[source * elements];
+            if (moves[i]) values[i] = __ldcg(column + source * elements);
         }
 #pragma unroll
         for (unsigned i = 0; i < BATCH; ++i) {
@@ -46,7 +50,7 @@ __device__ inline void compact_rows(
 template <class Element>
 __device__ inline void copy_row(const void* source, void* target, unsigned elements) {
     for (unsigned i = threadIdx.x; i < elements; i += blockDim.x) {
-        static_cast<Element*>(target)[i] = static_cast<const Element*>(source)[i];
+        static_cast<Element*>(target)[i] = __ldcg(static_cast<const Element*>(source) + i);
     }
 }
 
@@ -55,9 +59,11 @@ template <class Element>
 __device__ inline void gather_row(
     const Element* hidden_states, const int* accepted_indices, const int* acceptance_lengths,
     Element* pending_features, unsigned tree_size, unsigned pending_rows, unsigned elements) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
     unsigned slot = blockIdx.y, place = blockIdx.x, most = gridDim.x;
-    if (int(place) >= acceptance_lengths[slot]) return;
-    unsigned node = accepted_indices[(size_t)slot * most + place];
+    if (int(place) >= __ldcg(acceptance_lengths + slot)) return;
+    unsigned node = __ldcg(accepted_indices + (size_t)slot * most + place);
     if (node >= tree_size) return;
     copy_row<Element>(
         hidden_states + ((size_t)slot * tree_size + node) * elements,
@@ -120,12 +126,14 @@ extern "C" __global__ void advance_accepted(
     const int* accepted_ids, const int* acceptance_lengths, const int* active, int* token_ids,
     int* kvcache_start_index, int* positions, int* token_counts, int* pending_ids, int* pending_counts,
     int* draft_start, int* draft_last, int* emitted, unsigned vocabulary, unsigned pending_rows, unsigned most) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
     unsigned slot = blockIdx.x;
     const int* ids = accepted_ids + (size_t)slot * most;
     int* emitted_row = emitted + (size_t)slot * (most + 1);
-    int length = active[slot] == 1 ? min(max(acceptance_lengths[slot], 0), int(most)) : 0;
+    int length = __ldcg(active + slot) == 1 ? min(max(__ldcg(acceptance_lengths + slot), 0), int(most)) : 0;
     for (int i = threadIdx.x; i < int(most); i += blockDim.x) {
-        int token = i < length ? ids[i] : -1;
+        int token = i < length ? __ldcg(ids + i) : -1;
         emitted_row[i + 1] = token;
         if (i < length && unsigned(token) < vocabulary) {
             atomicAdd(token_counts + (size_t)slot * vocabulary + token, 1);
@@ -134,13 +142,13 @@ extern "C" __global__ void advance_accepted(
     if (threadIdx.x == 0) emitted_row[0] = length;
     if (length == 0) return;
     for (int i = threadIdx.x; i < int(pending_rows); i += blockDim.x) {
-        pending_ids[(size_t)slot * pending_rows + i] = i < length ? ids[i] : -1;
+        pending_ids[(size_t)slot * pending_rows + i] = i < length ? __ldcg(ids + i) : -1;
     }
     if (threadIdx.x != 0) return;
-    int start = kvcache_start_index[slot];
-    token_ids[slot] = ids[length - 1];
+    int start = __ldcg(kvcache_start_index + slot);
+    token_ids[slot] = __ldcg(ids + length - 1);
     kvcache_start_index[slot] = start + length;
-    positions[slot] += length;
+    positions[slot] = __ldcg(positions + slot) + length;
     pending_counts[slot] = length;
     draft_start[slot] = start;
     draft_last[slot] = length - 1;

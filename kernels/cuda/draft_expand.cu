@@ -39,7 +39,7 @@ __device__ inline Family family_of_row(
 }  // namespace draft
 
 // Children of each frontier node. Grid (chunks of the draft vocabulary, rows of all sequences), THREADS threads; `rows`
-// are those of one sequence. Dynamic shared memory: KEYS_A_THREAD * top_k keys. `finished` is 0 before and after. May be
+// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys. `finished` is 0 before and after. May be
 // launched while the kernel before it still runs.
 extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     const float* logits, const int* draft_to_target, const int* frontiers, int* candidate_tokens,
@@ -64,6 +64,9 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
 #pragma unroll
         for (unsigned j = 0; j < 4; ++j) values[4 * i + j] = group.value[j];
     }
+    // Only the row's last block needs it, but here the way to it takes no time of its own.
+    Family family =
+        family_of_row(blockIdx.y, rows, level, top_k, frontiers, levels, candidate_scores, candidates);
     unsigned long long keys[KEYS_A_THREAD];
 #pragma unroll
     for (unsigned i = 0; i < KEYS_A_THREAD; ++i) {
@@ -90,15 +93,19 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
 
     // The last block of the row puts the chunks together.
     size_t first_chunk = (size_t)blockIdx.y * gridDim.x;
-    Family family =
-        family_of_row(blockIdx.y, rows, level, top_k, frontiers, levels, candidate_scores, candidates);
+    unsigned long long chunk_sum = 0;
+    float chunk_maximum = minus_infinity();
+    if (threadIdx.x < gridDim.x) {
+        chunk_sum = __ldcg(sums + first_chunk + threadIdx.x);
+        chunk_maximum = __ldcg(maxima + first_chunk + threadIdx.x);
+    }
     const unsigned long long* all = chunk_best + first_chunk * top_k;
     unsigned count = gridDim.x * top_k;
     unsigned own = count > threadIdx.x ? (count - threadIdx.x + THREADS - 1) / THREADS : 0;
     best_keys([&](unsigned i) { return __ldcg(all + threadIdx.x + i * THREADS); }, own, top_k, gathered, best);
     maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
-    unsigned long long total = 0;
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) {
+    unsigned long long total = threadIdx.x < gridDim.x ? scaled_sum(chunk_sum, chunk_maximum, maximum) : 0;
+    for (unsigned i = threadIdx.x + THREADS; i < gridDim.x; i += THREADS) {
         total += scaled_sum(__ldcg(sums + first_chunk + i), __ldcg(maxima + first_chunk + i), maximum);
     }
     float log_sum = log_of_sum(block_sum(total, partial));

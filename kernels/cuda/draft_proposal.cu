@@ -40,7 +40,7 @@ __device__ inline void write_proposal_mask(
 }  // namespace draft
 
 // Everything that the draft model reads of one frontier slot. Grid (slots, sequences), THREADS threads. Dynamic shared
-// memory: KEYS_A_THREAD * top_k keys, then the frontiers of the levels before. `hidden_rows` are those of hidden_in of
+// memory: gathered_keys(top_k) keys, then the frontiers of the levels before. `hidden_rows` are those of hidden_in of
 // one sequence. May be launched while the kernel before it still runs.
 #define DRAFT_PROPOSAL(NAME, COMPUTE)                                                                                 \
     extern "C" __global__ void __launch_bounds__(draft::THREADS) NAME(                                                \
@@ -58,7 +58,7 @@ __device__ inline void write_proposal_mask(
         unsigned top_k = gridDim.x, slot = blockIdx.x;                                                                \
         size_t sequence = blockIdx.y, place = sequence * top_k + slot;                                                \
         int* own_frontiers = frontiers + sequence * levels * top_k;                                                   \
-        int* earlier = reinterpret_cast<int*>(gathered + KEYS_A_THREAD * top_k);                                      \
+        int* earlier = reinterpret_cast<int*>(gathered + gathered_keys(top_k));                                        \
         for (unsigned i = threadIdx.x; i < (level - 1) * top_k; i += THREADS) earlier[i] = __ldcg(own_frontiers + i); \
         int length = __ldcg(committed + sequence);                                                                    \
         int* entry = own_frontiers + (level - 1) * top_k + slot;                                                      \

@@ -27,38 +27,54 @@ __device__ inline unsigned long long existing_key(float value, unsigned id) {
 
 __device__ inline unsigned key_id(unsigned long long key) { return 0xffffffffu - unsigned(key); }
 
+// Lanes whose maxima best_keys compares as one: the fewer comparisons, the more keys are left to be ranked.
+__device__ inline unsigned group_lanes(unsigned top_k) { return top_k <= 16 ? 4 : 1; }
+
+// Keys that best_keys needs shared memory for.
+__device__ inline unsigned gathered_keys(unsigned top_k) { return group_lanes(top_k) * KEYS_A_THREAD * top_k; }
+
 // The block's `top_k` largest keys, descending, to best[0..top_k), 0 where there are no more. Thread t has the keys
 // key_of(i), i = 0..count-1, different from all others' or 0; at most KEYS_A_THREAD of them. `gathered` is shared memory
-// for KEYS_A_THREAD * top_k keys, `best` for top_k.
+// for gathered_keys(top_k) keys, `best` for top_k.
 //
-// The top_k-th largest of the threads' own maxima bounds the result from below, so few keys are left to be ranked.
+// The top_k-th largest of the groups' maxima bounds the result from below, so few keys are left to be ranked.
 template <class KeyOf>
 __device__ inline void best_keys(
     KeyOf key_of, unsigned count, unsigned top_k, unsigned long long* gathered, unsigned long long* best) {
     __shared__ unsigned long long maxima[THREADS];
     __shared__ unsigned long long bound;
     __shared__ unsigned number;
-    unsigned long long maximum = 0;
+    unsigned long long own = 0;
 #pragma unroll
     for (unsigned i = 0; i < count; ++i) {
         unsigned long long key = key_of(i);
-        maximum = key > maximum ? key : maximum;
+        own = key > own ? key : own;
     }
-    maxima[threadIdx.x] = maximum;
+    unsigned lanes = group_lanes(top_k), groups = THREADS / lanes;
+    unsigned long long maximum = own;
+    for (unsigned offset = 1; offset < lanes; offset *= 2) {
+        unsigned long long other = __shfl_xor_sync(0xffffffffu, maximum, offset);
+        maximum = other > maximum ? other : maximum;
+    }
+    if (threadIdx.x % lanes == 0) maxima[threadIdx.x / lanes] = maximum;
     if (threadIdx.x == 0) bound = 1, number = 0;
+    for (unsigned i = threadIdx.x; i < top_k; i += THREADS) best[i] = 0;
     __syncthreads();
-    unsigned rank = 0;
-    for (unsigned other = 0; other < THREADS; ++other) rank += maxima[other] > maximum;
-    if (maximum != 0 && rank == top_k - 1) bound = maximum;
+    if (threadIdx.x < groups) {
+        maximum = maxima[threadIdx.x];
+        unsigned rank = 0;
+#pragma unroll 16
+        for (unsigned other = 0; other < groups; ++other) rank += maxima[other] > maximum;
+        if (maximum != 0 && rank == top_k - 1) bound = maximum;
+    }
     __syncthreads();
-    if (maximum >= bound) {
+    if (own >= bound) {
 #pragma unroll
         for (unsigned i = 0; i < count; ++i) {
             unsigned long long key = key_of(i);
             if (key >= bound) gathered[atomicAdd(&number, 1u)] = key;
         }
     }
-    for (unsigned i = threadIdx.x; i < top_k; i += THREADS) best[i] = 0;
     __syncthreads();
     for (unsigned i = threadIdx.x; i < number; i += THREADS) {
         unsigned long long key = gathered[i];

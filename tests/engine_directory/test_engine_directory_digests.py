@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.atomic_write import write_atomically
 from edgellm.engines.digests import (
     BLOCK_BYTES,
     SMALL_FILE_BYTES,
@@ -19,6 +18,7 @@ from edgellm.engines.digests import (
     recall_digest,
     remember_digest,
 )
+from edgellm.kernels.atomic_write import write_atomically
 
 
 @pytest.fixture(autouse=True)

@@ -217,7 +217,7 @@ def test_tensors_under_other_names(slots: Slots, good: Path, tmp_path: Path) -> 
 def test_rows_of_another_number_of_layers_or_heads_are_named(
     slots: Slots, good: Path, tmp_path: Path, make_snapshot: Callable[..., object]
 ) -> None:
-    binding = SlotSnapshots(SnapshotStore(), *slots).binding
+    binding = SlotSnapshots(SnapshotStore(), *slots).binding()
     write_snapshot(tmp_path / "x", make_snapshot(IDS, **vars(binding)))
     error = refusal(slots, tmp_path / "x")
     assert error.reason == "damaged" and "'base.k_cache_0' has the shape (2, 20, 8), expected (2, 20, 16)" in str(error)
@@ -240,7 +240,7 @@ def test_rows_of_another_number_of_layers_or_heads_are_named(
 def test_another_binding(
     slots: Slots, tmp_path: Path, make_snapshot: Callable[..., object], field: str, value: object, words: str
 ) -> None:
-    binding = SlotSnapshots(SnapshotStore(), *slots).binding
+    binding = SlotSnapshots(SnapshotStore(), *slots).binding()
     write_snapshot(tmp_path / "x", make_snapshot(IDS, **(vars(binding) | {field: value})))
     error = refusal(slots, tmp_path / "x")
     assert error.reason == f"other {field.replace('_', ' ')}"

@@ -1,0 +1,143 @@
+"""The asynchronous twins of `ServedLLM` and `Generation`, for asyncio: no threads but the one that computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from edgellm.engine_thread import QUEUE_LIMIT
+from edgellm.generation import Generation
+from edgellm.llm import Messages
+from edgellm.responses import Chunk, Response
+from edgellm.sampling_params import SamplingParams
+from edgellm.service import Request, ServedLLM, start_engine
+
+
+class AsyncGeneration:
+    """A request on its way: `async for chunk in generation`, or `await generation.result()`.
+
+    Reading takes whatever has come since, as one chunk. A task that is cancelled while it reads, and leaving an `async
+    with` block, cancel the request. One task at a time reads.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        """Belongs to the running event loop."""
+        self._generation = generation
+        self._changed = asyncio.Event()
+        loop, changed = asyncio.get_running_loop(), self._changed
+        generation.on_change(lambda: loop.call_soon_threadsafe(changed.set))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended, well or not; there may be chunks to read."""
+        return self._generation.finished
+
+    def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        self._generation.cancel()
+
+    async def result(self) -> Response:
+        """Wait for the whole answer. Raises what the request failed with."""
+        while not self._generation.finished:
+            await self._wait()
+        return self._generation.result()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            finished = self._generation.finished
+            chunk = self._generation.poll()
+            if chunk is not None:
+                yield chunk
+            elif finished:
+                return
+            else:
+                await self._wait()
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.finished:
+            self.cancel()
+
+    async def _wait(self) -> None:
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        self._changed.clear()
+
+
+class AsyncLLM:
+    """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `ServedLLM`'s.
+
+    Opening, answering and closing leave the event loop free; prompts are tokenized in it.
+    """
+
+    def __init__(
+        self, engine_directory: str | Path | None = None, *, queue_limit: int = QUEUE_LIMIT, **options: Any
+    ) -> None:
+        self._thread = start_engine(engine_directory, queue_limit, options)
+        self._served: ServedLLM | None = None
+
+    async def open(self) -> AsyncLLM:
+        """Wait until the model is loaded; raises what loading it raised."""
+        if self._served is None:
+            await asyncio.shield(asyncio.wrap_future(self._thread.opened))
+            self._served = ServedLLM.of_thread(self._thread)
+        return self
+
+    @property
+    def served(self) -> ServedLLM:
+        """The same model for threads."""
+        return self._served or ServedLLM.of_thread(self._thread)
+
+    async def submit(self, request: Request) -> AsyncGeneration:
+        """See `ServedLLM.submit`."""
+        await self.open()
+        return AsyncGeneration(self.served.submit(request))
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **more: Any
+    ) -> Response:
+        """See `ServedLLM.generate`."""
+        return await (await self.submit(Request(prompt=prompt, params=params, **more))).result()
+
+    async def chat(self, messages: Messages, params: SamplingParams | None = None, **more: Any) -> Response:
+        """See `ServedLLM.chat`."""
+        return await (await self.submit(Request(messages=messages, params=params, **more))).result()
+
+    async def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **more: Any
+    ) -> AsyncIterator[Chunk]:
+        """`async for chunk in llm.stream(...)`; leaving the loop early cancels the request."""
+        async with await self.submit(Request(prompt=prompt, params=params, **more)) as generation:
+            async for chunk in generation:
+                yield chunk
+
+    async def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, **more: Any
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for a conversation."""
+        async with await self.submit(Request(messages=messages, params=params, **more)) as generation:
+            async for chunk in generation:
+                yield chunk
+
+    async def close(self) -> None:
+        """End all requests as cancelled and free everything."""
+        await asyncio.shield(asyncio.wrap_future(self._thread.stop()))
+        self._thread.close()  # at its very end already
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,47 @@
+"""What is known of the KV rows that slots hold, for requests that begin alike to share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class KVContents:
+    """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
+
+    A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
+    base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
+    those of the draft, too: it takes the base's features.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._draft_rows: int | None = None
+        self._adapter: str | None = None
+
+    def bind(self, adapter: str | None) -> None:
+        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
+        if adapter != self._adapter:
+            self._ids, self._adapter = [], adapter
+            self._draft_rows = None if self._draft_rows is None else 0
+
+    def reusable(self, prompt_ids: Sequence[int]) -> int:
+        """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
+        longest = min(len(self._ids), len(prompt_ids))
+        common = next((i for i in range(longest) if self._ids[i] != prompt_ids[i]), longest)
+        rows = min(common, len(prompt_ids) - 1)
+        if self._draft_rows is not None:
+            rows = min(rows, self._draft_rows, common - 1)
+        return max(0, rows)
+
+    def replace(self, token_ids: Sequence[int], draft_rows: int | None = None) -> None:
+        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
+        self._ids, self._draft_rows = list(token_ids), draft_rows
+
+
+class SnapshotSource(Protocol):
+    """Where rows of earlier prompts come from: `edgellm.snapshots.slot_snapshots.SlotSnapshots`."""
+
+    def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, adapter: str | None) -> int:
+        """Put rows that fit a prompt and an adapter's digest (None: no adapter) into an idle slot where that is better
+        than its contents. Returns the rows taken."""

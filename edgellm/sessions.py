@@ -1,0 +1,79 @@
+"""`Session`: a conversation that remembers what was said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from edgellm.errors import RequestError
+from edgellm.generation import Generation
+from edgellm.responses import Response
+from edgellm.sampling_params import SamplingParams
+
+
+class Session:
+    """A conversation with a model: each message is answered with all that came before.
+
+    What is said again is not computed again while the KV cache holds it (`usage.reused_tokens`). An answer that was cut
+    short stays as far as it came; a message whose answer failed, or did not begin, is taken back.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., Generation],
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """`ask` answers messages (`ServedLLM.stream_chat`)."""
+        self._ask, self._params, self._adapter = ask, params, adapter
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._open: tuple[dict[str, Any], Generation] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """What was said so far, without a message whose answer is still growing; a copy."""
+        with self._lock:
+            self._take_in()
+            return [dict(message) for message in self._messages]
+
+    def replace(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Go on as if this had been said. Raises RequestError while an answer is growing."""
+        with self._lock:
+            self._settle()
+            self._messages = [dict(message) for message in messages]
+
+    def stream(self, content: str, params: SamplingParams | None = None, deadline: float | None = None) -> Generation:
+        """Say something; returns the answer as it grows. Raises RequestError while the one before is growing."""
+        with self._lock:
+            self._settle()
+            message = {"role": "user", "content": content}
+            generation = self._ask(
+                [*self._messages, message], params or self._params, adapter=self._adapter, deadline=deadline
+            )
+            self._open = message, generation
+            return generation
+
+    def send(self, content: str, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
+        """Say something and wait for the answer."""
+        return self.stream(content, params, deadline).result()
+
+    def _settle(self) -> None:
+        self._take_in()
+        if self._open is not None:
+            raise RequestError("the last message is still being answered: wait for its result, or cancel it")
+
+    def _take_in(self) -> None:
+        """Remember the latest message and its answer, once that has ended."""
+        if self._open is None or not self._open[1].finished:
+            return
+        message, generation = self._open
+        self._open = None
+        try:
+            text = generation.result().text
+        except Exception:  # whoever waits for the answer is told
+            return
+        if text:
+            self._messages += [message, {"role": "assistant", "content": text}]

@@ -1,0 +1,49 @@
+"""The example of a robot's loop, on the shipped model."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from edgellm.llm import SHIPPED_MODEL
+from edgellm.service import ServedLLM
+
+
+@pytest.fixture(scope="module")
+def example(repository: Path) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("robot_loop", repository / "examples" / "robot_loop.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: ModuleType) -> None:
+    said: list[str] = []
+    acted: list[dict[str, Any]] = []
+    with ServedLLM(backend="numpy") as llm:
+        system_prompt = (SHIPPED_MODEL / "system_prompt.txt").read_text(encoding="utf-8").strip()
+        llm.cache_system_prompt(system_prompt)
+        robot = example.Robot(llm, system_prompt, said.append, acted.append)
+        spent = example.run(robot, example.kitchen_table(robot))
+    table, command, battery = robot.answers
+    assert all(thing in table for thing in ("red cup", "white bowl", "green apple"))
+    assert "76 percent" in battery
+    assert acted == [{"action": "pick", "object": "red cup"}, {"action": "stop"}]
+    assert "".join(said).startswith(table + command)
+    assert len(spent) > 8  # pictures were taken while answers were computed
+    assert statistics.median(spent) < 1 / example.CAMERA_RATE
+
+
+def test_actions_are_lines_of_json(example: ModuleType) -> None:
+    assert example.action_in('I will wave.\n{"action": "wave"}') == {"action": "wave"}
+    assert example.action_in('{"action": ') is None
+    assert example.action_in("Hello.") is None

@@ -1,0 +1,436 @@
+"""A served model: equality with single requests, queueing, cancellation, deadlines, failures, closing."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm import LLM, SamplingParams
+from edgellm.drafting import DraftingConfig
+from edgellm.errors import AdapterError, EngineError, QueueFullError, RequestError
+from edgellm.generation import UNREAD_CHUNKS
+from edgellm.responses import Response
+from edgellm.service import Request, ServedLLM
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
+Answers = tuple[list[Request], list[tuple[tuple[int, ...], str, str]]]
+Pause = Callable[[ServedLLM], object]
+
+
+def answer(response: Response) -> tuple[tuple[int, ...], str, str]:
+    return response.token_ids, response.text, response.finish_reason
+
+
+def test_answers_equal_those_of_single_requests_in_every_order(
+    serving_engines: Path, alone: Answers, drafting: DraftingConfig | None
+) -> None:
+    requests, expected = alone
+    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
+        for seed, group in ((0, 60), (1, 8), (2, 3)):
+            order = list(range(len(requests)))
+            random.Random(seed).shuffle(order)
+            order = order[: 60 if group == 60 else 24]
+            for start in range(0, len(order), group):
+                part = order[start : start + group]
+                found = served.handle([requests[index] for index in part])
+                assert [answer(response) for response in found] == [expected[index] for index in part]
+        snapshot = served.metrics()
+    generation = snapshot["vanilla_generation" if drafting is None else "eagle_generation"]
+    assert generation["requests"] == snapshot["requests"]["accepted"] == 108
+    assert snapshot["rounds"] < generation["tokens"]
+
+
+def test_steps_launched_ahead_change_nothing(
+    serving_engines: Path, alone: Answers, drafting: DraftingConfig | None
+) -> None:
+    """As on a GPU: the next step is under way when the tokens of one are read, and when requests come and go."""
+    requests, expected = alone
+    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
+        served.call(lambda llm: setattr(llm._runner.backend, "steps_ahead", 1)).result()
+        generations = []
+        for index, request in enumerate(requests):
+            generations.append(served.submit(request))
+            if index % 7 == 3:
+                served.stream([index, 2, 3], LONG).next_chunk()  # let go of, so cancelled, at once
+            if index % 5 == 0:
+                generations[-1].result()
+        assert [answer(generation.result()) for generation in generations] == expected
+
+
+def test_chunks_are_the_answer(serving_engines: Path, alone: Answers, drafting: DraftingConfig | None) -> None:
+    requests, expected = alone
+    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
+        generations = [served.submit(request) for request in requests[:20]]
+        for generation, (ids, text, reason) in zip(generations, expected, strict=False):
+            chunks = list(generation)
+            response = generation.result()
+            assert "".join(chunk.text for chunk in chunks) == text
+            assert tuple(token for chunk in chunks for token in chunk.token_ids) == ids
+            flags = [flag for chunk in chunks for flag in chunk.from_draft]
+            assert (len(flags), response.finish_reason) == (len(ids), reason)
+            assert drafting is not None or not any(flags)
+            gaps = response.timings.step_gaps
+            assert sum(gaps) == pytest.approx(response.timings.decode_seconds, abs=1e-6)
+            assert 0 <= response.timings.queue_seconds <= response.timings.time_to_first_token
+
+
+def test_drafted_tokens_are_named() -> None:
+    with ServedLLM(backend="numpy", drafting=DraftingConfig(1, 5, 6, kind="chain")) as served:
+        generation = served.stream_chat(
+            [{"role": "user", "content": "What can you do?"}], SamplingParams(max_tokens=40)
+        )
+        chunks = list(generation)
+    statistics = generation.result().drafting
+    flags = [flag for chunk in chunks for flag in chunk.from_draft]
+    assert len(flags) == generation.result().usage.completion_tokens
+    # Where the answer ends with a drafted token, the round's own token lies behind its end.
+    assert sum(flags) - statistics.accepted_tokens in (0, 1)
+    assert sum(flags) > len(flags) / 2
+    assert len(chunks) == 1 + statistics.rounds + statistics.plain_steps
+
+
+def test_a_request_joins_while_another_runs(served: ServedLLM) -> None:
+    expected = served.generate("short", SHORT)
+    long = served.stream("a long story", SamplingParams(max_tokens=80, ignore_eos=True))
+    assert long.next_chunk() is not None
+    short = served.generate("short", SHORT)
+    assert not long.finished
+    assert short.token_ids == expected.token_ids
+    assert long.result().usage.completion_tokens == 80
+
+
+def test_requests_are_served_in_their_order(served: ServedLLM, paused: Pause) -> None:
+    with paused(served):
+        generations = [served.stream("x", SHORT) for _ in range(8)]
+    started = [generation._answering.sequence.clock.started for generation in generations]
+    [generation.result() for generation in generations]
+    started = [generation._answering.sequence.clock.started for generation in generations]
+    assert started == sorted(started)
+
+
+def test_a_full_queue_refuses_by_name(served: ServedLLM, paused: Pause) -> None:
+    with paused(served):
+        generations = [served.stream("x", SHORT) for _ in range(8)]
+        with pytest.raises(QueueFullError, match="8 requests are waiting"):
+            served.stream("x", SHORT)
+        generations.pop().cancel()
+        generations.append(served.stream("x", SHORT))
+        assert served.metrics()["requests_waiting"] == 8
+    assert {generation.result().token_ids for generation in generations} == {served.generate("x", SHORT).token_ids}
+    assert served.metrics()["requests"]["refused"] == 1
+    many = served.handle([Request(prompt="x", params=SHORT)] * 30)
+    assert {response.finish_reason for response in many} == {"length"}
+
+
+def test_cancelling_ends_an_answer_at_the_next_round(served: ServedLLM) -> None:
+    expected = served.generate("hello", LONG)
+    generation = served.stream("hello", LONG)
+    counts = []
+
+    def count_and_cancel() -> None:
+        counts.append(generation._answering.sequence.answer.token_count)
+        if counts[-1] >= 3:
+            generation.cancel()
+
+    generation.on_change(count_and_cancel)
+    response = generation.result()
+    assert (response.finish_reason, response.usage.completion_tokens) == ("cancelled", 3)
+    assert response.token_ids == expected.token_ids[:3]
+    other = served.stream("hello", LONG)
+    assert other.next_chunk() is not None
+    seen = other._answering.sequence.answer.token_count
+    threading.Thread(target=other.cancel).start()
+    assert other.result().finish_reason == "cancelled"
+    assert other.result().usage.completion_tokens < 60
+    assert seen >= 1
+
+
+def test_cancelling_what_waits_is_immediate(served: ServedLLM, paused: Pause) -> None:
+    with paused(served):
+        generation = served.stream("x", LONG)
+        generation.cancel()
+        assert generation.finished
+        assert (generation.result().finish_reason, generation.result().token_ids) == ("cancelled", ())
+        assert list(generation) == []
+
+
+def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: ServedLLM) -> None:
+    with pytest.raises(ZeroDivisionError), served.stream("x", LONG) as generation:
+        generation.next_chunk()
+        raise ZeroDivisionError
+    assert generation.result().finish_reason == "cancelled"
+    forgotten = served.stream("x", LONG)
+    answering = forgotten._answering
+    forgotten.next_chunk()
+    del forgotten
+    with answering.changed:
+        assert answering.changed.wait_for(lambda: answering.ended, 10)
+    assert answering.response.finish_reason == "cancelled"
+
+
+def test_deadlines(served: ServedLLM, paused: Pause) -> None:
+    with paused(served):
+        late = served.stream("x", LONG, deadline=0.01)
+        patient = served.stream("x", SHORT, deadline=60)
+        time.sleep(0.02)
+    assert (late.result().finish_reason, late.result().token_ids) == ("deadline", ())
+    assert patient.result().finish_reason == "length"
+    begun = served.stream("x", LONG, deadline=60)
+    begun.next_chunk()
+    begun._answering.deadline = time.perf_counter()
+    response = begun.result()
+    assert response.finish_reason == "deadline"
+    assert 1 <= response.usage.completion_tokens < 60
+    for wrong in (0, -1, float("nan"), float("inf"), "1", True):
+        with pytest.raises(RequestError, match="deadline"):
+            served.stream("x", LONG, deadline=wrong)
+
+
+def test_a_reader_that_stops_blocks_nobody(served: ServedLLM) -> None:
+    unread = served.stream("unread", SamplingParams(max_tokens=85, ignore_eos=True))
+    assert served.generate("x", SHORT).finish_reason == "length"
+    response = unread.result()
+    chunks = list(unread)
+    assert len(chunks) == UNREAD_CHUNKS < response.usage.completion_tokens
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == response.token_ids
+    assert "".join(chunk.text for chunk in chunks) == response.text
+    assert unread.poll() is None
+    with pytest.raises(TimeoutError):
+        served.stream("x", LONG).result(timeout=0)
+
+
+def test_a_failing_request_does_not_touch_the_others(served: ServedLLM, alone: Answers, paused: Pause) -> None:
+    requests, expected = alone
+    with paused(served):
+        good = [served.submit(request) for request in requests[:5]]
+        unknown = served.stream([5, 5000], LONG)
+        broken = served.stream("x", LONG)
+        detokenizer = broken._answering.sequence.answer._detokenizer
+
+        def fail(token: int) -> str:
+            raise UnicodeError(f"no text for {token}")
+
+        detokenizer.push = fail
+    with pytest.raises(EngineError, match=r"0\.\.319"):
+        unknown.result()
+    with pytest.raises(UnicodeError, match="no text for"):
+        list(broken)
+    assert [answer(generation.result()) for generation in good] == expected[:5]
+    results = served.handle([requests[0], Request(prompt=""), requests[1], Request(prompt="x", adapter="none")])
+    assert [answer(results[0]), answer(results[2])] == expected[:2]
+    assert isinstance(results[1], RequestError)
+    assert isinstance(results[3], AdapterError)
+    assert served.metrics()["requests"]["failed"] == 2
+    with pytest.raises(RequestError, match="either a prompt or messages"):
+        Request(prompt="x", messages=[])
+
+
+def test_a_listener_that_fails_cancels_its_own_request(served: ServedLLM) -> None:
+    generation = served.stream("x", LONG)
+    calls = []
+
+    def wake() -> None:
+        calls.append(None)
+        if len(calls) > 2:
+            raise RuntimeError("the listener is gone")
+
+    generation.on_change(wake)
+    assert generation.result().finish_reason == "cancelled"
+    assert served.generate("x", SHORT).finish_reason == "length"
+
+
+def test_a_failing_step_fails_what_runs_and_nothing_else(
+    served: ServedLLM, alone: Answers, paused: Pause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, expected = alone
+    kernels = served._llm._runner.backend.kernels
+    prepare, left = kernels.prepare_step, [3]
+
+    def fail_once(*arguments: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no more")
+        prepare(*arguments)
+
+    monkeypatch.setattr(kernels, "prepare_step", fail_once)
+    with paused(served):
+        failing = [served.stream("x", LONG) for _ in range(4)]
+        waiting = [served.submit(request) for request in requests[:4]]
+    for generation in failing:
+        with pytest.raises(EngineError, match="MemoryError: no more") as caught:
+            generation.result()
+        assert isinstance(caught.value.__cause__, MemoryError)
+        assert len(list_of_ids(generation)) > 0
+    assert [answer(generation.result()) for generation in waiting] == expected[:4]
+    assert served.metrics()["requests_running"] == 0
+
+
+def list_of_ids(generation: object) -> list[int]:
+    return [token for chunk in generation._answering.chunks for token in chunk.token_ids]
+
+
+def test_a_crash_of_the_thread_is_told_to_everybody(
+    serving_engines: Path, paused: Pause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedLLM(serving_engines, backend="numpy", drafting=None)
+
+    def fail(*_: object) -> None:
+        raise OSError("the device is gone")
+
+    with paused(served):
+        generations = [served.stream("x", LONG) for _ in range(6)]
+        monkeypatch.setattr(served._llm._runner, "step", fail)
+        monkeypatch.setattr(served._llm._runner, "stop", fail)
+        call = served.call(lambda llm: llm.adapters)
+    for generation in generations:
+        with pytest.raises(EngineError, match="the device is gone") as caught:
+            generation.result(10)
+        assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(EngineError, match="the device is gone"):
+        call.result(10)
+    with pytest.raises(EngineError, match=r"thread has ended with OSError.*open the model anew"):
+        served.generate("x", SHORT)
+    served.close()
+    assert served._thread.closed.done()
+
+
+def test_closing_is_prompt_and_ends_everything(serving_engines: Path) -> None:
+    before = threading.active_count()
+    served = ServedLLM(serving_engines, backend="numpy", drafting=None)
+    generations = [served.stream("x", LONG) for _ in range(20)]
+    generations[0].next_chunk()
+    began = time.perf_counter()
+    served.close()
+    assert time.perf_counter() - began < 2
+    served.close()
+    assert {generation.result(0).finish_reason for generation in generations} <= {"cancelled", "length"}
+    assert generations[-1].result(0).finish_reason == "cancelled"
+    assert threading.active_count() == before
+    assert served._llm._runner is None
+    for use in (
+        lambda: served.generate("x"),
+        lambda: served.call(lambda llm: llm),
+        lambda: served.submit(Request("x")),
+    ):
+        with pytest.raises(RequestError, match="closed"):
+            use()
+
+
+def test_a_model_that_cannot_be_opened(tmp_path: Path, serving_engines: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(Exception, match=str(tmp_path)):
+        ServedLLM(tmp_path)
+    with pytest.raises(RequestError, match="queue_limit is 0"):
+        ServedLLM(serving_engines, queue_limit=0)
+    deadline = time.perf_counter() + 5
+    while threading.active_count() > before and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+FORK = """
+import os, sys
+from edgellm import EdgeLLMError, SamplingParams
+from edgellm.service import ServedLLM
+served = ServedLLM(sys.argv[1], backend="numpy", drafting=None)
+running = served.stream("x", SamplingParams(max_tokens=80, ignore_eos=True))
+waiting = [served.stream("x") for _ in range(10)]
+running.next_chunk()
+child = os.fork()
+if child == 0:
+    for use in (lambda: served.generate("x"), waiting[-1].result, lambda: list(running), lambda: served.call(print)):
+        try:
+            use()
+            os._exit(1)
+        except EdgeLLMError as error:
+            if "was forked" not in str(error):
+                os._exit(2)
+    served.close()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), running.result().finish_reason)
+"""
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
+def test_use_in_a_forked_process_is_a_clear_error(serving_engines: Path) -> None:
+    """The process ends without `close`, too."""
+    command = [sys.executable, "-c", FORK, str(serving_engines)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["0", "length"], found.stderr
+
+
+def test_calls_have_the_model_for_themselves(served: ServedLLM) -> None:
+    generation = served.stream("x", LONG)
+    assert served.call(lambda llm: (threading.current_thread().name, served._thread.running)).result() == (
+        "edgellm-engine",
+        0,
+    )
+    assert generation.finished
+    with pytest.raises(RequestError, match="no draft model is loaded"):
+        served.use_drafting(DraftingConfig())
+    assert served.generate("x", SHORT).finish_reason == "length"
+
+
+def test_a_cached_system_prompt_is_reused_by_sessions(served: ServedLLM) -> None:
+    system = "be brief"
+    session = served.create_session(system, SHORT)
+    plain = session.send("one")
+    again = served.create_session(system, SHORT)
+    served.cache_system_prompt(system)
+    assert again.send("one").token_ids == plain.token_ids
+
+
+def test_a_session_remembers_what_was_said(served: ServedLLM, serving_engines: Path, paused: Pause) -> None:
+    session = served.create_session("be brief", SHORT)
+    first = session.send("one")
+    expected = [{"role": "system", "content": "be brief"}]
+    if first.text:
+        expected += [{"role": "user", "content": "one"}, {"role": "assistant", "content": first.text}]
+    assert session.messages == expected
+    second = session.send("two")
+    assert second.usage.reused_tokens > 0
+    with LLM(serving_engines, backend="numpy", drafting=None) as llm:
+        single = llm.chat([*expected, {"role": "user", "content": "two"}], SHORT)
+    assert second.token_ids == single.token_ids
+    session.replace(session.messages[:1])
+    known = session.messages
+    with paused(served):
+        growing = session.stream("three")
+        with pytest.raises(RequestError, match="still being answered"):
+            session.send("four")
+        growing.cancel()
+        assert session.messages == known
+    assert session.send("one").token_ids == first.token_ids
+
+
+def test_logging_is_quiet_by_default_and_structured_on_request(
+    serving_engines: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = (
+        "import sys\nfrom edgellm.service import ServedLLM\n"
+        "served = ServedLLM(sys.argv[1], backend='numpy', drafting=None)\n"
+        "generation = served.stream([5000])\n"
+        "try:\n    generation.result()\nexcept Exception as error:\n    print(type(error).__name__)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(serving_engines)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (found.stdout, found.stderr) == ("EngineError\n", "")
+    with (
+        caplog.at_level(logging.INFO, "edgellm.serving"),
+        ServedLLM(serving_engines, backend="numpy", drafting=None) as served,
+    ):
+        served.generate("x", SHORT)
+    (record,) = [record for record in caplog.records if record.name == "edgellm.serving"]
+    assert record.edgellm["outcome"] == "length"
+    assert record.edgellm["completion_tokens"] == 5
