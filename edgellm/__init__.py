@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgellm.asynchronous import AsyncGeneration, AsyncLLM
     from edgellm.drafting import DraftingConfig
-    from edgellm.errors import AdapterError, EdgeLLMError, RequestError, SnapshotError
+    from edgellm.errors import AdapterError, EdgeLLMError, QueueFullError, RequestError, SnapshotError
+    from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.responses import Chunk, Response
     from edgellm.sampling_params import SamplingParams
+    from edgellm.service import Request, ServedLLM
+    from edgellm.sessions import Session
     from edgellm.snapshots.system_prompt import CachedPrompt
     from edgellm.stream import Stream
 
@@ -21,13 +25,20 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AdapterError",
+    "AsyncGeneration",
+    "AsyncLLM",
     "CachedPrompt",
     "Chunk",
     "DraftingConfig",
     "EdgeLLMError",
+    "Generation",
+    "QueueFullError",
+    "Request",
     "RequestError",
     "Response",
     "SamplingParams",
+    "ServedLLM",
+    "Session",
     "SnapshotError",
     "Stream",
 ]
@@ -40,6 +51,13 @@ _MODULES = {
     "SamplingParams": "edgellm.sampling_params",
     "DraftingConfig": "edgellm.drafting",
     "CachedPrompt": "edgellm.snapshots.system_prompt",
+    "AsyncLLM": "edgellm.asynchronous",
+    "AsyncGeneration": "edgellm.asynchronous",
+    "ServedLLM": "edgellm.service",
+    "Request": "edgellm.service",
+    "Session": "edgellm.sessions",
+    "Generation": "edgellm.generation",
+    "QueueFullError": "edgellm.errors",
     "AdapterError": "edgellm.errors",
     "SnapshotError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",

@@ -28,7 +28,11 @@ class AsyncGeneration:
         self._generation = generation
         self._changed = asyncio.Event()
         loop, changed = asyncio.get_running_loop(), self._changed
-        generation.on_change(lambda: loop.call_soon_threadsafe(changed.set))
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        generation.on_change(wake)
 
     @property
     def finished(self) -> bool:

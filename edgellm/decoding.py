@@ -117,7 +117,7 @@ class DecodingLoop:
         """
         runner, slot, base = self._runner, len(self._running), self._runner.base
         contents, prompt_ids = self._contents[slot], sequence.prompt_ids
-        sequence.clock.started = time.perf_counter()
+        sequence.clock.started, restored = time.perf_counter(), 0
         if sequence.tally is not None:
             sequence.tally.start()
         try:
@@ -125,13 +125,15 @@ class DecodingLoop:
             sequence.adapter_digest = base.adapter_digest(sequence.adapter)
             contents.bind(sequence.adapter_digest)
             if self._snapshots is not None:
-                self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
+                restored = self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
             reused = sequence.reused_tokens = contents.reusable(prompt_ids)
             # What a failure from here on leaves behind.
             contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)
             first = runner.start(slot, prompt_ids, reused, sequence.sampling)
         except BaseException:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
+                self._forget(slot)
             raise
         sequence.room = runner.limits.kv_capacity - len(prompt_ids)
         sequence.least = sequence.most = 1
@@ -166,7 +168,7 @@ class DecodingLoop:
             slot = len(self._running) - 1
             self._release(slot)
             if not keep_rows:
-                self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)
+                self._forget(slot)
 
     def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
         """Admit those that have a place, in order; a failure is theirs alone."""
@@ -244,5 +246,9 @@ class DecodingLoop:
         if slot < last:
             runner.move(last, slot)
             self._running[slot] = self._running[last]
-            self._contents[last].replace((), None if runner.draft_rows(slot) is None else 0)
+            self._forget(last)
         self._running.pop()
+
+    def _forget(self, slot: int) -> None:
+        """Reuse nothing of a slot's rows."""
+        self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)

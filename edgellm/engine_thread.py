@@ -115,8 +115,9 @@ class EngineThread(Generic[OpenedEngine]):
         try:
             engine = self._open_engine()
         except BaseException as error:
-            self._queue.close(lambda cause=error: _dead(cause))
-            self._end_rest(error)
+            failure = error
+            self._queue.close(lambda: _dead(failure))
+            self._end_rest(failure)
             self.closed.set_result(None)
             self.opened.set_exception(error)
             return

@@ -281,7 +281,10 @@ class LLM:
 
     def _acquire(self) -> None:
         if not self._busy.acquire(blocking=False):
-            raise RequestError("another request of this LLM is running: finish, cancel or close its stream first")
+            raise RequestError(
+                "another request of this LLM is running: finish, cancel or close its stream first, or take a "
+                "ServedLLM, which answers several at once"
+            )
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:

@@ -153,7 +153,8 @@ class Metrics:
 
     def _histogram_lines(self) -> Iterable[str]:
         for name, histogram in self._histograms.items():
-            total, samples = 0, []
+            total = 0
+            samples: list[tuple[str, float]] = []
             for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
                 total += count
                 samples.append((f'_bucket{{le="{_number(bound)}"}}', total))

@@ -87,13 +87,8 @@ class ServedLLM:
         Raises RequestError or AdapterError for what is wrong with it, QueueFullError, RequestError after `close`.
         """
         self._thread.check()
-        clock, encode = Clock(), self._llm.tokenizer
-        if request.messages is not None:
-            prompt_ids = encode.encode_chat(request.messages)
-        else:
-            prompt_ids = encode.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        params = (request.params or SamplingParams()).seeded()
-        sequence = self._llm._sequence(prompt_ids, params, request.adapter, clock)
+        clock, params = Clock(), (request.params or SamplingParams()).seeded()
+        sequence = self._llm._sequence(self._prompt_ids(request), params, request.adapter, clock)
         return self._thread.submit(sequence, request.deadline)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
@@ -165,6 +160,11 @@ class ServedLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _prompt_ids(self, request: Request) -> list[int]:
+        if request.messages is not None:
+            return self.tokenizer.encode_chat(request.messages)
+        return self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt or ())
 
     def _submit_when_possible(self, request: Request, unfinished: deque[Generation]) -> Generation | EdgeLLMError:
         """Submit a request, waiting for earlier ones of the same caller where the queue is full."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,3 +91,20 @@ def paused() -> Callable[[ServedLLM], object]:
             result.result()
 
     return pause
+
+
+@pytest.fixture
+def slowed() -> Callable[[ServedLLM], None]:
+    """Lets each round of a model take a while, so that what a test does meanwhile comes in time on a busy machine."""
+
+    def slow_down(served: ServedLLM) -> None:
+        runner = served._llm._runner
+        step = runner.step
+
+        def slow_step(batch: int, plan: object) -> object:
+            time.sleep(0.005)
+            return step(batch, plan)
+
+        runner.step = slow_step
+
+    return slow_down

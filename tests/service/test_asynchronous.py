@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from edgellm import SamplingParams
 from edgellm.asynchronous import AsyncLLM
 from edgellm.drafting import DraftingConfig
 from edgellm.errors import EngineError, RequestError
-from edgellm.service import Request
+from edgellm.service import Request, ServedLLM
 
 LONG = SamplingParams(max_tokens=80, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -70,9 +71,10 @@ def test_streams_errors_and_the_loop_staying_free(serving_engines: Path) -> None
     asyncio.run(talk())
 
 
-def test_giving_up_cancels_the_request(serving_engines: Path) -> None:
+def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Callable[[ServedLLM], None]) -> None:
     async def give_up() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
+            slowed(llm.served)
             async for _ in (stream := llm.stream("hello", LONG)):
                 break
             await stream.aclose()

@@ -18,7 +18,7 @@ from edgellm.service import ServedLLM
 
 @pytest.fixture(scope="module")
 def example(repository: Path) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("robot_loop", repository / "examples" / "robot_loop.py")
+    spec = importlib.util.spec_from_file_location("robot_loop", repository / "tools" / "examples" / "robot_loop.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -5,8 +5,9 @@
                                             [--output RESULTS.json]
 
 The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
-means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Where an answer differs, the first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1
-where a gap is larger than rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU).
+means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Where an answer differs, the
+first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap
+is larger than rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The camera's callback keeps its rate while an answer is computed in the model's thread: it takes what has been said so
 far, without waiting, and acts when an answer is complete. An obstacle in the picture cancels an answer at once, which
-frees the model for the next instruction. Run it: python examples/robot_loop.py
+frees the model for the next instruction. Run it: python tools/examples/robot_loop.py
 """
 
 from __future__ import annotations
