@@ -20,8 +20,6 @@ MAX_ROWS = 16
 
 _WARPS, _STEP = 16, 32
 _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
-#: Blocks of attention that the registers of a multiprocessor hold.
-_BLOCKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,8 @@ class _Geometry:
         slices = _WARPS * _steps(columns)
         return self.ring_bytes(tiles) + parts * self.rows * _WARPS * 4 + slices * _STEP * 2 * (1 + batch)
 
-    def staged_bytes(self, batch: int, columns: int) -> int:
-        """Ring, partial sums and the activations of `linear_residual`, where they are staged."""
-        return self.ring_bytes(2 if self.twice else 1) + _WARPS * _steps(columns) * _STEP * 2 * batch
-
     def streamed_bytes(self, batch: int) -> int:
-        """The same with a ring of activations."""
+        """The same with the ring of activations."""
         tiles = 2 if self.twice else 1
         return self.ring_bytes(tiles) + self.depth // tiles * _WARPS * batch * _STEP * 2
 
@@ -185,9 +179,6 @@ class CudaDecodeKernels(KernelModule):
         else:
             batch, tokens = selected.size, x.size // columns // selected.size
         geometry = _geometry(batch, lambda each: each.streamed_bytes(batch), self.shared_limit)
-        # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= self.shared_limit
-        shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
         arguments = (
             pointer(weight),
             pointer(bias),
@@ -195,13 +186,13 @@ class CudaDecodeKernels(KernelModule):
             pointer(residual),
             ctypes.c_int(residual is not None and residual.dtype == "float32"),
             pointer(output),
-            *map(ctypes.c_int, (batch, rows, columns, _steps(columns), stage)),
+            *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
             pointer(selected),
             ctypes.c_int(tokens),
             *_feature_arguments(features, place, rows),
         )
         name, unit = f"decode_linear_residual{geometry.suffix}_{weight.dtype}", 16 if geometry.twice else 8
-        return self._linear(name, geometry, rows, unit, shared, arguments)
+        return self._linear(name, geometry, rows, unit, geometry.streamed_bytes(batch), arguments)
 
     def _linear(
         self, name: str, geometry: _Geometry, rows: int, unit: int, shared_bytes: int, arguments: Sequence[Any]
@@ -256,10 +247,7 @@ class CudaDecodeKernels(KernelModule):
             *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys, masks_all)),
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
-        splits = attention_splits(kv_heads, kv_rows)
-        if masks_all:  # what a draft proposes may depend on its batch in the last bit: one wave of blocks is fastest
-            splits = max(1, min(splits, self.multiprocessors * _BLOCKS_AT_ONCE // (kv_heads * batch * tokens)))
-        grid = (splits, kv_heads, batch * tokens)
+        grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch * tokens)
         threads = 32 * _attention_warps(group)
         return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, threads, shared, arguments)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.tensorrt_engine import TensorRTEngine
 
 
@@ -14,7 +14,7 @@ from edgellm.engines.tensorrt_engine import TensorRTEngine
 def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
     """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
     listed: list[Any] = []
-    kinds = (TensorRTEngine, CudaDecodeEngine)
+    kinds = (TensorRTEngine, CudaKernelEngine)
     originals = {kind: kind.enqueue for kind in kinds}
 
     def patched(kind: type) -> Callable[[Any], None]:
