@@ -159,7 +159,7 @@ def test_verified_tokens_and_features_are_what_the_description_says(
             np.testing.assert_allclose(arrays[name], described[name], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("architecture", ["sm_87", "sm_90", "sm_110", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_87"])
 def test_the_kernels_compile_without_a_gpu(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'edgellm[test]'")
     every = compiler._sources()
