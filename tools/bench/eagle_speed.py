@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probes import counted_waits, enqueue_replaced
+from provenance import provenance
 from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
 from random_draft import write_draft
 from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
@@ -257,7 +257,7 @@ def main() -> None:
     plain_directory, directory = prepare(arguments.work)
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
     plans = candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
-    results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
+    results: dict[str, Any] = dict(provenance())
     with open_runner("tensorrt", plain_directory) as plain:
         runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
         try:

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from provenance import provenance
 from random_checkpoint import LLAMA_3_2_1B
 
 from edgellm.engines.comparison import open_runner
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--without-torch", action="store_true")
     arguments = parser.parse_args()
     checkpoint, engines = arguments.work / "checkpoint", arguments.work / "engines"
-    results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
+    results: dict[str, Any] = dict(provenance())
     if not (checkpoint / "model.safetensors").exists():
         # In a process of its own: a child's peak memory would count what its parent held when it was started.
         subprocess.run([sys.executable, str(Path(__file__).parent / "random_checkpoint.py"), checkpoint], check=True)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_speed import gpu_milliseconds
+from provenance import provenance
 
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.builder import build_engine_directory
@@ -111,7 +111,7 @@ def main() -> None:
     limits = EngineLimits(1, 512, 1024, max_lora_rank=arguments.rank, lora_slots=arguments.places)
     build_engine_directory(checkpoint, engines, limits, weights="link", force=True)
     directory = EngineDirectory.open(engines)
-    results: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(sys.argv)}
+    results: dict[str, Any] = dict(provenance())
     with open_runner("tensorrt", directory, with_adapters=True) as runner:
         names = [f"adapter {index}" for index in range(arguments.places + 1)]
         for index, name in enumerate(names):
