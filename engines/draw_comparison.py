@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,3 +68,9 @@ def _noise(ids: Sequence[int], sampling: SamplingValues, position: int) -> np.nd
     key = sampling.seed & 0xFFFFFFFF, sampling.seed >> 32
     blocks = [philox_4x32((np.array([token // 4]), position, sampling.sequence, 0), key)[0] for token in ids]
     return gumbel(np.array([block[token % 4] for block, token in zip(blocks, ids, strict=True)], np.uint32))
+
+
+def spacing(value: float, dtype: str) -> float:
+    """The distance between neighbouring numbers of `dtype` at the size of `value`."""
+    mantissa = {"float16": 10, "bfloat16": 7, "float32": 23}[dtype]
+    return 2.0 ** (math.floor(math.log2(abs(value))) - mantissa)

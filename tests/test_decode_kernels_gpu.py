@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
-
-# Test files are not importable by name: each is a module of its own.
-_specification = importlib.util.spec_from_file_location("models", Path(__file__).with_name("test_decode_kernels.py"))
-_models = importlib.util.module_from_spec(_specification)
-_specification.loader.exec_module(_models)
-FAMILIES, LLAMA, random_model, twin_step = _models.FAMILIES, _models.LLAMA, _models.random_model, _models.twin_step
-CHAIN, TREE, ancestors = _models.CHAIN, _models.TREE, _models.ancestors
 
 pytestmark = pytest.mark.gpu
 

@@ -10,6 +10,7 @@ import pytest
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.draw_comparison import spacing
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.llm import LLM, SHIPPED_MODEL
@@ -41,12 +42,6 @@ QUESTIONS = [
     "Goodbye.",
 ]
 ANSWER_TOKENS = 48
-
-
-def spacing(value: float, dtype: str) -> float:
-    """The distance between neighbouring numbers of `dtype` at the size of `value`."""
-    mantissa = {"float16": 10, "bfloat16": 7}[dtype]
-    return 2.0 ** (np.floor(np.log2(abs(value))) - mantissa)
 
 
 def until_end(tokens: list[int], directory: EngineDirectory) -> list[int]:

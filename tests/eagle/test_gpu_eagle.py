@@ -16,7 +16,7 @@ from edgellm.engines.comparison import LOGIT_TOLERANCES, open_runner, teacher_fo
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_choices import choices_plan
 from edgellm.engines.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.draw_comparison import draw_gap, first_difference
+from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
@@ -40,11 +40,6 @@ PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 40
 #: Logits of one tree and of single steps may differ by so many spacings of the dtype.
 SPACINGS = 4
-
-
-def spacing(value: float, dtype: str) -> float:
-    """The distance between neighbouring numbers of `dtype` at the size of `value`."""
-    return 2.0 ** (np.floor(np.log2(abs(value))) - {"float16": 10, "bfloat16": 7}[dtype])
 
 
 @pytest.fixture(scope="module", params=[1, 3])

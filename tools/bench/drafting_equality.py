@@ -30,7 +30,7 @@ from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draw_comparison import draw_gap, first_difference
+from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.llm import SHIPPED_MODEL
@@ -190,12 +190,6 @@ def judged(
                 allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), directory.dtype)
             differences.append(Difference(index, place, gap, allowed))
     return differences
-
-
-def spacing(value: float, dtype: str) -> float:
-    """The distance between neighbouring numbers of `dtype` at the size of `value`."""
-    mantissa = {"float16": 10, "bfloat16": 7, "float32": 23}[dtype]
-    return 2.0 ** (math.floor(math.log2(abs(value))) - mantissa)
 
 
 def line(comparison: Comparison) -> str:
