@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from random_trees import random_trees
 
 from edgellm.kernels.acceptance_interface import MAXIMUM_ACCEPTED, MAXIMUM_TREE_SIZE, NodeDraws, SlotDraws
 from edgellm.kernels.checks import IN_PROMPT
@@ -20,25 +21,6 @@ NO_WORKSPACE = np.zeros(0, np.uint8)
 @pytest.fixture
 def rng():
     return np.random.default_rng(31)
-
-
-def random_trees(rng: np.random.Generator, slots: int, size: int, vocabulary: int) -> tuple[np.ndarray, ...]:
-    """Tokens, parents, depths and ancestors of random trees with padding; siblings may carry the same token."""
-    tokens = rng.integers(0, vocabulary, (slots, size)).astype(np.int32)
-    parents = np.full((slots, size), -1, np.int32)
-    depths = np.zeros((slots, size), np.int32)
-    ancestors = np.zeros((slots, size, size), bool)
-    ancestors[:, np.arange(size), np.arange(size)] = True
-    for slot in range(slots):
-        used = rng.integers(1, size + 1)
-        tokens[slot, used:] = -1
-        for node in range(1, used):
-            parent = rng.integers(max(0, node - 4), node)
-            parents[slot, node] = parent
-            depths[slot, node] = depths[slot, parent] + 1
-            ancestors[slot, node] |= ancestors[slot, parent]
-    ancestors[:, 1:, 0] = False
-    return tokens, parents, depths, ancestors
 
 
 def accepted_arrays(slots: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import random_trees as shared
+from gpu_timing import microseconds
 
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.gpu
 MAX_BATCH = 8
 #: around the size of a vector load, a block, several blocks; last, Llama 3's vocabulary
 VOCABULARIES = (1, 3, 7, 130, 2051, 32_001, 128_256)
+random_trees = partial(shared.random_trees, least_share=0.5, reach=6)
 TWIN, TWIN_KERNELS = NumpyAcceptance(), NumpyKernels()
 
 
@@ -101,25 +105,6 @@ def awkward_logits(rng: np.random.Generator, slots: int, size: int, vocabulary: 
     rows[kinds == 5, : vocabulary // 2] = np.nan
     rows[kinds == 6, rng.integers(vocabulary)] = np.inf
     return rows.reshape(slots, size, vocabulary)
-
-
-def random_trees(rng: np.random.Generator, slots: int, size: int, vocabulary: int) -> tuple[np.ndarray, ...]:
-    """Tokens, parents, depths and ancestors of random trees with padding; siblings may carry the same token."""
-    tokens = rng.integers(0, vocabulary, (slots, size)).astype(np.int32)
-    parents = np.full((slots, size), -1, np.int32)
-    depths = np.zeros((slots, size), np.int32)
-    ancestors = np.zeros((slots, size, size), bool)
-    ancestors[:, np.arange(size), np.arange(size)] = True
-    for slot in range(slots):
-        used = rng.integers(size // 2, size) + 1
-        tokens[slot, used:] = -1
-        for node in range(1, used):
-            parent = rng.integers(max(0, node - 6), node)
-            parents[slot, node] = parent
-            depths[slot, node] = depths[slot, parent] + 1
-            ancestors[slot, node] |= ancestors[slot, parent]
-    ancestors[:, 1:, 0] = False
-    return tokens, parents, depths, ancestors
 
 
 def active_slots(slots: int) -> np.ndarray:
@@ -390,8 +375,6 @@ def test_wrong_arguments_are_named(gpu):
 
 def test_captured_round_and_its_time(gpu, rng, caplog):
     """The kernels after a greedy verification in one CUDA graph equal the twins; prints microseconds (-s)."""
-    import pycuda.driver as cuda
-
     size, most, vocabulary, width, pending, rows = 64, 7, 128_256, 6144, 16, 1200
     tokens, parents, depths, _ = random_trees(rng, 1, size, vocabulary)
     logits = rng.normal(0, 1, (1, size, vocabulary)).astype(np.float32)
@@ -451,22 +434,10 @@ def test_captured_round_and_its_time(gpu, rng, caplog):
             assert_equal(gpu, device[name], value, name)
     assert values["emitted"][0, 0] > 1
 
-    start, end, repeats = cuda.Event(), cuda.Event(), 50
-    for name, stage in {**device_stages, "together": round_on_device}.items():
+    def rewind() -> None:
         gpu.upload(device["start"], np.full(1, 100, np.int32))
 
-        def many(stage=stage):
-            for _ in range(repeats):
-                stage()
-
-        launch = gpu.capture(many, name)
-        times = []
-        for _ in range(8):
-            gpu.upload(device["start"], np.full(1, 100, np.int32))
-            start.record(gpu.stream)
-            launch()
-            end.record(gpu.stream)
-            end.synchronize()
-            times.append(start.time_till(end) * 1000 / repeats)
-        print(f"{name}: {min(times):.1f} us with 64 nodes and a vocabulary of 128,256")
-        assert min(times) < 200
+    for name, stage in {**device_stages, "together": round_on_device}.items():
+        time = microseconds(gpu, stage, name, rewind)
+        print(f"{name}: {time:.1f} us with 64 nodes and a vocabulary of 128,256")
+        assert time < 200

@@ -7,6 +7,7 @@ import logging
 import draft_tree_reference as reference
 import numpy as np
 import pytest
+from gpu_timing import microseconds
 
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
@@ -288,7 +289,6 @@ def test_limits_are_refused(gpu):
 
 def test_times_of_the_default_tree(gpu):
     """Prints microseconds of each kernel in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
-    import pycuda.driver as cuda
 
     rng = np.random.default_rng(8)
     sizes = (2048, 2048, 64)
@@ -326,21 +326,7 @@ def test_times_of_the_default_tree(gpu):
         "prepare_verification": (verify, 40),
         "all of a round": (all_of_a_round, 500),
     }
-    start, end, repeats = cuda.Event(), cuda.Event(), 50
     for name, (step, bound) in bounded_steps.items():
-
-        def many(step=step):
-            for _ in range(repeats):
-                step()
-
-        many()
-        launch = gpu.capture(many, name)
-        times = []
-        for _ in range(10):
-            start.record(gpu.stream)
-            launch()
-            end.record(gpu.stream)
-            end.synchronize()
-            times.append(start.time_till(end) * 1000 / repeats)
-        print(f"{name}: {min(times):.1f} us")
-        assert min(times) < bound
+        time = microseconds(gpu, step, name)
+        print(f"{name}: {time:.1f} us")
+        assert time < bound

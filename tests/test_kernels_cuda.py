@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from gpu_timing import microseconds
 
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
@@ -375,7 +376,6 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
 
 def test_time_of_a_large_vocabulary(gpu, random_numbers):
     """Prints microseconds of the kernels in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
-    import pycuda.driver as cuda
 
     rows = device_copy(gpu, random_numbers.normal(0, 3, (1, 128_256)).astype(np.float32))
     tokens, thresholds = gpu.zeros((1,), "int32"), gpu.zeros((1,), "float32")
@@ -387,21 +387,7 @@ def test_time_of_a_large_vocabulary(gpu, random_numbers):
         "filter_threshold": (lambda: gpu.kernels.filter_threshold(rows, top_k, top_p, zero, thresholds), 300),
         "sample": (lambda: gpu.kernels.sample(rows, thresholds, one, seed, tokens, tokens, tokens), 100),
     }
-    start, end, repeats = cuda.Event(), cuda.Event(), 50
     for name, (step, bound) in bounded_steps.items():
-
-        def many(step=step):
-            for _ in range(repeats):
-                step()
-
-        many()
-        launch = gpu.capture(many, name)
-        times = []
-        for _ in range(10):
-            start.record(gpu.stream)
-            launch()
-            end.record(gpu.stream)
-            end.synchronize()
-            times.append(start.time_till(end) * 1000 / repeats)
-        print(f"{name}: {min(times):.1f} us at a vocabulary of 128,256")
-        assert min(times) < bound
+        time = microseconds(gpu, step, name)
+        print(f"{name}: {time:.1f} us at a vocabulary of 128,256")
+        assert time < bound
