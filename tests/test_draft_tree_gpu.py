@@ -289,7 +289,6 @@ def test_limits_are_refused(gpu):
 
 def test_times_of_the_default_tree(gpu):
     """Prints microseconds of each kernel in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
-
     rng = np.random.default_rng(8)
     sizes = (2048, 2048, 64)
     drafting = reference.random_drafting(rng, 1, 10, 6, 32_000, keys=1024, compute=np.float16, sizes=sizes)

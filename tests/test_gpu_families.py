@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_families import FAMILIES, PROMPT, TOLERANCES
 
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import greedy_tokens, open_runner, teacher_forced_logits
@@ -15,21 +16,6 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 
 pytestmark = pytest.mark.gpu
-
-FAMILIES = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
-    "llama_biases": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen3": {},
-}
-#: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
-TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}
-PROMPT = [(7 * index + 3) % 250 for index in range(40)]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

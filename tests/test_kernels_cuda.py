@@ -376,7 +376,6 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
 
 def test_time_of_a_large_vocabulary(gpu, random_numbers):
     """Prints microseconds of the kernels in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
-
     rows = device_copy(gpu, random_numbers.normal(0, 3, (1, 128_256)).astype(np.float32))
     tokens, thresholds = gpu.zeros((1,), "int32"), gpu.zeros((1,), "float32")
     one, zero, seed = (device_copy(gpu, np.ones(1, dtype)) for dtype in (np.float32, np.float32, np.uint64))

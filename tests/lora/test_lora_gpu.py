@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_families import FAMILIES as TINY_FAMILIES
+from tiny_families import PROMPT, TOLERANCES
 
 from edgellm.engines.backend import open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
@@ -24,19 +26,7 @@ from edgellm.engines.sampling_state import SamplingValues
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = {
-    "llama_biases": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen3": {},
-}
-#: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
-TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}
-PROMPT = [(7 * index + 3) % 250 for index in range(40)]
+FAMILIES = {name: TINY_FAMILIES[name] for name in ("llama_biases", "qwen2", "qwen3")}
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)
 NAMES = ("wide", "attention", None)
 
