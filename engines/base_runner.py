@@ -7,7 +7,6 @@ Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +15,7 @@ import numpy as np
 from edgellm.engines.backend import Backend, Engine, Readback
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import AdapterError, EngineError
 from edgellm.engines.lora_adapter import LoraAdapter
@@ -24,14 +23,12 @@ from edgellm.engines.lora_slots import AdapterSlots, require_adapters
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
 #: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.
 _EMITTED_PLACES = 8
 _PHASES = ("prefill", "decode")
-#: Key ranges of engines that take any shape are rounded up to this, so that few different ones occur.
-_KEY_RANGE_STEP = 64
 
 
 class EmittedTokens:
@@ -276,9 +273,7 @@ class BaseEngineRunner:
 
     def _key_range(self, length: int) -> int:
         """How many KV rows the engine must read when the last query stands at row length - 1."""
-        if not self.backend.fixed_shapes:
-            return min(-(-length // _KEY_RANGE_STEP) * _KEY_RANGE_STEP, max(self.limits.key_ranges))
-        return next((size for size in self.limits.key_ranges if size >= length), self.limits.key_ranges[-1])
+        return key_range_for(length, self.limits.key_ranges, self.backend.fixed_shapes)
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""
@@ -313,9 +308,9 @@ class BaseEngineRunner:
         batch, tokens, config = shape.batch, shape.tokens, self.config
         prefill = shape.phase == "prefill"
         inputs = {
-            "inputs_embeds": _leading(self._embeds_buffer, (batch, tokens, config.hidden_size)),
-            "rope_rotary_cos_sin": _leading(self._cos_sin_buffer, (batch, tokens, config.rotary_dim)),
-            "attention_mask": _leading(self._mask_buffer, (batch, 1, tokens, shape.key_range)),
+            "inputs_embeds": leading(self._embeds_buffer, (batch, tokens, config.hidden_size)),
+            "rope_rotary_cos_sin": leading(self._cos_sin_buffer, (batch, tokens, config.rotary_dim)),
+            "attention_mask": leading(self._mask_buffer, (batch, 1, tokens, shape.key_range)),
             "kvcache_start_index": self._prefill_start if prefill else self._start[:batch],
         }
         if shape.selected < tokens:
@@ -326,7 +321,7 @@ class BaseEngineRunner:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
         padded = np.full((1, chunk), -1, np.int32)
         padded[0, : len(ids)] = ids
-        token_ids = _leading(self._prefill_ids_buffer, (1, chunk))
+        token_ids = leading(self._prefill_ids_buffer, (1, chunk))
         self.backend.upload(token_ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([start], np.int32))
         self.backend.upload(self._last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
@@ -360,7 +355,7 @@ class BaseEngineRunner:
             self.offsets[slots],
             self.rotary,
             inputs["rope_rotary_cos_sin"],
-            mask if engine.reads_attention_mask else _leading(self._mask_buffer, (batch, 1, 1, 0)),
+            mask if engine.reads_attention_mask else leading(self._mask_buffer, (batch, 1, 1, 0)),
         )
         engine.enqueue()
         self._select(slots, plain, self._features_of(batch, 1))
@@ -385,7 +380,7 @@ class BaseEngineRunner:
 
     def _features_of(self, batch: int, tokens: int) -> Array:
         """The engines' output `hidden_states` [B, T, F]; F is 0 for a base model without a draft."""
-        return _leading(self._features_buffer, (batch, tokens, self._feature_size))
+        return leading(self._features_buffer, (batch, tokens, self._feature_size))
 
     def _row_features(self, row: int) -> Array:
         """The features [1, 1, F] of one row of the latest prefill."""
@@ -398,8 +393,3 @@ class BaseEngineRunner:
         for slot in range(advanced.start, advanced.stop):
             self._next_places[slot] = (self._next_places[slot] + 1) % _EMITTED_PLACES
         return emitted
-
-
-def _leading(buffer: Array, shape: tuple[int, ...]) -> Array:
-    """The first elements of a flat buffer, in another shape."""
-    return buffer[: math.prod(shape)].reshape(*shape)

@@ -231,3 +231,11 @@ class EngineLimits:
 
 def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
+
+
+def key_range_for(length: int, ranges: tuple[int, ...], fixed_shapes: bool, step: int = 64) -> int:
+    """How many KV rows an engine reads whose last query stands at row length - 1: one of `ranges`, or any multiple of
+    `step` where shapes are free."""
+    if not fixed_shapes:
+        return min(-(-length // step) * step, ranges[-1])
+    return next((size for size in ranges if size >= length), ranges[-1])

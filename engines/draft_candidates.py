@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 from edgellm.engines.backend import Backend
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.draft_tree_interface import candidate_count
 
 
@@ -68,8 +67,3 @@ class CandidateBuffers:
         array = self._backend.empty(shape, "int32")
         self._backend.upload(array, np.ascontiguousarray(np.broadcast_to(np.asarray(values, np.int32), shape)))
         return array
-
-
-def leading(buffer: Array, shape: tuple[int, ...]) -> Array:
-    """The first elements of a flat buffer, in another shape."""
-    return buffer[: math.prod(shape)].reshape(*shape)

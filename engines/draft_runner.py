@@ -15,8 +15,8 @@ import numpy as np
 
 from edgellm.engines.backend import Backend
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder_config import EngineLimits, EngineShape
-from edgellm.engines.draft_candidates import CandidateBuffers, Candidates, leading
+from edgellm.engines.decoder_config import EngineLimits, EngineShape, key_range_for
+from edgellm.engines.draft_candidates import CandidateBuffers, Candidates
 from edgellm.engines.draft_config import DRAFT_EMBEDDING, DraftConfig
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
 from edgellm.engines.draft_plan import DraftPlan
@@ -25,7 +25,7 @@ from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.memory_plan import kv_cache_shape
 from edgellm.engines.pending_entries import PendingEntries
 from edgellm.engines.rotary import rotary_table
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 
 
 @dataclass(frozen=True)
@@ -270,14 +270,6 @@ class EagleDraftEngineRunner:
             views["rope_rotary_cos_sin"],
             views["attention_mask"],
         )
-
-
-def key_range_for(length: int, ranges: tuple[int, ...], fixed_shapes: bool, step: int = 64) -> int:
-    """How many KV rows an engine reads whose last query stands at row length - 1: one of `ranges`, or any multiple of
-    `step` where shapes are free."""
-    if not fixed_shapes:
-        return min(-(-length // step) * step, ranges[-1])
-    return next((size for size in ranges if size >= length), ranges[-1])
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:

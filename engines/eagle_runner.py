@@ -16,10 +16,10 @@ from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.captured_steps import CapturedSteps
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, key_range_for
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner, key_range_for
+from edgellm.engines.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
 from edgellm.engines.eagle_round import EagleRound
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError

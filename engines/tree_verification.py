@@ -5,13 +5,13 @@ from __future__ import annotations
 from edgellm.engines.backend import Backend
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.decoder_config import EngineShape
-from edgellm.engines.draft_candidates import Candidates, leading
+from edgellm.engines.draft_candidates import Candidates
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.pending_entries import PendingEntries
 from edgellm.engines.verified_tree import VerifiedTree, VerifiedTrees
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from edgellm.engines.backend import Backend
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
-from edgellm.engines.draft_candidates import leading
 from edgellm.engines.draft_plan import DraftPlan
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,3 +70,8 @@ class DeviceArray:
 
 #: Either kind: a kernel set works on the one that its backend allocates.
 Array = np.ndarray | DeviceArray
+
+
+def leading(buffer: Array, shape: tuple[int, ...]) -> Array:
+    """The first elements of a flat buffer, in another shape."""
+    return buffer[: math.prod(shape)].reshape(*shape)
