@@ -2,10 +2,11 @@
 
     python -m tools.bench.drafting_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 200] [--tokens 128]
                                             [--samplings greedy sampled] [--kinds tree ...] [--until-end]
-                                            [--output RESULTS.json]
+                                            [--processes 1] [--output RESULTS.json]
 
 The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
-means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Where an answer differs, the
+means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Several processes take a share
+of the prompts each. Where an answer differs, the
 first difference is judged: `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap
 is larger than rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU).
 """
@@ -19,9 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,8 +87,14 @@ class Comparison:
     prompts: int
     tokens: int
     differences: list[Difference]
-    mean_acceptance_length: float
+    rounds: int
+    accepted: int
     seconds: float
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a round, the bonus token included."""
+        return 1 + self.accepted / max(self.rounds, 1)
 
     @property
     def explained(self) -> bool:
@@ -142,14 +152,38 @@ def compare(
                     answers = [response.token_ids for response in responses]
                     differences = judged(directory, backend, prompts, expected[name], answers, name)
                     total = sum(map(len, answers))
-                    length = 1 + accepted / max(rounds, 1)
                     found.append(
                         Comparison(
-                            kind, name, batch, len(prompts), total, differences, round(length, 3), round(seconds, 1)
+                            kind, name, batch, len(prompts), total, differences, rounds, accepted, round(seconds, 1)
                         )
                     )
-                    print(line(found[-1]), flush=True)
     return found
+
+
+def compare_shares(
+    directory: EngineDirectory, backend: str, prompts: Sequence[list[int]], processes: int, **options: Any
+) -> list[Comparison]:
+    """`compare`, the prompts divided among processes; `seconds` are those of all processes together."""
+    shares = [range(first, len(prompts), processes) for first in range(processes)]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        parts = [
+            pool.submit(compare, directory, backend, [prompts[index] for index in share], **options) for share in shares
+        ]
+        results = [part.result() for part in parts]
+    return [joined(list(same), shares) for same in zip(*results, strict=True)]
+
+
+def joined(parts: Sequence[Comparison], shares: Sequence[range]) -> Comparison:
+    """One comparison of several whose prompts have the places `shares` among all."""
+    differences = [
+        replace(difference, prompt=share[difference.prompt])
+        for part, share in zip(parts, shares, strict=True)
+        for difference in part.differences
+    ]
+    counted = ("prompts", "tokens", "rounds", "accepted", "seconds")
+    return replace(
+        parts[0], differences=differences, **{name: sum(getattr(part, name) for part in parts) for name in counted}
+    )
 
 
 def judged(
@@ -219,20 +253,24 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
         prompts = held_out_prompts(directory, arguments.prompts)
-        found = compare(
+        found = compare_shares(
             directory,
             arguments.backend,
             prompts,
-            arguments.tokens,
-            arguments.kinds,
-            arguments.samplings,
+            arguments.processes,
+            tokens=arguments.tokens,
+            kinds=arguments.kinds,
+            samplings=arguments.samplings,
             until_end=arguments.until_end,
         )
+    for comparison in found:
+        print(line(comparison))
     explained = all(comparison.explained for comparison in found)
     print("every difference is explained by rounding" if explained else "some differences are not explained")
     if arguments.output:
@@ -243,7 +281,10 @@ def main() -> None:
             "tokens": arguments.tokens,
             "until_end": arguments.until_end,
             "explained": explained,
-            "comparisons": [asdict(comparison) for comparison in found],
+            "comparisons": [
+                asdict(comparison) | {"mean_acceptance_length": round(comparison.mean_acceptance_length, 3)}
+                for comparison in found
+            ],
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(not explained)
