@@ -5,6 +5,7 @@ Importing the package loads nothing; the names below are loaded when first used.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from edgellm.sessions import Session
     from edgellm.snapshots.system_prompt import CachedPrompt
     from edgellm.stream import Stream
+
+# Silent unless a program that uses the package configures logging.
+logging.getLogger("edgellm").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 

@@ -116,7 +116,7 @@ class DecodingLoop:
         What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
         """
         runner, slot, base = self._runner, len(self._running), self._runner.base
-        contents, prompt_ids = self._contents[slot], sequence.prompt_ids
+        contents, prompt_ids, tokens = self._contents[slot], sequence.prompt_ids, sequence.identities
         sequence.clock.started, restored = time.perf_counter(), 0
         if sequence.tally is not None:
             sequence.tally.start()
@@ -125,11 +125,12 @@ class DecodingLoop:
             sequence.adapter_digest = base.adapter_digest(sequence.adapter)
             contents.bind(sequence.adapter_digest)
             if self._snapshots is not None:
-                restored = self._snapshots.restore(slot, prompt_ids, contents, sequence.adapter_digest)
-            reused = sequence.reused_tokens = contents.reusable(prompt_ids)
+                digest, images = sequence.adapter_digest, sequence.images
+                restored = self._snapshots.restore(slot, prompt_ids, contents, digest, images)
+            reused = sequence.reused_tokens = contents.reusable(tokens)
             # What a failure from here on leaves behind.
-            contents.replace(prompt_ids[:reused], None if runner.draft_rows(slot) is None else reused)
-            first = runner.start(slot, prompt_ids, reused, sequence.sampling)
+            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
+            first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images)
         except BaseException:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
@@ -240,7 +241,7 @@ class DecodingLoop:
         sequence, runner = self._running[slot], self._runner
         runner.stop(slot)
         self._contents[slot].bind(sequence.adapter_digest)
-        rows = [*sequence.prompt_ids, *sequence.answer.token_ids[:-1]]
+        rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
         last = len(self._running) - 1
         if slot < last:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgellm.drafting_statistics import DraftingTally
+from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.responses import Timings
+from edgellm.responses import Response, Timings, Usage
 from edgellm.text.stop import Answer
 
 
@@ -48,7 +49,8 @@ class Clock:
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A request that is being answered, with the LoRA adapter of that name (None: without one).
+    """A request that is being answered, with the LoRA adapter of that name (None: without one), and the `images` of its
+    prompt, if it has any.
 
     `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
     neither finished nor cancelled.
@@ -61,6 +63,7 @@ class DecodingSequence:
     max_tokens: int | None = None
     tally: DraftingTally | None = None
     adapter: str | None = None
+    images: PromptImages | None = None
     adapter_digest: str | None = None
     reused_tokens: int = 0
     # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
@@ -68,6 +71,11 @@ class DecodingSequence:
     least: int = 0
     most: int = 0
     failure: Exception | None = None
+
+    @property
+    def identities(self) -> Sequence[TokenIdentity]:
+        """The prompt's tokens as KV rows see them."""
+        return self.prompt_ids if self.images is None else self.images.identities(self.prompt_ids)
 
     @property
     def finished(self) -> bool:
@@ -78,3 +86,18 @@ class DecodingSequence:
     def wanted(self) -> int:
         """The most tokens that the answer can have."""
         return self.room if self.max_tokens is None else min(self.room, self.max_tokens)
+
+    def response(self) -> Response:
+        """The response to a request that has ended; one that was ended before it began took no time."""
+        answer, clock = self.answer, self.clock
+        if clock.started == 0.0:
+            clock.started = clock.accepted
+        return Response(
+            answer.text,
+            answer.token_ids,
+            answer.finish_reason or "cancelled",
+            Usage(len(self.prompt_ids), self.reused_tokens, answer.token_count),
+            clock.timings(),
+            answer.stop_match,
+            None if self.tally is None else self.tally.statistics(),
+        )

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from edgellm.engines.prompt_images import PromptImages, TokenIdentity
+
 
 class KVContents:
     """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
 
     A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
     base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
-    those of the draft, too: it takes the base's features.
+    those of the draft, too: it takes the base's features. A token of an image is told by the image's content, not by
+    its id alone (`PromptImages.identities`).
     """
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
+        self._ids: list[TokenIdentity] = []
         self._draft_rows: int | None = None
         self._adapter: str | None = None
 
@@ -25,7 +28,7 @@ class KVContents:
             self._ids, self._adapter = [], adapter
             self._draft_rows = None if self._draft_rows is None else 0
 
-    def reusable(self, prompt_ids: Sequence[int]) -> int:
+    def reusable(self, prompt_ids: Sequence[TokenIdentity]) -> int:
         """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
         longest = min(len(self._ids), len(prompt_ids))
         common = next((i for i in range(longest) if self._ids[i] != prompt_ids[i]), longest)
@@ -34,7 +37,7 @@ class KVContents:
             rows = min(rows, self._draft_rows, common - 1)
         return max(0, rows)
 
-    def replace(self, token_ids: Sequence[int], draft_rows: int | None = None) -> None:
+    def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
         self._ids, self._draft_rows = list(token_ids), draft_rows
 
@@ -42,6 +45,13 @@ class KVContents:
 class SnapshotSource(Protocol):
     """Where rows of earlier prompts come from: `edgellm.snapshots.slot_snapshots.SlotSnapshots`."""
 
-    def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, adapter: str | None) -> int:
-        """Put rows that fit a prompt and an adapter's digest (None: no adapter) into an idle slot where that is better
-        than its contents. Returns the rows taken."""
+    def restore(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        contents: KVContents,
+        adapter: str | None,
+        images: PromptImages | None = None,
+    ) -> int:
+        """Put rows that fit a prompt, its images and an adapter's digest (None: no adapter) into an idle slot where
+        that is better than its contents. Returns the rows taken."""

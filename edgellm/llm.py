@@ -19,6 +19,7 @@ from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import RequestError
+from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.responses import Response
 from edgellm.runner_opening import open_runner, read_adapters
 from edgellm.sampling_params import SamplingParams
@@ -71,6 +72,7 @@ class LLM:
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
         self._snapshots: SlotSnapshots | None = None
+        self._observer: Observer | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
         loras = read_adapters(self.directory, adapters)
@@ -129,6 +131,14 @@ class LLM:
             self._drafting = drafting
         finally:
             self._busy.release()
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.nvtx_ranges.NvtxRanges`) take note of all steps from the
+        next request on, until the model is closed. Rounds are then not one graph each, which costs some speed.
+        """
+        self._acquire()
+        self._observer = observer
+        self._busy.release()
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -246,6 +256,8 @@ class LLM:
             self._snapshots.close()
             self._snapshots = None
         if self._runner is not None:
+            if self._observer is not None:
+                self._observer.finish()
             self._runner.close()
             self._runner = None
 
@@ -277,7 +289,11 @@ class LLM:
 
     def _loop(self) -> DecodingLoop:
         chooser = self._choosers[self._drafting]
-        return DecodingLoop(self._open_runner(), self._contents, chooser, self._snapshots)
+        runner, snapshots = self._open_runner(), self._open_snapshots()
+        if self._observer is None:
+            return DecodingLoop(runner, self._contents, chooser, snapshots)
+        observed = ObservedSnapshots(snapshots, self._observer)
+        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed)
 
     def _acquire(self) -> None:
         if not self._busy.acquire(blocking=False):

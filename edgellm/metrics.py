@@ -1,4 +1,4 @@
-"""What a served model has done so far: as a dictionary, and in the text form that Prometheus reads."""
+"""What a model has done so far: as a dictionary, and in the text form that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgellm.responses import Response
@@ -56,18 +57,59 @@ class Histogram:
         return {"count": count, "sum": self.total, "mean": mean, **shares}
 
 
+@dataclass
+class PrefillMetrics:
+    """Tokens of prompts, how many of them were reused from KV rows, and the seconds that the rest took."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class VanillaGenerationMetrics:
+    """Answers without a draft: requests, their tokens, and the seconds from first token to last."""
+
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class EagleGenerationMetrics(VanillaGenerationMetrics):
+    """Answers with a draft model loaded: besides, the rounds, plain steps, and what was drafted and accepted."""
+
+    rounds: int = 0
+    plain_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass
+class MultimodalMetrics:
+    """Images of prompts, their tokens, the seconds that encoding them took, and how many had been encoded before."""
+
+    images: int = 0
+    image_tokens: int = 0
+    seconds: float = 0.0
+    reused_images: int = 0
+
+
 class Metrics:
-    """Counts since the model was opened; any thread may count and read."""
+    """Counts since the model was opened; any thread may count and read.
+
+    Those of the stages are over the requests that got tokens.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may cancel a request, and count that, in the midst of it
         self._requests = {"accepted": 0, "refused": 0, "failed": 0}
         self._finished: dict[str, int] = {}
         self._rounds = 0
-        self._prefill = {"prompt_tokens": 0, "reused_tokens": 0, "seconds": 0.0}
-        self._vanilla = {"requests": 0, "tokens": 0, "seconds": 0.0}
-        self._eagle = {"requests": 0, "tokens": 0, "seconds": 0.0}
-        self._eagle |= {"rounds": 0, "plain_steps": 0, "drafted_tokens": 0, "accepted_tokens": 0}
+        self.prefill = PrefillMetrics()
+        self.vanilla_generation = VanillaGenerationMetrics()
+        self.eagle_generation = EagleGenerationMetrics()
+        self.multimodal = MultimodalMetrics()
         self._histograms = {name: Histogram() for name in _HISTOGRAMS}
 
     def accepted(self) -> None:
@@ -85,6 +127,15 @@ class Metrics:
         with self._lock:
             self._rounds += 1
 
+    def encoded(self, images: int, tokens: int, seconds: float, reused: int) -> None:
+        """Images of a prompt were encoded, `reused` of them before."""
+        with self._lock:
+            counts = self.multimodal
+            counts.images += images
+            counts.image_tokens += tokens
+            counts.seconds += seconds
+            counts.reused_images += reused
+
     def ended(self, response: Response | None) -> None:
         """A request has ended with a response, or failed."""
         with self._lock:
@@ -99,30 +150,34 @@ class Metrics:
 
     def _count(self, response: Response) -> None:
         usage, timings, drafting = response.usage, response.timings, response.drafting
-        self._prefill["prompt_tokens"] += usage.prompt_tokens
-        self._prefill["reused_tokens"] += usage.reused_tokens
-        self._prefill["seconds"] += timings.prefill_seconds
-        generation = self._vanilla if drafting is None else self._eagle
-        generation["requests"] += 1
-        generation["tokens"] += usage.completion_tokens
-        generation["seconds"] += timings.decode_seconds
+        self.prefill.prompt_tokens += usage.prompt_tokens
+        self.prefill.reused_tokens += usage.reused_tokens
+        self.prefill.seconds += timings.prefill_seconds
+        generation = self.vanilla_generation if drafting is None else self.eagle_generation
+        generation.requests += 1
+        generation.tokens += usage.completion_tokens
+        generation.seconds += timings.decode_seconds
         if drafting is not None:
-            for name in ("rounds", "plain_steps", "drafted_tokens", "accepted_tokens"):
-                self._eagle[name] += getattr(drafting, name)
+            eagle = self.eagle_generation
+            eagle.rounds += drafting.rounds
+            eagle.plain_steps += drafting.plain_steps
+            eagle.drafted_tokens += drafting.drafted_tokens
+            eagle.accepted_tokens += drafting.accepted_tokens
         self._histograms["queue_seconds"].add(timings.queue_seconds)
         self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
         for gap in timings.step_gaps:
             self._histograms["step_gap_seconds"].add(gap)
 
     def snapshot(self) -> dict[str, Any]:
-        """All counts: requests, prefill, vanilla and EAGLE generation (of requests that got tokens), and times."""
+        """All counts: requests, rounds, the stages, and times."""
         with self._lock:
             return {
                 "requests": {**self._requests, "finished": dict(self._finished)},
                 "rounds": self._rounds,
-                "prefill": dict(self._prefill),
-                "vanilla_generation": dict(self._vanilla),
-                "eagle_generation": dict(self._eagle),
+                "prefill": asdict(self.prefill),
+                "vanilla_generation": asdict(self.vanilla_generation),
+                "eagle_generation": asdict(self.eagle_generation),
+                "multimodal": asdict(self.multimodal),
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
             }
 
@@ -146,8 +201,14 @@ class Metrics:
         yield from _family(
             "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
         )
-        for group, counts in (("prefill", self._prefill), ("vanilla", self._vanilla), ("eagle", self._eagle)):
-            for name, value in counts.items():
+        stages = {
+            "prefill": self.prefill,
+            "vanilla": self.vanilla_generation,
+            "eagle": self.eagle_generation,
+            "multimodal": self.multimodal,
+        }
+        for group, counts in stages.items():
+            for name, value in asdict(counts).items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
                 yield from _family(f"{group}_{name}_total", "counter", text, [("", value)])
 

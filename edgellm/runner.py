@@ -9,6 +9,7 @@ from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.sampling_state import SamplingValues
 
 
@@ -26,7 +27,14 @@ class Runner(Protocol):
     backend: Backend
     limits: EngineLimits
 
-    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
         """Prefill a slot; gives its first token [1]."""
 
     def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:

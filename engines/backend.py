@@ -56,6 +56,13 @@ class Transfer(Protocol):
         """Return once it is done: what was read is there, or what was written from may be changed."""
 
 
+class Timestamp(Protocol):
+    """The moment at which a backend's work has come to a point."""
+
+    def seconds(self) -> float:
+        """That moment on the clock of `time.perf_counter`; waits for it."""
+
+
 class Backend(Protocol):
     """What a runner needs of a machine."""
 
@@ -128,6 +135,9 @@ class Backend(Protocol):
     def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
         """A faster way to run `step` again and again on the same memory; `step` must have run once before."""
 
+    def timestamp(self) -> Timestamp:
+        """Take note of when everything enqueued up to now is done."""
+
     def synchronize(self) -> None:
         """Wait for all work."""
 
@@ -146,7 +156,8 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     if name == "numpy" or (name == "auto" and find_gpu() is None):
         from edgellm.engines.numpy_backend import NumpyBackend
 
-        return NumpyBackend(directory.config, directory.draft.config if directory.draft else None)
+        draft, vision = directory.draft, directory.vision
+        return NumpyBackend(directory.config, draft and draft.config, vision and vision.config)
     from edgellm.engines.tensorrt_backend import TensorRTBackend
 
     return TensorRTBackend(directory)

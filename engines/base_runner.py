@@ -18,9 +18,11 @@ from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import AdapterError, EngineError
+from edgellm.engines.image_inputs import DeepstackInputs, ImageRows, MRopeRows
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import AdapterSlots, require_adapters
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
 from edgellm.kernels.arrays import Array, leading
@@ -46,8 +48,16 @@ class EmittedTokens:
 class FeatureUser(Protocol):
     """What goes along with the base model and takes its features, as a draft model does."""
 
-    def take_chunk(self, slot: int, prompt_ids: np.ndarray, position: int, tokens: int, features: Array) -> None:
-        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N] from `position` on."""
+    def take_chunk(
+        self,
+        slot: int,
+        prompt_ids: np.ndarray,
+        position: int,
+        tokens: int,
+        features: Array,
+        images: PromptImages | None,
+    ) -> None:
+        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N], with `images`, from `position` on."""
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
         """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
@@ -56,10 +66,11 @@ class FeatureUser(Protocol):
 class BaseEngineRunner:
     """Owns engines, weights, KV caches and device state of one base model.
 
-    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, and a
-    `feature_user` is given what the engines put out for it; what it needs besides is public: `weights`, `caches`,
-    `embedding`, `rotary` and `offsets` [S] (position less row), `sampling`, `lengths` (the committed rows of each
-    slot, as the host knows them, never too few; 0 for an idle one).
+    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does what
+    a vision encoder takes `beside` (bytes by name). A `feature_user` is given what the engines put out for it; what it
+    needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less row),
+    `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
+    an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
     run where a sequence has an adapter. `adapters` (None without) adds and removes them.
@@ -75,6 +86,7 @@ class BaseEngineRunner:
         draft: DraftConfig | None = None,
         feature_user: FeatureUser | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
@@ -87,7 +99,7 @@ class BaseEngineRunner:
                     self._engines[shape] = backend.load_engine(shape)
         specs = decoder_weights(config)
         self.memory_plan = plan_memory(
-            config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None
+            config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None, beside
         )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
@@ -108,11 +120,19 @@ class BaseEngineRunner:
         self._warm: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
 
-    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
         """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token.
 
         Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
-        context allows, or not in the vocabulary; the slot is then unchanged.
+        context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
+        unchanged.
         """
         ids = np.asarray(prompt_ids, np.int32)
         count, capacity = len(ids), self.limits.kv_capacity
@@ -122,19 +142,22 @@ class BaseEngineRunner:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise EngineError(f"token ids must lie in 0..{self.config.vocab_size - 1}")
+        self._check_images(ids, images)
         one = slice(slot, slot + 1)
+        self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
         for tokens, chunk in self._plan_chunks(count - reused):
-            self._prefill(slot, ids[position : position + tokens], position, chunk)
+            self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             if self._feature_user is not None:
-                self._feature_user.take_chunk(slot, ids, position, tokens, self._features_of(1, chunk))
+                self._feature_user.take_chunk(slot, ids, position, tokens, self._features_of(1, chunk), images)
             position += tokens
         self.sampling.set(slot, sampling, prompt_ids)
         for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
         self._select(one, self.sampling.plain(one), self._row_features(tokens - 1))
         self.lengths[slot] = count
-        return self._read_emitted(one, one)
+        first = self._read_emitted(one, one)
+        return first if images is None else self.image_rows.checked(slot, first)
 
     def decode(self, batch: int) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
@@ -254,12 +277,24 @@ class BaseEngineRunner:
         self._emitted = backend.host_visible((slots, _EMITTED_PLACES), "int32")
         self._next_places = [0] * slots  # the values of `_emitted_index`
         self._logits = backend.zeros((slots, vocab), "float32")
+        self.image_rows = ImageRows(backend, slots)
+        self._mrope_rows = MRopeRows(backend, config, limits, self.rotary) if config.mrope_section else None
+        self._deepstack = DeepstackInputs(backend, config, limits)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
 
     def _constant(self, values: np.ndarray) -> Array:
         array = self.backend.empty(values.shape, values.dtype.name)
         self.backend.upload(array, values)
         return array
+
+    def _check_images(self, ids: np.ndarray, images: PromptImages | None) -> None:
+        if images is not None:
+            images.check(ids)
+        elif self.config.image_token_id is not None and (ids == self.config.image_token_id).any():
+            raise EngineError(
+                f"the prompt has image tokens (id {self.config.image_token_id}), but no images: give one for each "
+                "image marker"
+            )
 
     def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
         """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
@@ -315,9 +350,9 @@ class BaseEngineRunner:
         }
         if shape.selected < tokens:
             inputs["last_token_ids"] = self._last_token_ids
-        return inputs
+        return inputs | self._deepstack.inputs(shape)
 
-    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int) -> None:
+    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
         padded = np.full((1, chunk), -1, np.int32)
         padded[0, : len(ids)] = ids
@@ -337,6 +372,12 @@ class BaseEngineRunner:
             inputs["rope_rotary_cos_sin"],
             inputs["attention_mask"],
         )
+        places = start, start + len(ids)
+        self._deepstack.fill(self.image_rows, slot, images, places, token_ids)
+        if images is not None:
+            self.image_rows.insert(slot, images, images.rows, places, token_ids, inputs["inputs_embeds"])
+            if images.positions is not None:
+                self._mrope_rows.write(images.positions, start, len(ids), inputs["rope_rotary_cos_sin"])
         engine.enqueue()
 
     def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora_adapter import LARGEST_RANK
 from edgellm.engines.plan_files import Platform, present_platform
 from edgellm.engines.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.vision_config import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")
 LARGEST_BATCH = 8
@@ -23,6 +25,11 @@ LARGEST_LORA_SLOTS = 32
 PREFILL_CHUNK_STEP = 16
 DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_KV_CAPACITY = 4096
+#: An image of a megapixel, for patches of 16 pixels.
+DEFAULT_MAX_IMAGE_PATCHES = 4096
+LARGEST_MAX_IMAGE_PATCHES = 65536
+#: Rows of the vision engines up to the largest: padding takes up to half as much again as the image.
+_IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
 
 #: EAGLE-2's and EAGLE-3's usual tree.
 DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
@@ -50,11 +57,13 @@ def choose_limits(
     adapter_ranks: Sequence[int] = (),
     max_lora_rank: int | None = None,
     lora_slots: int | None = None,
+    vision: VisionConfig | None = None,
+    max_image_patches: int | None = None,
 ) -> EngineLimits:
     """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
-    each sequence.
+    each sequence. `vision` is the model's vision encoder.
     """
     trained = config.max_position_embeddings
     if kv_capacity is None:
@@ -72,9 +81,52 @@ def choose_limits(
     if lora_slots is None:
         lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
     adapters = {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
-    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **drafting, **adapters)
+    rows = choose_image_rows(vision, max_image_patches)
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **drafting, **adapters, image_rows=rows)
     check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
     return limits
+
+
+def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
+    """Rows of the vision engines, ascending, for images of up to so many patches; none without a vision encoder.
+
+    BuildError for a number out of range, or asked for where it has no effect.
+    """
+    asked = max_image_patches
+    if vision is None:
+        if asked is not None:
+            raise BuildError(f"--max-image-patches is {asked}, but the model takes no images: name --vision VISION_DIR")
+        return ()
+    if vision.image_side:
+        if asked is not None:
+            raise BuildError(
+                f"--max-image-patches is {asked}, but every image has {vision.image_side**2} patches: leave it out"
+            )
+        return (vision.image_side**2,)
+    step = vision.window_patches * vision.merge_patches // math.gcd(vision.window_patches, vision.merge_patches)
+    asked = DEFAULT_MAX_IMAGE_PATCHES if asked is None else asked
+    if not step <= asked <= LARGEST_MAX_IMAGE_PATCHES:
+        raise BuildError(
+            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}"
+        )
+    largest = -(-asked // step) * step
+    rows = {-(-size // step) * step for size in _IMAGE_ROWS}
+    return (*sorted(size for size in rows if size < largest), largest)
+
+
+def check_image_rows(vision: VisionConfig | None, is_apart: bool, limits: EngineLimits) -> None:
+    """Raise BuildError where limits have vision engines and there is no encoder, or the other way round for one that
+    was published apart, or their rows do not suit it."""
+    rows = limits.image_rows
+    if vision is None:
+        if rows:
+            raise BuildError("the limits have vision engines, but there is no vision encoder: name --vision VISION_DIR")
+        return
+    if is_apart and not rows:
+        raise BuildError("there is a vision encoder, but the limits have no vision engines: give them image_rows")
+    fits = all(size >= 1 and not size % vision.window_patches and not size % vision.merge_patches for size in rows)
+    if list(rows) != sorted(set(rows)) or not fits or (vision.image_side and rows not in ((), (vision.image_side**2,))):
+        raise BuildError(f"image_rows are {list(rows)}: expected for example {list(choose_image_rows(vision))}")
 
 
 def check_limits(
@@ -208,9 +260,12 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
         )
 
 
-def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], platforms: int) -> int:
+def plan_bytes_bound(
+    config: DecoderConfig, shapes: Sequence[EngineShape], platforms: int, vision: VisionConfig | None = None
+) -> int:
     """A generous estimate of the size of the plans of all shapes for so many platforms, in bytes."""
-    layers = sum(config.num_layers if shape.model == "base" else 1 for shape in shapes)
+    depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
+    layers = sum(depths[shape.model] for shape in shapes)
     return platforms * (len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER)
 
 

@@ -10,30 +10,35 @@ from edgellm.engines.build_checks import check_tokenizer
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.descriptions import ModelConfig
+from edgellm.engines.descriptions import ModelConfig, vision_describer
 from edgellm.engines.digests import FileDigest
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.engine_directory import (
     DRAFT_FOLDER,
     LORA_FOLDER,
+    PREPROCESSOR_FILES,
     PUBLISHED_FILES,
+    VISION_FOLDER,
     WEIGHT_INDEX,
     is_adapter_name,
     is_weight_file,
 )
-from edgellm.engines.errors import AdapterError
+from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter
+from edgellm.engines.tensor_names import is_multimodal
+from edgellm.engines.vision_config import VisionConfig
 
-_DRAFT_PREFIX, _LORA_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/"
+_DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
 
 
 @dataclass(frozen=True)
 class BuildInputs:
     """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory.
 
-    `adapter_ranks` are the largest ranks of LoRA adapters, by their names.
+    `adapter_ranks` are the largest ranks of LoRA adapters, by their names. The `vision` encoder is in the model's own
+    files, or was published apart and has files in a folder of its own.
     """
 
     config: DecoderConfig
@@ -41,11 +46,13 @@ class BuildInputs:
     weights: Mapping[str, Path]
     published: Mapping[str, Path]
     adapter_ranks: Mapping[str, int]
+    vision: VisionConfig | None = None
 
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model, by `EngineShape.model`."""
-        return {"base": self.config} | ({"draft": self.draft} if self.draft else {})
+        models: dict[str, ModelConfig | None] = {"base": self.config, "draft": self.draft, "vision": self.vision}
+        return {name: config for name, config in models.items() if config is not None}
 
     @property
     def weight_bytes(self) -> int:
@@ -58,6 +65,14 @@ class BuildInputs:
             return None
         return self.draft, _below(_DRAFT_PREFIX, files)
 
+    def vision_description(
+        self, files: Mapping[str, FileDigest]
+    ) -> tuple[VisionConfig, dict[str, FileDigest] | None] | None:
+        """What `description_bytes` is told about the vision encoder."""
+        if self.vision is None:
+            return None
+        return self.vision, _below(_VISION_PREFIX, files) or None
+
     def adapter_descriptions(self, files: Mapping[str, FileDigest]) -> dict[str, tuple[int, dict[str, FileDigest]]]:
         """What `description_bytes` is told about the adapters."""
         return {name: (rank, _below(f"{_LORA_PREFIX}{name}/", files)) for name, rank in self.adapter_ranks.items()}
@@ -67,6 +82,40 @@ def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
     """A checkpoint's dimensions; raises CheckpointError, and UnsupportedModelError for an unknown family."""
     with Checkpoint.open(checkpoint) as opened:
         return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
+
+
+def read_vision_config(
+    checkpoint: str | Path, vision_source: str | Path | None, config: DecoderConfig
+) -> VisionConfig | None:
+    """The vision encoder for a language model of dimensions `config`, its tensors checked; None for a text-only model.
+
+    It is in the model's own `checkpoint` or, published apart, in `vision_source`. Raises CheckpointError and
+    UnsupportedModelError.
+    """
+    with Checkpoint.open(checkpoint if vision_source is None else vision_source) as opened:
+        if not is_multimodal(opened.config):
+            if vision_source is None:
+                return None
+            raise CheckpointError(f"{opened.path} is no vision encoder: its config.json has no vision_config")
+        vision = vision_describer().read(opened)
+        if vision is None:
+            return None
+        if vision.out_hidden_size != config.hidden_size:
+            raise CheckpointError(
+                f"{opened.path} makes embeddings of {vision.out_hidden_size} elements, the language model takes "
+                f"{config.hidden_size}: take the vision encoder of this very model"
+            )
+        if vision.image_token_id >= config.vocab_size:
+            raise CheckpointError(
+                f"{opened.path}: image_token_id is {vision.image_token_id}, but the language model has "
+                f"{config.vocab_size} tokens: take the vision encoder of this very model"
+            )
+        if not any((opened.path / name).is_file() for name in PREPROCESSOR_FILES):
+            raise CheckpointError(
+                f"{opened.path / PREPROCESSOR_FILES[0]} is missing: it says how images become input. Copy it from the "
+                "checkpoint's source"
+            )
+        return vision
 
 
 def read_adapters(sources: Mapping[str, str | Path], config: DecoderConfig) -> dict[str, LoraAdapter]:
@@ -82,9 +131,16 @@ def read_adapters(sources: Mapping[str, str | Path], config: DecoderConfig) -> d
 
 
 def read_inputs(
-    source: Path, draft_source: Path | None, config: DecoderConfig, adapters: Mapping[str, LoraAdapter]
+    source: Path,
+    draft_source: Path | None,
+    config: DecoderConfig,
+    adapters: Mapping[str, LoraAdapter],
+    vision: VisionConfig | None = None,
+    vision_source: Path | None = None,
 ) -> BuildInputs:
     """Check weights and tokenizer of a checkpoint of dimensions `config`, and a draft against it.
+
+    `vision` is what `read_vision_config` gave; its files are brought along from `vision_source`.
 
     Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
     """
@@ -100,11 +156,18 @@ def read_inputs(
                 published[f"{_DRAFT_PREFIX}config.json"] = draft_source / "config.json"
                 weights |= _weight_files(opened, _DRAFT_PREFIX, published)
             config = replace(config, feature_layers=draft.feature_layers)
+    if vision is not None and vision_source is not None:
+        with Checkpoint.open(vision_source) as opened:
+            for name in ("config.json", *PREPROCESSOR_FILES):
+                if (vision_source / name).exists():
+                    published[f"{_VISION_PREFIX}{name}"] = vision_source / name
+            weights |= _weight_files(opened, _VISION_PREFIX, published)
     for name, adapter in adapters.items():
         for file in ADAPTER_FILES:
             files = weights if is_weight_file(file) else published
             files[f"{_LORA_PREFIX}{name}/{file}"] = adapter.path / file
-    return BuildInputs(config, draft, weights, published, {name: each.rank for name, each in adapters.items()})
+    ranks = {name: each.rank for name, each in adapters.items()}
+    return BuildInputs(config, draft, weights, published, ranks, vision)
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

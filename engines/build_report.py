@@ -9,6 +9,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineSh
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.plan_building import PlanBytes
 from edgellm.engines.plan_files import Platform
+from edgellm.engines.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class BuiltPlan:
 
 @dataclass
 class BuildReport:
-    """What was built. Sizes in bytes, of base, draft and adapters together; `seconds` by stage (weights and plans side
+    """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
     by side). `adapters` are the ranks of the LoRA adapters by name.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
@@ -45,6 +46,7 @@ class BuildReport:
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
+    vision: VisionConfig | None = None
 
     def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
         """Note a plan that was built."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edgellm.engines.build_checks import (
     check_disk_space,
+    check_image_rows,
     check_limits,
     check_places,
     check_settings,
@@ -18,20 +19,28 @@ from edgellm.engines.build_checks import (
     choose_platforms,
     plan_bytes_bound,
 )
-from edgellm.engines.build_inputs import BuildInputs, own_files, read_adapters, read_decoder_config, read_inputs
+from edgellm.engines.build_inputs import (
+    BuildInputs,
+    own_files,
+    read_adapters,
+    read_decoder_config,
+    read_inputs,
+    read_vision_config,
+)
 from edgellm.engines.build_report import BuildReport, BuiltPlan
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.engine_directory import (
     DRAFT_FOLDER,
     LORA_FOLDER,
+    VISION_FOLDER,
     EngineDirectory,
     adapter_names,
     described_file_names,
     description_bytes,
     write_description,
 )
-from edgellm.engines.errors import BuildError
+from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora_adapter import ADAPTER_FILES
 from edgellm.engines.network_digest import network_digest
 from edgellm.engines.plan_building import build_plans
@@ -46,6 +55,9 @@ from edgellm.engines.plan_files import (
 )
 from edgellm.engines.plan_worker import peak_memory
 from edgellm.engines.staged_directory import StagedDirectory
+from edgellm.engines.strict_json import JSONObject
+from edgellm.engines.tensor_names import is_multimodal
+from edgellm.engines.vision_config import VisionConfig
 from edgellm.engines.weight_copy import WeightTransfer, copy_hashed
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
@@ -84,13 +96,15 @@ def build_engine_directory(
     progress: Progress | None = None,
     draft: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    vision: str | Path | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
     `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
     where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
-    the directories of LoRA adapters by name; `limits` must have room for them. With `force` an existing engine
-    directory is replaced, once the new one is complete.
+    the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
+    encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
+    With `force` an existing engine directory is replaced, once the new one is complete.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
@@ -100,19 +114,22 @@ def build_engine_directory(
     config = read_decoder_config(source)
     loras = read_adapters(adapters or {}, config)
     ranks = [adapter.rank for adapter in loras.values()]
+    vision = None if vision is None else Path(vision)
+    eyes = _read_vision(source, vision, config, limits)
     if limits is None:
-        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks)
+        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks, vision=eyes)
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
+    check_image_rows(eyes, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
-    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras)
+    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, eyes, vision)
     job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
-    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms))
+    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms), eyes)
     check_disk_space(target.absolute().parent, copied + plans)
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
-    report.adapters = dict(inputs.adapter_ranks)
+    report.adapters, report.vision = dict(inputs.adapter_ranks), eyes
     report.notes += [note] if note else []
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
@@ -143,9 +160,10 @@ def refresh_plans(
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
     report = BuildReport(directory.path, config, dtype, directory.limits, directory.draft and directory.draft.config)
+    report.vision = directory.vision and directory.vision.config
     shapes = directory.limits.all_engine_shapes()
     total = len(platforms) * len(shapes)
-    check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms)))
+    check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms), report.vision))
     networks = {shape: directory_network(directory, shape) for shape in shapes}
     for platform in platforms:
         missing = []
@@ -175,7 +193,8 @@ def describe_in_place(
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
-    A folder `draft` beside them is the checkpoint of an EAGLE head, folders in `lora` are LoRA adapters. Raises
+    A folder `draft` beside them is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was
+    published apart, folders in `lora` are LoRA adapters. Raises
     AdapterError, CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
@@ -184,12 +203,18 @@ def describe_in_place(
     has_draft = draft.exists()
     loras = read_adapters({name: directory / LORA_FOLDER / name for name in adapter_names(directory)}, config)
     ranks = [adapter.rank for adapter in loras.values()]
-    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks)
+    vision = directory / VISION_FOLDER
+    vision_source = vision if vision.exists() else None
+    eyes = _read_vision(directory, vision_source, config, limits)
+    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=eyes)
     check_limits(config, limits, beyond_trained_context, has_draft, ranks)
+    check_image_rows(eyes, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
-    inputs = read_inputs(directory, draft if has_draft else None, config, loras)
+    inputs = read_inputs(directory, draft if has_draft else None, config, loras, eyes, vision_source)
     names = described_file_names(directory)
+    if vision_source is not None:
+        names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]
     if has_draft:
         names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(draft)]
     names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
@@ -205,7 +230,19 @@ def _description(
     inputs: BuildInputs, dtype: str, attention: str, limits: EngineLimits, files: dict[str, FileDigest]
 ) -> bytes:
     draft, adapters = inputs.draft_description(files), inputs.adapter_descriptions(files)
-    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft, adapters)
+    vision = inputs.vision_description(files)
+    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft, adapters, vision)
+
+
+def _read_vision(
+    source: Path, vision: Path | None, config: DecoderConfig, limits: EngineLimits | None
+) -> VisionConfig | None:
+    """The vision encoder that is to be built; one in the checkpoint itself is not where the limits have no room."""
+    if vision is None and limits is not None and not limits.image_rows:
+        return None
+    if vision is not None and is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values):
+        raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
+    return read_vision_config(source, vision, config)
 
 
 def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from edgellm.engines.backend import Backend
 
@@ -16,8 +17,11 @@ class CapturedSteps:
 
     The first run of a key is uncaptured: it loads code, which a capture must not do. The second captures all stages as
     one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. `seconds` adds up the
-    time of each stage by name, on a backend that computes at once.
+    time of each stage by name, on a backend that computes at once. With `around`, which gives what is to surround a
+    stage of a name, stages are captured one by one.
     """
+
+    around: Callable[[str], AbstractContextManager[None]] | None = None
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -29,6 +33,9 @@ class CapturedSteps:
         """Run the stages of the step that `key` names."""
         if self._backend.computes_at_once:
             self._run_timed(stages)
+            return
+        if self.around is not None:
+            self._run_surrounded(key, stages, self.around)
             return
         if key in self._warm and key not in self._launches:
             self._launches[key] = self._capture(key, stages)
@@ -48,12 +55,27 @@ class CapturedSteps:
         captured = self._backend.capture(whole, f"the step {key}")
         if captured is not whole:
             return [captured]
+        return self._capture_each(key, stages)
+
+    def _run_surrounded(
+        self, key: Hashable, stages: Stages, around: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        if key in self._warm and ("stages", key) not in self._launches:
+            self._launches["stages", key] = self._capture_each(key, stages)
+        launches = self._launches.get(("stages", key), list(stages.values()))
+        for name, launch in zip(stages, launches, strict=True):
+            with around(name):
+                launch()
+        self._warm.add(key)
+
+    def _capture_each(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
         return [self._backend.capture(stage, f"{name} of the step {key}") for name, stage in stages.items()]
 
     def _run_timed(self, stages: Stages) -> None:
-        before = time.perf_counter()
+        around = self.around or (lambda name: nullcontext())
         for name, stage in stages.items():
-            stage()
-            after = time.perf_counter()
-            self.seconds[name] = self.seconds.get(name, 0.0) + after - before
-            before = after
+            with around(name):
+                before = time.perf_counter()
+                stage()
+                spent = time.perf_counter() - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent

@@ -15,6 +15,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.number_formats import STORAGE, convert
 from edgellm.engines.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.strict_json import JSONObject
+from edgellm.engines.tensor_names import VISION_PREFIXES, is_multimodal, language_model_name
 
 __all__ = ["Checkpoint", "TensorInfo", "overflow_error", "storage_of"]
 
@@ -39,8 +40,8 @@ _CONVERSION = (
 class Checkpoint:
     """A directory with `config.json` and weights. Tensors are views of the mapped files until they are converted.
 
-    `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name; `files` the
-    weight files in order of their names.
+    `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
+    multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class Checkpoint:
         self.generation_config = generation_config
         self._files = {file.path: file for file in files}
         self.tensors: dict[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
+        self._is_multimodal = is_multimodal(config)
+        if self._is_multimodal:
+            self.tensors = _unwrapped(self.tensors)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -140,14 +144,24 @@ class Checkpoint:
                 "checkpoints of their own."
             )
 
-    def problems(self, specs: Sequence[WeightSpec], integers: Mapping[str, tuple[int, ...]] | None = None) -> list[str]:
+    def problems(
+        self,
+        specs: Sequence[WeightSpec],
+        integers: Mapping[str, tuple[int, ...]] | None = None,
+        vision: bool = False,
+        unread: tuple[str, ...] = (),
+    ) -> list[str]:
         """One line for every missing, unknown and mis-shaped tensor, and for dtypes of no use.
 
         `integers` are the names and shapes of tensors of whole numbers or truth values that are there beside `specs`.
+        Of a multimodal model either the language model is looked at or, with `vision`, the vision part. Tensors whose
+        names begin with one of `unread` may be there.
         """
         wanted = {name: tuple(shape) for spec in specs for name, shape in spec.parts} | dict(integers or {})
         problems = [f"missing: {name} {_written(shape)}" for name, shape in wanted.items() if name not in self.tensors]
         for name, info in self.tensors.items():
+            if (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision) or name.startswith(unread):
+                continue
             if name not in wanted:
                 if name == _HEAD and _EMBEDDING in wanted:
                     problems += self._problems_of_tied_head()
@@ -175,6 +189,20 @@ class Checkpoint:
         if same_type and np.array_equal(self.raw_bytes(_HEAD), self.raw_bytes(_EMBEDDING)):
             return []
         return [f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true"]
+
+
+def _unwrapped(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """By the language model's own names; CheckpointError where two tensors would have the same."""
+    named: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        own = language_model_name(name)
+        if own in named:
+            raise CheckpointError(
+                f"{info.file}: the tensors {named[own].name!r} and {name!r} are one and the same of the language "
+                "model. Remove one"
+            )
+        named[own] = info
+    return named
 
 
 def storage_of(dtype: str) -> np.dtype:

@@ -1,9 +1,10 @@
-"""Decode and verify steps as hand-written kernels: five a layer, each reading its weights once at the speed of memory.
+"""Decode and verify steps, and short prefills, as hand-written kernels: five a layer, each streams its weights once.
 
 They stand behind the same edge as the TensorRT engines of phases "decode" and "verify" and write the same KV rows, so
-that all engines share caches and weights. Each new token sees the committed rows, itself, and in a verify step the new
-tokens that `attention_mask` lets it see; nothing else of the mask is read, so a step costs what the sequences' lengths
-ask for, not what the capacity does.
+that all engines share caches and weights. "prefill" takes few tokens of one sequence, as a question behind a long
+context that is there already, and gives the logits of one of them. Each new token sees the committed rows, itself, and
+in steps of several tokens the new ones that `attention_mask` lets it see; nothing else of the mask is read, so a step
+costs what the sequences' lengths ask for, not what the capacity does.
 
 A token's logits and features are the same bits in every batch, in every tree that has its ancestors in order of depth,
 and in the decode step that computes it alone: whether a draft is accepted cannot depend on which of them verified it.
@@ -31,16 +32,29 @@ class CudaDecodeEngine(CudaKernelEngine):
     """One step of `shape.batch` sequences by `shape.tokens` tokens each."""
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
-        reason = unsupported(config, shape, dtype, kernels.shared_limit)
+        reason = self._unsupported(config, shape, dtype, kernels.shared_limit)
         if reason is not None:
             raise EngineError(f"{shape.name}: {reason}")
         self.config = config
-        self.reads_attention_mask = shape.phase == "verify"
+        self.reads_attention_mask = shape.phase != "decode"
         unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
         if not self.reads_attention_mask:
             unneeded.add("attention_mask")
-        scratch = scratch_of_layers(config, shape, dtype, rows(shape))
+        scratch = scratch_of_layers(config, shape, dtype, rows(shape)) | self._own_scratch(
+            kernels, config, shape, dtype
+        )
         super().__init__(kernels, config, shape, _edge(config, shape, dtype), scratch, unneeded)
+
+    @staticmethod
+    def _unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
+        return unsupported(config, shape, dtype, shared_limit)
+
+    @staticmethod
+    def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
+        """Intermediate results beside those of every decoder's layers."""
+        if not _selects(shape):
+            return {}
+        return {"selected": ((shape.batch * shape.selected, config.hidden_size), "float32")}
 
     def _prepare(self) -> list[Launch]:
         launches: list[Launch] = []
@@ -48,6 +62,8 @@ class CudaDecodeEngine(CudaKernelEngine):
         for index in range(self.config.num_layers):
             launches += self._layer(index, hidden)
             hidden = self._scratch["hidden"]
+        if _selects(self.shape):
+            hidden = self._scratch["selected"]
         launches.append(
             self._kernels.norm_linear(
                 hidden,
@@ -62,8 +78,12 @@ class CudaDecodeEngine(CudaKernelEngine):
         return launches
 
     def _layer(self, index: int, hidden: DeviceArray) -> list[Launch]:
+        """Behind the last layer's attention only the rows whose logits are wanted go on."""
         kernels, bound, scratch = self._kernels, self._bound, self._scratch
         layer = f"model.layers.{index}."
+        result, selected = scratch["hidden"], None
+        if _selects(self.shape) and index == self.config.num_layers - 1:
+            result, selected = scratch["selected"], bound["last_token_ids"]
         attention = f"{layer}self_attn."
         return [
             kernels.norm_linear(
@@ -82,10 +102,11 @@ class CudaDecodeEngine(CudaKernelEngine):
                 bound[f"{attention}o_proj.weight"],
                 bound.get(f"{attention}o_proj.bias"),
                 hidden,
-                scratch["hidden"],
+                result,
                 *self._feature(index),
+                selected,
             ),
-            *self._mlp(layer, scratch["hidden"], scratch["activation"]),
+            *self._mlp(layer, result, scratch["activation"]),
         ]
 
     def _feature(self, layer: int) -> tuple[DeviceArray | None, int]:
@@ -100,13 +121,17 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
 
     `shared_limit` is the shared memory that a block may have on the GPU, in bytes (None: not checked).
     """
-    if shape.phase not in ("decode", "verify") or (shape.phase == "decode" and shape.tokens != 1):
-        return f"decode kernels decode one token or verify some, not {shape.tokens} in the phase {shape.phase}"
-    if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != shape.tokens:
+    if shape.phase not in ("decode", "verify", "prefill") or (shape.phase == "decode" and shape.tokens != 1):
+        return f"decode kernels decode one token, or verify or prefill some, not {shape.tokens} in {shape.phase}"
+    if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != (1 if shape.phase == "prefill" else shape.tokens):
         return (
-            f"decode kernels take 1 to {MAX_ROWS} tokens and give logits of all, not {shape.selected} of "
-            f"{shape.tokens} tokens of {shape.batch} sequences"
+            f"decode kernels take 1 to {MAX_ROWS} tokens and give logits of all (prefill: of one), not of "
+            f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
         )
+    if _selects(shape) and any(layer >= config.num_layers - 1 for layer in config.feature_layers):
+        return "decode kernels prefill the last layer for one token, but the draft takes its features for all"
+    if shape.phase == "prefill" and config.deepstack_layers:
+        return "decode kernels do not add the features of images to layers"
     reason = unsupported_layers(config, shape, dtype)
     if reason is not None or shared_limit is None:
         return reason
@@ -115,12 +140,19 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
     return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
 
+def _selects(shape: EngineShape) -> bool:
+    """Whether logits of some tokens alone are wanted."""
+    return shape.selected < shape.tokens
+
+
 def _edge(config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
     """Shape and dtype of every tensor at the engine's edge."""
     tensors = edge_of_layers(config, shape, dtype)
     for spec in decoder_weights(config):
         tensors[spec.name] = (spec.shape, dtype)
-    tensors["logits"] = ((shape.batch, shape.tokens, config.vocab_size), "float32")
+    if _selects(shape):
+        tensors["last_token_ids"] = ((shape.batch, shape.selected), "int32")
+    tensors["logits"] = ((shape.batch, shape.selected, config.vocab_size), "float32")
     if config.feature_layers:
         width = len(config.feature_layers) * config.hidden_size
         tensors["hidden_states"] = ((shape.batch, shape.tokens, width), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,6 +70,18 @@ class DeviceTransfer:
         self._event.synchronize()
 
 
+class DeviceTimestamp:
+    """An event, and one before it (`first`) that came at `first_seconds` of the host's clock."""
+
+    def __init__(self, event: Any, first: Any, first_seconds: float) -> None:
+        self._event, self._first, self._first_seconds = event, first, first_seconds
+
+    def seconds(self) -> float:
+        """When it came, on the clock of `time.perf_counter`; waits for it. Half a microsecond is the events' own."""
+        self._event.synchronize()
+        return self._first_seconds + self._first.time_till(self._event) / 1000
+
+
 class CudaDevice:
     """The first GPU: its primary context (current in the calling thread until `close`) and one stream."""
 
@@ -92,6 +105,7 @@ class CudaDevice:
         self.name = device.name()
         self.stream = cuda.Stream()
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
+        self._first_event: tuple[Any, float] | None = None
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
 
     def free_memory(self) -> tuple[int, int]:
@@ -246,6 +260,17 @@ class CudaDevice:
             driver.cuGraphDestroy(graph)
         return _GraphLaunch(driver, executable, stream)
 
+    def timestamp(self) -> DeviceTimestamp:
+        """An event here in the stream's work, with its time."""
+        if self._first_event is None:
+            first = self._cuda.Event()
+            first.record(self.stream)
+            first.synchronize()
+            self._first_event = first, time.perf_counter()
+        event = self._cuda.Event()
+        event.record(self.stream)
+        return DeviceTimestamp(event, *self._first_event)
+
     def synchronize(self) -> None:
         """Wait for everything on the stream."""
         self.stream.synchronize()
@@ -256,6 +281,7 @@ class CudaDevice:
             atexit.unregister(self.close)
             self.stream.synchronize()
             self._readbacks.clear()
+            self._first_event = None
             self._context.pop()
             self._context = None
 

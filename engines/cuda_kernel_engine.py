@@ -57,8 +57,12 @@ class CudaKernelEngine(ABC):
             for name, (offset, shape, dtype) in self._layout.items()
         }
         # Not in the shared scratch: the counters must be zero between steps.
-        self._scratch["counters"] = device.zeros((rows(self.shape), self._decoder.num_kv_heads), "uint32")
+        self._scratch["counters"] = device.zeros(self._counters(), "uint32")
         self._launches = []
+
+    def _counters(self) -> tuple[int, ...]:
+        """Shape of what the launches count in: of blocks that have finished."""
+        return rows(self.shape), self._decoder.num_kv_heads
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
         """See `Engine.bind`."""

@@ -47,6 +47,9 @@ class DecoderDescription(LayerDescription[Tensor]):
             if index in config.feature_layers:
                 features[index] = hidden
             hidden = self._layer(index, hidden, positions)
+            if shape.phase == "prefill" and index < config.deepstack_layers:
+                size = (shape.batch, shape.tokens, config.hidden_size)
+                hidden = ops.add(hidden, ops.input(f"deepstack_features_{index}", size, "compute"))
         if config.num_layers in config.feature_layers:  # every row of the last hidden state is needed
             hidden = features[config.num_layers] = self.norm(hidden, _FINAL_NORM)
             normed = self.selected_rows(hidden)

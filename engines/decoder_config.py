@@ -18,6 +18,11 @@ class DecoderConfig:
     (None: unscaled); `rotary_dim` is the part of `head_dim` that is rotated. `feature_layers` names the layers whose
     input is output as `hidden_states` (none: no such output), `num_layers` standing for the last hidden state after the
     final norm; drafting sets it.
+
+    A model that sees has an `image_token_id`, which stands for each token of an image; `spatial_merge_size` patches in
+    height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies follow the
+    position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs of the
+    first `deepstack_layers` layers features of the images are added.
     """
 
     family: str
@@ -42,6 +47,11 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     feature_layers: tuple[int, ...] = field(default=())
+    image_token_id: int | None = field(default=None, metadata=ADDED_LATER)
+    spatial_merge_size: int = field(default=1, metadata=ADDED_LATER)
+    mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    mrope_interleaved: bool = field(default=False, metadata=ADDED_LATER)
+    deepstack_layers: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:
@@ -74,6 +84,9 @@ class EngineShape:
     "verify" of the base, "prefill", "accept" or "propose" of the draft. An engine with LoRA adapters takes
     `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
     `base.decode-b1-t1-l1024.lora`.
+
+    Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
+    `vision.encode-p1024`.
     """
 
     phase: str
@@ -89,6 +102,8 @@ class EngineShape:
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
+        if self.model == "vision":
+            return f"{self.model}.{self.phase}-p{self.tokens}"
         name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
         return f"{name}.lora" if self.lora_slots else name
 
@@ -101,7 +116,8 @@ class EngineLimits:
     of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
-    without.
+    without. With a vision encoder: images of as many patches as the largest of `image_rows`, which are the rows of its
+    engines, ascending.
     """
 
     max_batch: int = 1
@@ -112,6 +128,12 @@ class EngineLimits:
     verify_tree_size: int = field(default=0, metadata=ADDED_LATER)
     max_lora_rank: int = field(default=0, metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
+    image_rows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+
+    @property
+    def max_image_patches(self) -> int:
+        """The most patches of an image; 0 without a vision encoder."""
+        return max(self.image_rows, default=0)
 
     @property
     def has_lora(self) -> bool:
@@ -199,13 +221,14 @@ class EngineLimits:
 
     def engine_shapes(self) -> list[EngineShape]:
         """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
-        draft accept, propose, prefill."""
+        draft accept, propose, prefill; of the vision encoder encode."""
         shapes = [
             EngineShape("decode", batch, 1, key_range, self.kv_rows)
             for batch in self.batches
             for key_range in self.key_ranges
         ]
         shapes += self._prefill_shapes("base")
+        shapes += [vision_shape(rows) for rows in self.image_rows]
         if not self.has_draft:
             return shapes
         for batch in self.batches:
@@ -227,6 +250,11 @@ class EngineLimits:
             for key_range in self.key_ranges
             if chunk <= key_range
         ]
+
+
+def vision_shape(rows: int) -> EngineShape:
+    """The vision engine of so many rows of patches."""
+    return EngineShape("encode", 1, rows, rows, rows, model="vision")
 
 
 def _rounded_up(count: int, step: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.strict_json import ADDED_LATER
 
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.
 GENERATIONS = ("1", "3", "3.1")
@@ -26,7 +27,8 @@ class DraftConfig:
     "layers.0."; with "model." before it where the checkpoint has that). Without `has_embedding` the base's table
     `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits. `norm_before_residual`:
     the residual stream is the normed feature. `feed_back_normed`: a propose step takes the hidden state after the
-    final norm, not the one before it.
+    final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the base's image rows as
+    embeddings, else the embedding of the image token.
     """
 
     generation: str
@@ -43,6 +45,7 @@ class DraftConfig:
     fc_bias: bool
     norm_before_residual: bool
     feed_back_normed: bool
+    image_embeddings: bool = field(default=True, metadata=ADDED_LATER)
 
     @property
     def hidden_size(self) -> int:

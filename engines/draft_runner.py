@@ -21,9 +21,11 @@ from edgellm.engines.draft_config import DRAFT_EMBEDDING, DraftConfig
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.errors import EngineError
+from edgellm.engines.image_inputs import ImageRows, MRopeRows
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.memory_plan import kv_cache_shape
 from edgellm.engines.pending_entries import PendingEntries
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
 from edgellm.kernels.arrays import Array, leading
 
@@ -82,13 +84,25 @@ class EagleDraftEngineRunner:
         }
         self.pending = PendingEntries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
         self._candidates = CandidateBuffers(backend, limits)
+        self._image_rows: ImageRows | None = None
+        mrope = bool(draft.decoder.mrope_section)
+        self._mrope_rows = MRopeRows(backend, draft.decoder, limits, self.rotary) if mrope else None
         self._allocate_buffers()
 
-    def prefill(self, slot: int, token_ids: np.ndarray, features: Array, position: int, chunk: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        token_ids: np.ndarray,
+        features: Array,
+        position: int,
+        chunk: int,
+        images: PromptImages | None = None,
+    ) -> None:
         """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
 
         `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
-        is the engine's number of tokens, at least n.
+        is the engine's number of tokens, at least n. `images` are those of the prompt, of which the tokens are from
+        position + 1 on.
         """
         count = len(token_ids)
         if not 0 < count <= chunk:
@@ -110,6 +124,13 @@ class EagleDraftEngineRunner:
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self._prepare(shape, ids, self._prefill_start, self._offsets_of(one))
+        if images is not None:
+            views = self._views(shape)
+            if self._image_rows is not None:
+                places = position + 1, position + 1 + count
+                self._image_rows.insert(slot, images, images.rows, places, ids, views["inputs_embeds"])
+            if self._mrope_rows is not None and images.positions is not None:
+                self._mrope_rows.write(images.positions, position, count, views["rope_rotary_cos_sin"])
         engine.enqueue()
 
     def accept(self, batch: int, tokens: int, key_range: int) -> None:
@@ -190,6 +211,10 @@ class EagleDraftEngineRunner:
     def use_offsets(self, position_offsets: Array) -> None:
         """Take each slot's difference of position and row [S] int32 from `position_offsets`, as the base does."""
         self._offsets = position_offsets
+
+    def use_image_rows(self, image_rows: ImageRows) -> None:
+        """Take images by the base's `image_rows`."""
+        self._image_rows = image_rows
 
     def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
         """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""

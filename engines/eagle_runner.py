@@ -8,7 +8,7 @@ slot got, and which. Rounds and plain steps leave the same state behind: they ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.lora_adapter import LoraAdapter
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.engines.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.engines.verified_tree import VerifiedTree
@@ -50,17 +51,21 @@ class EagleRunner:
         draft_checkpoint: Checkpoint,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         self._engines = LoadedEngines(
             backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
         )
-        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self, adapters)
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self, adapters, beside)
         self.draft = EagleDraftEngineRunner(
             backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
         )
-        self.draft.use_offsets(self.base.offsets)
+        if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
+            self.draft.use_offsets(self.base.offsets)
+        if draft.image_embeddings:
+            self.draft.use_image_rows(self.base.image_rows)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
@@ -80,27 +85,41 @@ class EagleRunner:
         directory: EngineDirectory,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
     ) -> EagleRunner:
         """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
 
-        The base takes `adapters` as `BaseEngineRunner` does; the draft has none. Raises EngineDirectoryError where
-        there is no draft, and what loading raises.
+        The base takes `adapters` and counts what is `beside` as `BaseEngineRunner` does; the draft has none. Raises
+        EngineDirectoryError where there is no draft, and what loading raises.
         """
         draft = directory.model_config("draft")
         with closing(directory.checkpoint()) as base_files, closing(directory.draft.checkpoint()) as draft_files:
             limits = directory.limits
-            return cls(backend, directory.config, draft, limits, base_files, draft_files, progress, adapters)
+            return cls(backend, directory.config, draft, limits, base_files, draft_files, progress, adapters, beside)
+
+    def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
+        """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any
+        more). Stages are then launched one by one, not as one graph: a round takes a little longer.
+        """
+        self._steps.around = around
 
     @property
     def stage_seconds(self) -> Mapping[str, float]:
         """Seconds spent so far in each stage of rounds, by name; empty where stages cannot be timed."""
         return self._steps.seconds
 
-    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
         one = slice(slot, slot + 1)
         self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
-        first = self.base.start(slot, prompt_ids, reused, sampling)
+        first = self.base.start(slot, prompt_ids, reused, sampling, images)
         count = len(prompt_ids)
         self._pending[slot], self._base_rows[slot], self._draft_rows[slot] = 1, count, count - 1
         return first
@@ -196,12 +215,20 @@ class EagleRunner:
         self.draft.close()
         self.base.close()
 
-    def take_chunk(self, slot: int, prompt_ids: np.ndarray, position: int, tokens: int, features: Array) -> None:
+    def take_chunk(
+        self,
+        slot: int,
+        prompt_ids: np.ndarray,
+        position: int,
+        tokens: int,
+        features: Array,
+        images: PromptImages | None,
+    ) -> None:
         """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
         entries = prompt_ids[position + 1 : position + tokens + 1]
         if len(entries):
             chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
-            self.draft.prefill(slot, entries, features, position, chunk)
+            self.draft.prefill(slot, entries, features, position, chunk, images)
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""

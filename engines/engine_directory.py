@@ -18,12 +18,15 @@ from edgellm.engines.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.strict_json import JSONObject, plain_values
+from edgellm.engines.vision_config import ACTIVATIONS, VISION_FAMILIES, VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
 #: Where the draft head lies in an engine directory.
 DRAFT_FOLDER = "draft"
+#: Where a vision encoder lies that was published apart from its language model.
+VISION_FOLDER = "vision"
 #: Where LoRA adapters lie, each in a folder that bears its name.
 LORA_FOLDER = "lora"
 DTYPES = ("float16", "bfloat16", "float32")
@@ -39,13 +42,22 @@ PUBLISHED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "system_prompt.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
+#: How a vision encoder wants its images: one of them is required, and the first that is there counts.
+PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 WEIGHT_INDEX = "model.safetensors.index.json"
 
+#: What else a directory may have, and the option that builds it.
+_PARTS = {
+    "draft": ("draft model", "--draft DRAFT_CHECKPOINT"),
+    "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
+}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
-_DRAFT_KEY, _LORA_KEY = "draft", "lora"
+_DRAFT_KEY, _LORA_KEY, _VISION_KEY = "draft", "lora", "vision"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +67,20 @@ class EngineDraft:
     path: Path
     config: DraftConfig
     files: Mapping[str, FileDigest]
+
+    def checkpoint(self) -> Checkpoint:
+        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
+        return Checkpoint.open(self.path)
+
+
+@dataclass(frozen=True, eq=False)
+class EngineVision:
+    """The vision encoder of an engine directory. One that was published apart has `files`, by name in `path`; else it
+    is in the model's own files (`files` is None)."""
+
+    path: Path
+    config: VisionConfig
+    files: Mapping[str, FileDigest] | None = None
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
@@ -85,7 +111,7 @@ class EngineDirectory:
 
     `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
     `description_sha256` the digest of `edgellm.json` itself. With a `draft`, `config.feature_layers` are those that it
-    takes. `adapters` are LoRA adapters by name.
+    takes. `adapters` are LoRA adapters by name. With a `vision` encoder the model takes images.
     """
 
     path: Path
@@ -98,6 +124,7 @@ class EngineDirectory:
     description_sha256: str
     draft: EngineDraft | None = None
     adapters: Mapping[str, EngineAdapter] = field(default_factory=dict)
+    vision: EngineVision | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -159,14 +186,19 @@ class EngineDirectory:
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model that has engines, by `EngineShape.model`."""
-        return {"base": self.config} | ({"draft": self.draft.config} if self.draft else {})
+        models: dict[str, ModelConfig] = {"base": self.config}
+        if self.draft is not None:
+            models["draft"] = self.draft.config
+        if self.vision is not None:
+            models["vision"] = self.vision.config
+        return models
 
     def model_config(self, model: str) -> ModelConfig:
-        """The configuration of "base" or "draft"; EngineDirectoryError where there is no draft."""
+        """The configuration of "base", "draft" or "vision"; EngineDirectoryError where there is no such model."""
         if model not in self.models:
+            what, option = _PARTS[model]
             raise EngineDirectoryError(
-                f"{self.path} has no draft model. Build one with it: edgellm build CHECKPOINT ENGINE_DIR --draft "
-                "DRAFT_CHECKPOINT"
+                f"{self.path} has no {what}. Build one with it: edgellm build CHECKPOINT ENGINE_DIR {option}"
             )
         return self.models[model]
 
@@ -181,6 +213,10 @@ class EngineDirectory:
             found += _differences(self.draft.path, self.draft.files, f"{DRAFT_FOLDER}/", verify, hash_weights)
         elif (self.path / DRAFT_FOLDER).exists():
             found.append(f"{DRAFT_FOLDER}/: not described")
+        if self.vision is not None and self.vision.files is not None:
+            found += _differences(self.vision.path, self.vision.files, f"{VISION_FOLDER}/", verify, hash_weights)
+        elif (self.path / VISION_FOLDER).exists():
+            found.append(f"{VISION_FOLDER}/: not described")
         for name, adapter in self.adapters.items():
             found += _differences(adapter.path, adapter.files, f"{LORA_FOLDER}/{name}/", verify, hash_weights)
         foreign = [name for name in adapter_names(self.path) if name not in self.adapters]
@@ -245,9 +281,10 @@ def description_bytes(
     files: Mapping[str, FileDigest],
     draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
     adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
+    vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None = None,
 ) -> bytes:
     """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
-    and the files of each LoRA adapter."""
+    and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
     values = {
         "format_version": FORMAT_VERSION,
         "created_with": edgellm_version(),
@@ -261,6 +298,10 @@ def description_bytes(
         values[_DRAFT_KEY] = {"config": plain_values(draft[0]), "files": _file_values(draft[1])}
     if adapters:
         values[_LORA_KEY] = {name: {"rank": rank, "files": _file_values(own)} for name, (rank, own) in adapters.items()}
+    if vision is not None:
+        values[_VISION_KEY] = {"config": plain_values(vision[0])}
+        if vision[1] is not None:
+            values[_VISION_KEY]["files"] = _file_values(vision[1])
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -287,13 +328,18 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     config = values.object("config").dataclass(DecoderConfig)
     if _DRAFT_KEY in values.values:
         draft = _parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
+    vision = _parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
+    if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
+        raise values.error(
+            "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
+        )
     adapters = _parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
@@ -310,7 +356,22 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),
         draft=draft,
+        vision=vision,
     )
+
+
+def _parse_vision(path: Path, values: JSONObject) -> EngineVision:
+    values.refuse_other_keys("config", "files")
+    config = values.object("config").dataclass(VisionConfig)
+    for key, choices in (
+        ("family", VISION_FAMILIES),
+        ("activation", ACTIVATIONS),
+        ("projector_activation", ACTIVATIONS),
+    ):
+        _choice(values.object("config"), key, choices)
+    if "files" not in values.values:
+        return EngineVision(path, config)
+    return EngineVision(path / VISION_FOLDER, config, _parse_files(values.object("files")))
 
 
 def _parse_draft(folder: Path, values: JSONObject) -> EngineDraft:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,16 +47,20 @@ def plan_memory(
     scratch: int = 0,
     draft: DraftConfig | None = None,
     adapters: bool = False,
+    beside: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
 
-    With a `draft` its own are added, with `adapters` the places for LoRA adapters.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters, and `beside` what a vision encoder
+    takes, in bytes by name.
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
     caches = 2 * config.num_layers * math.prod(kv_cache_shape(config, limits)) * item
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + max(limits.key_ranges) + ITEM_SIZES["int32"])
+    if config.deepstack_layers:  # and their zeros
+        step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
     rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
     items = {
@@ -69,7 +73,7 @@ def plan_memory(
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
-    return MemoryPlan(items | {"engine scratch": scratch})
+    return MemoryPlan(items | dict(beside or {}) | {"engine scratch": scratch})
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -18,6 +19,7 @@ from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.numpy_operations import NumpyOperations
 from edgellm.engines.row_copies import check_rows
+from edgellm.engines.vision_config import VisionConfig
 from edgellm.engines.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_acceptance import NumpyAcceptance
@@ -37,6 +39,17 @@ class NumpyReadback:
     def wait(self) -> np.ndarray:
         """The values."""
         return self._values
+
+
+class NumpyTimestamp:
+    """Now."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds(self) -> float:
+        """When it was made."""
+        return self._seconds
 
 
 class NumpyTransfer:
@@ -78,8 +91,10 @@ class NumpyBackend:
     fixed_shapes = False
     computes_at_once = True
 
-    def __init__(self, config: DecoderConfig, draft: DraftConfig | None = None) -> None:
-        self._configs = {"base": config, "draft": draft}
+    def __init__(
+        self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
+    ) -> None:
+        self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
         self.kernels = NumpyKernels()
 
     @cached_property
@@ -142,7 +157,8 @@ class NumpyBackend:
         """An interpreter for the shape."""
         config = self._configs[shape.model]
         if config is None:
-            raise EngineError(f"{shape.name} was asked for, but there is no draft model")
+            what = "vision encoder" if shape.model == "vision" else "draft model"
+            raise EngineError(f"{shape.name} was asked for, but there is no {what}")
         return NumpyEngine(config, shape)
 
     def scratch_bytes(self) -> int:
@@ -162,6 +178,10 @@ class NumpyBackend:
     def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
         """The step itself: there is nothing to gain."""
         return step
+
+    def timestamp(self) -> NumpyTimestamp:
+        """Now: everything is done."""
+        return NumpyTimestamp()
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""

@@ -129,6 +129,20 @@ class NumpyOperations(Operations[np.ndarray]):
         result *= weight
         return result
 
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
+        result = x - x.mean(axis=-1, keepdims=True)
+        scale = np.einsum("...k,...k->...", result, result)[..., None]
+        scale /= x.shape[-1]
+        scale += epsilon
+        np.sqrt(scale, out=scale)
+        result /= scale
+        result *= weight
+        result += bias
+        return result
+
+    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        return ACTIVATIONS[kind](x)
+
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a + b
 
@@ -139,6 +153,9 @@ class NumpyOperations(Operations[np.ndarray]):
             parts.append(x[(*leading, slice(start, start + size))])
             start += size
         return parts
+
+    def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return x.reshape(shape)
 
     def split_heads(self, x: np.ndarray, heads: int) -> np.ndarray:
         batch, tokens, width = x.shape
@@ -168,10 +185,10 @@ class NumpyOperations(Operations[np.ndarray]):
         return cache
 
     def attention(
-        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, scale: float
+        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float
     ) -> np.ndarray:
-        visible = self._visible_keys(mask)
         batch, heads, tokens, size = query.shape
+        visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         kv_heads = keys.shape[1]
         # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
         grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
@@ -188,12 +205,7 @@ class NumpyOperations(Operations[np.ndarray]):
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
         half = gate_up.shape[-1] // 2
-        gate = gate_up[..., :half]
-        result = np.negative(gate)
-        with np.errstate(over="ignore"):  # exp of a very negative gate: infinity, and silu is 0
-            np.exp(result, out=result)
-        result += _ONE
-        np.divide(gate, result, out=result)
+        result = _silu(gate_up[..., :half])
         result *= gate_up[..., half:]
         return result
 
@@ -206,6 +218,9 @@ class NumpyOperations(Operations[np.ndarray]):
         return np.concatenate(tensors, axis=axis)
 
     def to_float32(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def to_compute(self, x: np.ndarray) -> np.ndarray:
         return x
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
@@ -257,6 +272,62 @@ class VisibleKeys:
         if self.first_hidden < self.count:
             between = mask[..., self.first_hidden : self.count]
             self.bias = np.where(between[:, None], np.float32(0), np.float32(-np.inf))
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    """x / (1 + exp(-x))."""
+    result = np.negative(x)
+    with np.errstate(over="ignore"):  # exp of a very negative number: infinity, and silu is 0
+        np.exp(result, out=result)
+    result += _ONE
+    np.divide(x, result, out=result)
+    return result
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    """x (1 + erf(x / sqrt(2))) / 2."""
+    result = _erf(x * np.float32(math.sqrt(0.5)))
+    result += _ONE
+    result *= x
+    result *= np.float32(0.5)
+    return result
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """The error function to 5e-7: formula 7.1.26 of Abramowitz and Stegun, whose own error is 1.5e-7."""
+    size = np.abs(x)
+    t = _ONE / (_ONE + np.float32(0.3275911) * size)
+    result = np.zeros_like(x)
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        result += np.float32(coefficient)
+        result *= t
+    result *= np.exp(-size * size)
+    np.subtract(_ONE, result, out=result)
+    return np.copysign(result, x, out=result)
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    result = x * x
+    result *= np.float32(0.044715)
+    result += _ONE
+    result *= x
+    result *= np.float32(math.sqrt(2 / math.pi))
+    np.tanh(result, out=result)
+    result += _ONE
+    result *= x
+    result *= np.float32(0.5)
+    return result
+
+
+def _quick_gelu(x: np.ndarray) -> np.ndarray:
+    """x sigmoid(1.702 x)."""
+    slope = np.float32(1.702)
+    return _silu(x * slope) / slope
+
+
+#: The functions of `Operations.activation` by their names.
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
 
 
 def _few_tokens_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

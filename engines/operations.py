@@ -47,12 +47,28 @@ class Operations(ABC, Generic[Tensor]):
         """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, the mean in float32 (Zhang and Sennrich 2019)."""
 
     @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last axis, mean and variance in float32.
+
+        Ba et al. 2016; the variance is divided by the number of elements.
+        """
+
+    @abstractmethod
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
+        "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+
+    @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
 
     @abstractmethod
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""
+
+    @abstractmethod
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The same elements in the same order under another shape."""
 
     @abstractmethod
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
@@ -74,11 +90,11 @@ class Operations(ABC, Generic[Tensor]):
         """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place."""
 
     @abstractmethod
-    def attention(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """Grouped-query attention of [B, nq, T, D] over the first L rows of caches [B, nkv, C, D].
+    def attention(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
-        `mask` [B, 1, T, L] is True where a key is visible; the softmax is computed in float32. Query head h uses
-        key-value head h // (nq / nkv).
+        `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
+        softmax is computed in float32. Query head h uses key-value head h // (nq / nkv).
         """
 
     @abstractmethod
@@ -96,3 +112,7 @@ class Operations(ABC, Generic[Tensor]):
     @abstractmethod
     def to_float32(self, x: Tensor) -> Tensor:
         """x in float32."""
+
+    @abstractmethod
+    def to_compute(self, x: Tensor) -> Tensor:
+        """x in compute dtype."""

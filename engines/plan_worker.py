@@ -14,17 +14,18 @@ import time
 from typing import BinaryIO
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.engines.descriptions import ModelConfig
+from edgellm.engines.descriptions import ModelConfig, describing_modules, import_describing_modules
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.strict_json import JSONObject, plain_values
 from edgellm.engines.tensorrt_operations import build_plan
+from edgellm.engines.vision_config import VisionConfig
 
 
 def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
     """What the process reads for one plan."""
     values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
-    return json.dumps(values | {"target": target}).encode() + b"\n"
+    return json.dumps(values | {"target": target, "modules": describing_modules()}).encode() + b"\n"
 
 
 def read_answer(stream: BinaryIO) -> tuple[bytes, float, int]:
@@ -69,8 +70,11 @@ def _build(line: bytes) -> bytes:
     request = JSONObject.parse(line, "the request", BuildError)
     shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
     config: ModelConfig
+    import_describing_modules(request.values["modules"])
     if shape.model == "draft":
         config = values.dataclass(DraftConfig, decoder=DecoderConfig)
+    elif shape.model == "vision":
+        config = values.dataclass(VisionConfig)
     else:
         config = values.dataclass(DecoderConfig)
     return build_plan(config, shape, *(request.get(key, "str") for key in ("dtype", "attention", "target")))

@@ -45,6 +45,24 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
     return table
 
 
+def mrope_axes(config: DecoderConfig) -> np.ndarray:
+    """Which of a token's three positions (0 time, 1 height, 2 width) each column of its rotary row follows: int32
+    [rotary_dim].
+
+    `mrope_section` frequencies each, one section after the other (Qwen2.5-VL); or interleaved: height takes every third
+    frequency from 1 on, width every third from 2 on, until they have theirs, time the rest (Qwen3-VL).
+    """
+    _, height, width = config.mrope_section
+    axes = np.zeros(config.rotary_dim // 2, np.int32)
+    if config.mrope_interleaved:
+        axes[1 : 3 * height : 3] = 1
+        axes[2 : 3 * width : 3] = 2
+    else:
+        axes[-height - width :] = 1
+        axes[-width:] = 2
+    return np.tile(axes, 2)
+
+
 def inverse_frequencies(config: DecoderConfig, context: int) -> tuple[np.ndarray, float]:
     """The angles in radians per position, float64 [rotary_dim / 2], and the factor for cosine and sine."""
     scaling = config.rope_scaling or {}

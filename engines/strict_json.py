@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -118,8 +118,11 @@ def plain_values(instance: Any) -> dict[str, Any]:
     """A dataclass instance as JSON values, for `JSONObject.dataclass` to read."""
     values = asdict(instance)
     for field in fields(instance):
-        if field.metadata.get("added_later") and getattr(instance, field.name) == field.default:
+        value = getattr(instance, field.name)
+        if field.metadata.get("added_later") and value == field.default:
             del values[field.name]
+        elif is_dataclass(value):
+            values[field.name] = plain_values(value)
     return values
 
 

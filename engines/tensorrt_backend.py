@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines import cuda_decode_engine, cuda_draft_engine
+from edgellm.engines import cuda_decode_engine, cuda_draft_engine, cuda_tree_engine
 from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
-from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTransfer
+from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
 from edgellm.engines.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
@@ -30,7 +31,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_kernels import CudaKernels
-from edgellm.kernels.decode_kernels import CudaDecodeKernels
+from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -128,8 +129,10 @@ class TensorRTBackend:
 
     def _kernel_engine(self, shape: EngineShape) -> CudaKernelEngine | None:
         kernels, dtype = self._decode_kernels, self.compute_dtype
-        if shape.phase == "prefill":
+        if shape.model == "vision":
             return None
+        if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
+            return None  # the common case, which needs no line in the log
         if shape.model == "draft":
             draft = self._directory.model_config(shape.model)
             reason = cuda_draft_engine.unsupported(draft, shape, dtype, kernels.shared_limit)
@@ -140,6 +143,10 @@ class TensorRTBackend:
             reason = cuda_decode_engine.unsupported(config, shape, dtype, kernels.shared_limit)
             if reason is None:
                 return CudaDecodeEngine(kernels, config, shape, dtype)
+            if shape.phase == "verify":
+                reason = cuda_tree_engine.unsupported(config, shape, dtype, kernels.shared_limit)
+                if reason is None:
+                    return CudaTreeEngine(kernels, config, shape, dtype)
         logger.info("%s runs on TensorRT: %s", shape.name, reason)
         return None
 
@@ -180,6 +187,10 @@ class TensorRTBackend:
     def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
         """A CUDA graph of the step, or the step itself where capturing fails."""
         return self.device.capture(step, name)
+
+    def timestamp(self) -> DeviceTimestamp:
+        """An event on the stream."""
+        return self.device.timestamp()
 
     def synchronize(self) -> None:
         """Wait for the stream."""

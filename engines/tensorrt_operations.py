@@ -80,14 +80,28 @@ class TensorRTOperations(Operations[Any]):
 
     def rms_norm(self, x: Any, weight: Any, epsilon: float) -> Any:
         wide = self.to_float32(x)
-        squares = self._elementwise(wide, wide, "PROD")
-        mean = self._layer(
-            self.network.add_reduce(squares, self.trt.ReduceOperation.AVG, 1 << (len(x.shape) - 1), True), "mean"
-        )
-        shifted = self._elementwise(mean, self._constant(epsilon, len(x.shape)), "SUM")
-        root = self._layer(self.network.add_unary(shifted, self.trt.UnaryOperation.SQRT), "root")
-        normed = self._cast(self._elementwise(wide, root, "DIV"), self.compute)
+        mean = self._mean(self._elementwise(wide, wide, "PROD"))
+        normed = self._cast(self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV"), self.compute)
         return self._elementwise(normed, self._reshape(weight, self._last_axis(weight.shape[0], x)), "PROD")
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
+        wide = self.to_float32(x)
+        centred = self._elementwise(wide, self._mean(wide), "SUB")
+        variance = self._mean(self._elementwise(centred, centred, "PROD"))
+        normed = self._cast(self._elementwise(centred, self._shifted_root(variance, epsilon), "DIV"), self.compute)
+        weight, bias = (self._reshape(one, self._last_axis(one.shape[0], x)) for one in (weight, bias))
+        return self.add(self._elementwise(normed, weight, "PROD"), bias)
+
+    def activation(self, x: Any, kind: str) -> Any:
+        functions = self.trt.ActivationType
+        if kind == "silu":
+            return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
+        if kind == "quick_gelu":
+            slope = self._constant(1.702, len(x.shape), self.compute)
+            return self._elementwise(
+                x, self._activation(self._elementwise(x, slope, "PROD"), functions.SIGMOID), "PROD"
+            )
+        return self._activation(x, {"gelu": functions.GELU_ERF, "gelu_tanh": functions.GELU_TANH}[kind])
 
     def add(self, a: Any, b: Any) -> Any:
         return self._elementwise(a, b, "SUM")
@@ -100,6 +114,9 @@ class TensorRTOperations(Operations[Any]):
             parts.append(self._slice(x, start, shape))
             offset += size
         return parts
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        return self._reshape(x, shape)
 
     def split_heads(self, x: Any, heads: int) -> Any:
         batch, tokens, width = x.shape
@@ -125,28 +142,29 @@ class TensorRTOperations(Operations[Any]):
         mode = self.trt.KVCacheMode.LINEAR
         return self._layer(self.network.add_kv_cache_update(cache, update, start_index, mode), "kv_cache_update")
 
-    def attention(self, query: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
-        batch, kv_heads, _, size = keys.shape
-        seen = (batch, kv_heads, mask.shape[3], size)
-        if mask.shape[3] < keys.shape[2]:
+    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float) -> Any:
+        batch, kv_heads, rows, size = keys.shape
+        if mask is not None and mask.shape[3] < rows:
+            seen = (batch, kv_heads, mask.shape[3], size)
             keys, values = (self._slice(cache, (0, 0, 0, 0), seen) for cache in (keys, values))
         query = self._elementwise(query, self._constant(scale, 4, self.compute), "PROD")
         if self.attention_kind == "native":
             return self._native_attention(query, keys, values, mask)
         return self._composed_attention(query, keys, values, mask)
 
-    def _native_attention(self, query: Any, keys: Any, values: Any, mask: Any) -> Any:
+    def _native_attention(self, query: Any, keys: Any, values: Any, mask: Any | None) -> Any:
         operation = self.trt.AttentionNormalizationOp.SOFTMAX
         layer = self.network.add_attention(query, keys, values, operation, False)
-        layer.mask = mask
+        if mask is not None:
+            layer.mask = mask
         layer.decomposable = True
         return self._layer(layer, "attention")
 
-    def _composed_attention(self, query: Any, keys: Any, values: Any, mask: Any) -> Any:
+    def _composed_attention(self, query: Any, keys: Any, values: Any, mask: Any | None) -> Any:
         """Query heads of one key-value head are rows of one matrix, so that no key or value is repeated."""
         operation = self.trt.MatrixOperation
         batch, heads, tokens, size = query.shape
-        kv_heads, seen = keys.shape[1], mask.shape[3]
+        kv_heads, seen = keys.shape[1], keys.shape[2]
         group = heads // kv_heads
         rows = self._reshape(query, (batch, kv_heads, group * tokens, size))
         scores = self._layer(
@@ -155,9 +173,11 @@ class TensorRTOperations(Operations[Any]):
         scores = self.to_float32(scores)
         if tokens > 1:
             scores = self._reshape(scores, (batch, kv_heads, group, tokens, seen))
-            mask = self._reshape(mask, (batch, 1, 1, tokens, seen))
-        hidden = self._constant(-1e30, len(scores.shape))
-        scores = self._layer(self.network.add_select(mask, scores, hidden), "masked")
+        if mask is not None:
+            if tokens > 1:
+                mask = self._reshape(mask, (batch, 1, 1, mask.shape[2], seen))
+            hidden = self._constant(-1e30, len(scores.shape))
+            scores = self._layer(self.network.add_select(mask, scores, hidden), "masked")
         softmax = self.network.add_softmax(scores)
         softmax.axes = 1 << (len(scores.shape) - 1)
         weights = self._cast(self._layer(softmax, "softmax"), self.compute)
@@ -171,8 +191,7 @@ class TensorRTOperations(Operations[Any]):
     def silu_mul(self, gate_up: Any) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
-        sigmoid = self._layer(self.network.add_activation(gate, self.trt.ActivationType.SIGMOID), "sigmoid")
-        return self._elementwise(self._elementwise(gate, sigmoid, "PROD"), up, "PROD")
+        return self._elementwise(self.activation(gate, "silu"), up, "PROD")
 
     def gather_rows(self, x: Any, rows: Any) -> Any:
         layer = self.network.add_gather_v2(x, rows, self.trt.GatherMode.DEFAULT)
@@ -187,6 +206,22 @@ class TensorRTOperations(Operations[Any]):
 
     def to_float32(self, x: Any) -> Any:
         return self._cast(x, self.trt.float32)
+
+    def to_compute(self, x: Any) -> Any:
+        return self._cast(x, self.compute)
+
+    def _mean(self, x: Any) -> Any:
+        """Over the last axis, which stays, of size 1."""
+        average = self.trt.ReduceOperation.AVG
+        return self._layer(self.network.add_reduce(x, average, 1 << (len(x.shape) - 1), True), "mean")
+
+    def _shifted_root(self, x: Any, epsilon: float) -> Any:
+        """sqrt(x + epsilon)."""
+        shifted = self._elementwise(x, self._constant(epsilon, len(x.shape)), "SUM")
+        return self._layer(self.network.add_unary(shifted, self.trt.UnaryOperation.SQRT), "root")
+
+    def _activation(self, x: Any, function: Any) -> Any:
+        return self._layer(self.network.add_activation(x, function), "activation")
 
     def _layer(self, layer: Any, what: str) -> Any:
         if layer is None:

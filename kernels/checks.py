@@ -56,6 +56,18 @@ SIGNATURES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "embedding_lookup": _EMBEDDING,
     "prepare_attention": _ATTENTION,
     "prepare_step": _EMBEDDING + _ATTENTION,
+    "insert_image_rows": (
+        ("image_rows", "MH", "compute"),
+        ("token_ids", "1T", "int32"),
+        ("target", "1TH", "compute"),
+        ("inserted", "1", "int32"),
+    ),
+    "mrope_rotary_rows": (
+        ("positions", "3T", "int32"),
+        ("axes", "R", "int32"),
+        ("rotary_table", "PR", "float32"),
+        ("rope_rotary_cos_sin", "1TR", "compute"),
+    ),
     "argmax": _ARGMAX,
     "argmax_and_advance": _ARGMAX + _STATE,
     "process_logits": (

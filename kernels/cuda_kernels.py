@@ -16,12 +16,16 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.interface import SequenceState
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 
-#: Kernel name -> types of its parameters, as `struct` spells them (P pointer, I unsigned int, N size_t).
+#: Kernel name -> types of its parameters, as `struct` spells them (P pointer, i int, I unsigned int, N size_t).
 _PARAMETERS = {
     "embedding_lookup": "PPPIN",
     "prepare_attention_float32": "PPPPPIII",
     "prepare_attention_float16": "PPPPPIII",
     "prepare_attention_bfloat16": "PPPPPIII",
+    "insert_image_rows": "PPPPiiIN",
+    "mrope_rotary_rows_float32": "PPPPII",
+    "mrope_rotary_rows_float16": "PPPPII",
+    "mrope_rotary_rows_bfloat16": "PPPPII",
     "process_logits": "PPPPPPPI",
     "filter_range": "PPPPPI",
     "filter_histogram": "PPPPPI",
@@ -155,6 +159,44 @@ class CudaKernels:
         )
         grid = (sizes["T"], sizes["B"], 2)
         Launch(self._overlapping, f"prepare_step_{table.dtype}", grid, _COPY_THREADS, 0, arguments)()
+
+    def insert_image_rows(
+        self,
+        image_rows: DeviceArray,
+        token_ids: DeviceArray,
+        target: DeviceArray,
+        inserted: DeviceArray,
+        image_token_id: int,
+        first_row: int,
+    ) -> None:
+        """Rows of `image_rows` [M, H] from `first_row` on at the image tokens among `token_ids` [1, T]."""
+        arrays = (image_rows, token_ids, target, inserted)
+        sizes = check_device_arguments("insert_image_rows", *arrays)
+        self._functions["insert_image_rows"](
+            (sizes["T"], 1),
+            (_COPY_THREADS, 1, 1),
+            self._stream,
+            *[array.pointer for array in arrays],
+            image_token_id,
+            first_row,
+            sizes["M"],
+            sizes["H"] * ITEM_SIZES[image_rows.dtype],
+        )
+
+    def mrope_rotary_rows(
+        self, positions: DeviceArray, axes: DeviceArray, rotary_table: DeviceArray, rope_rotary_cos_sin: DeviceArray
+    ) -> None:
+        """Rotary rows [1, T, R] of tokens at `positions` [3, T]: column i follows the axis axes[i]."""
+        arrays = (positions, axes, rotary_table, rope_rotary_cos_sin)
+        sizes = check_device_arguments("mrope_rotary_rows", *arrays)
+        self._functions[f"mrope_rotary_rows_{rope_rotary_cos_sin.dtype}"](
+            (sizes["T"], 1),
+            (_COPY_THREADS, 1, 1),
+            self._stream,
+            *[array.pointer for array in arrays],
+            sizes["P"],
+            sizes["R"],
+        )
 
     def argmax(self, logits: DeviceArray, tokens: DeviceArray, state: SequenceState | None = None) -> None:
         """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them.

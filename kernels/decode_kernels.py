@@ -20,6 +20,8 @@ MAX_ROWS = 16
 
 _WARPS, _STEP = 16, 32
 _KEY_TILE, _STAGES, _PADDING = 32, 2, 8
+#: Blocks of attention that the registers of a multiprocessor hold.
+_BLOCKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,15 @@ class _Geometry:
 
     def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
-        slices = _WARPS * _steps(columns)
+        slices = _WARPS * slice_steps(columns)
         return self.ring_bytes(tiles) + parts * self.rows * _WARPS * 4 + slices * _STEP * 2 * (1 + batch)
 
+    def staged_bytes(self, batch: int, columns: int) -> int:
+        """Ring, partial sums and the activations of `linear_residual`, where they are staged."""
+        return self.ring_bytes(2 if self.twice else 1) + _WARPS * slice_steps(columns) * _STEP * 2 * batch
+
     def streamed_bytes(self, batch: int) -> int:
-        """The same with the ring of activations."""
+        """The same with a ring of activations."""
         tiles = 2 if self.twice else 1
         return self.ring_bytes(tiles) + self.depth // tiles * _WARPS * batch * _STEP * 2
 
@@ -79,7 +85,7 @@ class CudaDecodeKernels(KernelModule):
         """
         extra = (
             ctypes.c_int(next_early),
-            *_feature_arguments(features, place, weight.shape[1]),
+            *feature_arguments(features, place, weight.shape[1]),
             ctypes.c_int(keeps_raw),
         )
         return self._norm("decode_norm_linear", 1, hidden, norm_weight, epsilon, weight, bias, output, extra)
@@ -119,7 +125,7 @@ class CudaDecodeKernels(KernelModule):
             pointer(norm_weight),
             ctypes.c_float(epsilon),
             pointer(output),
-            *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
+            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns))),
             *extra,
         )
         shared = geometry.norm_bytes(tiles, 1, batch, columns)
@@ -154,7 +160,7 @@ class CudaDecodeKernels(KernelModule):
             pointer(second_norm),
             ctypes.c_float(epsilon),
             pointer(output),
-            *map(ctypes.c_int, (batch, weight.shape[0], columns, _steps(columns))),
+            *map(ctypes.c_int, (batch, weight.shape[0], columns, slice_steps(columns))),
             pointer(normed),
         )
         name, shared = f"decode_norms_linear_wide_{weight.dtype}", _WIDE.norm_bytes(1, 2, batch, columns)
@@ -179,6 +185,9 @@ class CudaDecodeKernels(KernelModule):
         else:
             batch, tokens = selected.size, x.size // columns // selected.size
         geometry = _geometry(batch, lambda each: each.streamed_bytes(batch), self.shared_limit)
+        # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
+        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= self.shared_limit
+        shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
         arguments = (
             pointer(weight),
             pointer(bias),
@@ -186,13 +195,13 @@ class CudaDecodeKernels(KernelModule):
             pointer(residual),
             ctypes.c_int(residual is not None and residual.dtype == "float32"),
             pointer(output),
-            *map(ctypes.c_int, (batch, rows, columns, _steps(columns))),
+            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns), stage)),
             pointer(selected),
             ctypes.c_int(tokens),
-            *_feature_arguments(features, place, rows),
+            *feature_arguments(features, place, rows),
         )
         name, unit = f"decode_linear_residual{geometry.suffix}_{weight.dtype}", 16 if geometry.twice else 8
-        return self._linear(name, geometry, rows, unit, geometry.streamed_bytes(batch), arguments)
+        return self._linear(name, geometry, rows, unit, shared, arguments)
 
     def _linear(
         self, name: str, geometry: _Geometry, rows: int, unit: int, shared_bytes: int, arguments: Sequence[Any]
@@ -247,7 +256,10 @@ class CudaDecodeKernels(KernelModule):
             *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys, masks_all)),
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
-        grid = (attention_splits(kv_heads, kv_rows), kv_heads, batch * tokens)
+        splits = attention_splits(kv_heads, kv_rows)
+        if masks_all:  # what a draft proposes may depend on its batch in the last bit: one wave of blocks is fastest
+            splits = max(1, min(splits, self.multiprocessors * _BLOCKS_AT_ONCE // (kv_heads * batch * tokens)))
+        grid = (splits, kv_heads, batch * tokens)
         threads = 32 * _attention_warps(group)
         return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, threads, shared, arguments)
 
@@ -323,12 +335,17 @@ def _attention_bytes(tokens: int, group: int, size: int) -> int:
     return tiles + ((group + tokens) * size + _attention_warps(group) * _KEY_TILE) * 4
 
 
-def _steps(columns: int) -> int:
-    """Steps of 32 columns that each of a block's warps takes."""
+def slice_steps(columns: int) -> int:
+    """Steps of 32 columns in each of the slices whose sums are added."""
     return -(-columns // (_WARPS * _STEP))
 
 
-def _feature_arguments(features: DeviceArray | None, place: int, width: int) -> tuple[Any, Any]:
+def padded_columns(columns: int) -> int:
+    """Columns of all slices."""
+    return _WARPS * _STEP * slice_steps(columns)
+
+
+def feature_arguments(features: DeviceArray | None, place: int, width: int) -> tuple[Any, Any]:
     """Where a kernel writes its columns of `features` [rows, n width], and the distance of two rows in elements."""
     if features is None:
         return ctypes.c_void_p(0), ctypes.c_int(0)

@@ -69,6 +69,29 @@ class Kernels(Protocol):
     ) -> None:
         """`embedding_lookup` and `prepare_attention` at once; a mask of no keys (L = 0) is not written."""
 
+    def insert_image_rows(
+        self,
+        image_rows: Array,
+        token_ids: Array,
+        target: Array,
+        inserted: Array,
+        image_token_id: int,
+        first_row: int,
+    ) -> None:
+        """Put rows of `image_rows` [M, H] compute where `token_ids` [1, T] int32 are `image_token_id`, in `target`
+        [1, T, H] compute.
+
+        The n-th image token (n from 0) takes row first_row + n, where that is one of 0..M-1; all other rows of `target`
+        stay. `inserted` [1] int32 grows by how many were taken, so that the caller can compare it with what it knows.
+        """
+
+    def mrope_rotary_rows(self, positions: Array, axes: Array, rotary_table: Array, rope_rotary_cos_sin: Array) -> None:
+        """`rope_rotary_cos_sin` [1, T, R] compute of tokens with three positions (M-RoPE, Wang et al. 2024).
+
+        Column i of token t is that of the row positions[axes[i], t] of `rotary_table` [P, R] float32, clamped to
+        0..P-1; `positions` [3, T] and `axes` [R], each 0, 1 or 2, are int32.
+        """
+
     def argmax(self, logits: Array, tokens: Array, state: SequenceState | None = None) -> None:
         """`tokens` [B] int32: the id of the largest of `logits` [B, V] float32; the lowest id of equal ones.
 

@@ -26,7 +26,7 @@ def norm_linear(
     rows = _rows(hidden, weight)
     normed = rms_norm(rows, norm_weight, epsilon)
     output.reshape(-1, len(weight))[...] = linear(normed, weight, bias)
-    _write_features(features, place, rows if keeps_raw else normed)
+    write_features(features, place, rows if keeps_raw else normed)
 
 
 def norms_linear(
@@ -50,7 +50,7 @@ def norms_linear(
         rms_norm(second.reshape(-1, size), second_norm, epsilon),
     )
     output[...] = linear(np.concatenate(parts, axis=1), weight, bias)
-    _write_features(normed, 0, parts[1])
+    write_features(normed, 0, parts[1])
 
 
 def norm_gate_up(
@@ -87,7 +87,7 @@ def linear_residual(
     if selected is not None:
         chosen = np.arange(selected.size) * (len(x) // selected.size) + selected.reshape(-1)
         x, residual = x[chosen], residual[chosen]
-    _write_features(features, place, residual)
+    write_features(features, place, residual)
     output[...] = residual + linear(x, weight, bias)
 
 
@@ -164,7 +164,8 @@ def _rows(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return x.reshape(-1, weight.shape[1])
 
 
-def _write_features(features: np.ndarray | None, place: int, values: np.ndarray) -> None:
+def write_features(features: np.ndarray | None, place: int, values: np.ndarray) -> None:
+    """Put `values` [R, K] into columns `place` K on of `features` [R, n K], if there are any."""
     if features is not None:
         width = values.shape[1]
         features.reshape(len(values), -1)[:, place * width : (place + 1) * width] = values

@@ -51,11 +51,7 @@ class NumpyKernels:
         )
         rows = kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=attention_mask)
-        gathered = rotary_table.take(rows + position_offsets[:, None], axis=0, mode="clip")
-        if rope_rotary_cos_sin.dtype == np.uint16:
-            rope_rotary_cos_sin[...] = bfloat16_bits(gathered)
-        else:
-            np.copyto(rope_rotary_cos_sin, gathered, casting="same_kind")
+        _store(rotary_table.take(rows + position_offsets[:, None], axis=0, mode="clip"), rope_rotary_cos_sin)
 
     def prepare_step(
         self,
@@ -74,6 +70,31 @@ class NumpyKernels:
         check_host_arguments("prepare_step", *embedding, *attention)
         self.embedding_lookup(*embedding)
         self.prepare_attention(*attention)
+
+    def insert_image_rows(
+        self,
+        image_rows: np.ndarray,
+        token_ids: np.ndarray,
+        target: np.ndarray,
+        inserted: np.ndarray,
+        image_token_id: int,
+        first_row: int,
+    ) -> None:
+        """Rows of `image_rows` [M, H] from `first_row` on at the image tokens among `token_ids` [1, T]."""
+        sizes = check_host_arguments("insert_image_rows", image_rows, token_ids, target, inserted)
+        places = np.flatnonzero(token_ids[0] == image_token_id)
+        rows = first_row + np.arange(len(places))
+        known = (rows >= 0) & (rows < sizes["M"])
+        target[0, places[known]] = image_rows[rows[known]]
+        inserted += known.sum(dtype=np.int32)
+
+    def mrope_rotary_rows(
+        self, positions: np.ndarray, axes: np.ndarray, rotary_table: np.ndarray, rope_rotary_cos_sin: np.ndarray
+    ) -> None:
+        """Rotary rows [1, T, R] of tokens at `positions` [3, T]: column i follows the axis axes[i]."""
+        sizes = check_host_arguments("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
+        rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
+        _store(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)
 
     def argmax(self, logits: np.ndarray, tokens: np.ndarray, state: SequenceState | None = None) -> None:
         """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them."""
@@ -163,6 +184,14 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """float32 values rounded to bfloat16 (nearest, ties to even), as their uint16 bits; NaN is not expected."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def _store(values: np.ndarray, target: np.ndarray) -> None:
+    """Set `target` (uint16: bfloat16) from float32 values."""
+    if target.dtype == np.uint16:
+        target[...] = bfloat16_bits(values)
+    else:
+        np.copyto(target, values, casting="same_kind")
 
 
 def _advance(tokens: np.ndarray, state: SequenceState) -> None:

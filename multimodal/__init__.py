@@ -1,1 +1,1 @@
-"""The place of image preprocessing, vision families and the vision runner. Nothing is here yet."""
+"""Images to embeddings: preprocessing, vision families and the vision runner."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_multimodal
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,6 +21,8 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.lora_weights import adapted_projections
+from edgellm.multimodal.vision_config import read_vision_config
+from edgellm.multimodal.vision_encoder import host_weights, vision_weights
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,8 +85,13 @@ TINY_TEMPLATE = (
 
 
 def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A Hugging Face directory with random weights, a byte-level tokenizer and a chat template."""
+    """A Hugging Face directory with random weights, a byte-level tokenizer and a chat template.
+
+    With a `vision_config` (see `tiny_multimodal.FAMILIES`) it has a vision part, too, and the tokens around images.
+    """
     config = TINY_CONFIG | overrides
+    if "text_config" in overrides:
+        config = overrides | {"text_config": TINY_CONFIG | overrides["text_config"], "torch_dtype": "float16"}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -91,13 +99,19 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template, specs = TINY_TEMPLATE, decoder_weights(decoder_config(config))
+    if "vision_config" in config:
+        vision = read_vision_config(config)
+        specs += [*vision_weights(vision), *host_weights(vision)]
+        template = tiny_multimodal.TEMPLATE
+        tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS))
+        processor = tiny_multimodal.PREPROCESSORS[vision.family]
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": TINY_TEMPLATE, "eos_token": "<|im_end|>"})
-    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
     random = np.random.default_rng(seed)
     tensors = {}
-    for spec in decoder_weights(decoder_config(config)):
+    for spec in specs:
         for name, shape in spec.parts:
             values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
             tensors[name] = values.astype(np.float16)
@@ -110,13 +124,12 @@ DRAFT_VOCABULARY = 200
 
 def write_tiny_draft(directory: Path, seed: int = 0, **overrides: Any) -> Path:
     """An EAGLE-3 head with random weights for `write_tiny_checkpoint`, as it is published: `midlayer.*`, d2t, t2d."""
-    hidden, vocabulary = TINY_CONFIG["hidden_size"], TINY_CONFIG["vocab_size"]
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "vocab_size": vocabulary,
+        "vocab_size": TINY_CONFIG["vocab_size"],
         "draft_vocab_size": DRAFT_VOCABULARY,
-        "hidden_size": hidden,
+        "hidden_size": TINY_CONFIG["hidden_size"],
         "intermediate_size": 96,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
@@ -131,28 +144,29 @@ def write_tiny_draft(directory: Path, seed: int = 0, **overrides: Any) -> Path:
     } | overrides
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
+    hidden, vocabulary, draft_vocabulary = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.self_attn.q_proj.weight": (64, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (32, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (32, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, 64),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (hidden // 2, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (hidden // 2, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
         "midlayer.post_attention_layernorm.weight": (hidden,),
         "midlayer.mlp.gate_proj.weight": (96, hidden),
         "midlayer.mlp.up_proj.weight": (96, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, 96),
         "norm.weight": (hidden,),
-        "lm_head.weight": (DRAFT_VOCABULARY, hidden),
+        "lm_head.weight": (draft_vocabulary, hidden),
     }
     random = np.random.default_rng(seed + 1000)
     tensors = {}
     for name, shape in shapes.items():
         values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
         tensors[name] = values.astype(np.float16)
-    kept = np.sort(random.choice(vocabulary, DRAFT_VOCABULARY, replace=False))
-    tensors["d2t"] = kept - np.arange(DRAFT_VOCABULARY)
+    kept = np.sort(random.choice(vocabulary, draft_vocabulary, replace=False))
+    tensors["d2t"] = kept - np.arange(draft_vocabulary)
     tensors["t2d"] = np.isin(np.arange(vocabulary), kept)
     save_file(tensors, directory / "model.safetensors")
     return directory

@@ -47,7 +47,7 @@ class FixedShapeBackend(NumpyBackend):
 
     def __init__(self, directory: EngineDirectory) -> None:
         draft = directory.model_config("draft") if directory.draft else None
-        super().__init__(directory.config, draft)
+        super().__init__(directory.config, draft, directory.vision.config if directory.vision else None)
         self._shapes = set(directory.limits.engine_shapes())
         self._recording: list[Callable[[], None]] | None = None
         self.captures: list[str] = []

@@ -42,6 +42,19 @@ def ancestors(parents: tuple[int | None, ...]) -> np.ndarray:
     return seen
 
 
+def random_parents(tokens: int, seed: int, depth: int = 7) -> tuple[int | None, ...]:
+    """A random tree of so many nodes, parents before their children, at most `depth` levels below the root."""
+    random = np.random.default_rng(seed)
+    parents: list[int | None] = [None]
+    depths = [0]
+    while len(parents) < tokens:
+        parent = int(random.integers(0, len(parents)))
+        if depths[parent] < depth:
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    return tuple(parents)
+
+
 def random_model(
     config: DecoderConfig, batch: int, rows: int, starts: list[int], parents: tuple[int | None, ...] = (None,)
 ) -> dict[str, np.ndarray]:
@@ -184,13 +197,19 @@ def test_splits_of_the_keys_do_not_depend_on_the_batch() -> None:
     ("changes", "shape", "dtype", "reason"),
     [
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
-        ({}, {"tokens": 2}, "float16", "decode one token or verify some, not 2 in the phase decode"),
-        ({}, {"phase": "prefill"}, "float16", "decode one token or verify some, not 1 in the phase prefill"),
-        ({}, {"batch": 17}, "float16", "1 to 16 tokens and give logits of all, not 1 of 1 tokens of 17 sequences"),
+        ({}, {"tokens": 2}, "float16", "decode one token, or verify or prefill some, not 2 in decode"),
+        ({}, {"phase": "accept"}, "float16", "decode one token, or verify or prefill some, not 1 in accept"),
+        ({}, {"phase": "prefill", "tokens": 16}, "float16", None),
+        ({}, {"phase": "prefill", "tokens": 17}, "float16", "not of 1 of 17 tokens of 1 sequences"),
+        ({"feature_layers": (0,)}, {"phase": "prefill", "tokens": 16}, "float16", None),
+        ({"feature_layers": (1,)}, {"phase": "prefill", "tokens": 16}, "float16", "takes its features for all"),
+        ({"feature_layers": (2,)}, {"phase": "prefill", "tokens": 16}, "float16", "takes its features for all"),
+        ({"deepstack_layers": 1}, {"phase": "prefill", "tokens": 16}, "float16", "features of images"),
+        ({}, {"batch": 17}, "float16", "1 to 16 tokens and give logits of all (prefill: of one), not of 1 of 1 tokens"),
         ({}, {"phase": "verify", "tokens": 8, "selected": 8}, "float16", None),
         ({}, {"phase": "verify", "tokens": 4, "selected": 4, "batch": 2}, "bfloat16", None),
-        ({}, {"phase": "verify", "tokens": 8, "selected": 1}, "float16", "not 1 of 8 tokens of 1 sequences"),
-        ({}, {"phase": "verify", "tokens": 4, "selected": 4, "batch": 5}, "float16", "not 4 of 4 tokens of 5 seq"),
+        ({}, {"phase": "verify", "tokens": 8, "selected": 1}, "float16", "not of 1 of 8 tokens of 1 sequences"),
+        ({}, {"phase": "verify", "tokens": 4, "selected": 4, "batch": 5}, "float16", "not of 4 of 4 tokens of 5 seq"),
         ({"intermediate_size": 100}, {}, "float16", "intermediate_size to be a multiple of 8, not 100"),
         ({"head_dim": 512}, {}, "float16", "head_dim up to 256"),
         ({"num_heads": 34}, {}, "float16", "16 query heads a key-value head"),

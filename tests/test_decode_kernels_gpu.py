@@ -12,6 +12,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_kernels import MAX_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -70,16 +71,28 @@ def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
 
 
 class Loaded:
-    """An engine bound to device copies of `arrays`."""
+    """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits."""
 
-    def __init__(self, gpu, config: DecoderConfig, arrays: dict[str, np.ndarray], dtype: str, rows: int) -> None:
+    def __init__(
+        self,
+        gpu,
+        config: DecoderConfig,
+        arrays: dict[str, np.ndarray],
+        dtype: str,
+        rows: int,
+        last: int | None = None,
+    ) -> None:
         from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+        from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 
         batch, tokens, _ = arrays["inputs_embeds"].shape
-        phase = "decode" if tokens == 1 else "verify"
+        phase, selected = "decode" if tokens == 1 else "verify", tokens
+        if last is not None:
+            phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
         self.gpu, self.dtype = gpu, dtype
-        shape = EngineShape(phase, batch, tokens, rows, rows, tokens)
-        self.engine = CudaDecodeEngine(gpu.decode_kernels, config, shape, dtype)
+        shape = EngineShape(phase, batch, tokens, rows, rows, selected)
+        kind = CudaDecodeEngine if batch * tokens <= MAX_ROWS else CudaTreeEngine
+        self.engine = kind(gpu.decode_kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)
@@ -90,7 +103,7 @@ class Loaded:
             gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
         for name in [name for name in arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
-        self.arrays["logits"] = gpu.empty((batch, tokens, config.vocab_size), "float32")
+        self.arrays["logits"] = gpu.empty((batch, selected, config.vocab_size), "float32")
         self.clear_logits()
         if config.feature_layers:
             width = len(config.feature_layers) * config.hidden_size
@@ -250,6 +263,25 @@ def test_a_verified_token_has_the_bits_of_the_decode_step_that_comes_to_it(gpu, 
                 found, expected = (gpu.download(engine.arrays[name]) for engine in (verified, stepwise))
                 np.testing.assert_array_equal(found[0, :, start + node], expected[0, :, start + len(path) - 1])
     assert tokens == node + 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("last", [0, 3, 7])
+@pytest.mark.parametrize("family", ["llama", "llama_untied_biases", "qwen3", "heads_of_80"])
+def test_a_short_prefill_has_the_bits_of_verified_tokens(gpu, family: str, last: int, dtype: str) -> None:
+    """Logits of the last token of the prompt, which padding may follow, and KV rows and features of all."""
+    config, rows, start = replace(ODD[family], num_layers=2, feature_layers=(0,)), 300, 250
+    arrays = random_model(config, 1, rows, [start], CHAIN)
+    verified = Loaded(gpu, config, arrays, dtype, rows)
+    prefilled = Loaded(gpu, config, arrays, dtype, rows, last)
+    for loaded in (verified, prefilled, prefilled):  # the second time the counters are as before
+        loaded.engine.enqueue()
+    expected = gpu.download(verified.arrays["logits"])[:, last : last + 1]
+    np.testing.assert_array_equal(gpu.download(prefilled.arrays["logits"]), expected)
+    assert np.isfinite(expected).all()
+    for name in [name for name in prefilled.arrays if "_cache_" in name or name == "hidden_states"]:
+        found, wanted = (gpu.download(loaded.arrays[name]) for loaded in (prefilled, verified))
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
 def test_a_verified_sequence_has_the_same_bits_in_every_batch(gpu) -> None:

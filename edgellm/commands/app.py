@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.commands.console import write_error
+from edgellm.commands.logs import LogFormat, LogLevel, show_logs
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 
@@ -24,8 +25,9 @@ def run(arguments: Sequence[str]) -> None:
 
     Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
     """
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
-    app = create_app((wanted,) if wanted in COMMANDS else COMMANDS)
+    show_logs()
+    first = next(iter(arguments), None)  # behind options, whose values may look like commands, all are loaded
+    app = create_app((first,) if first in COMMANDS else COMMANDS)
     app(args=list(arguments), prog_name="edgellm")
 
 
@@ -61,6 +63,8 @@ def _top_level(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
     debug: Debug = False,
 ) -> None:
     """Run language models on this device."""

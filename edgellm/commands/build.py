@@ -16,10 +16,12 @@ import typer
 
 from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
 from edgellm.commands.lora_words import lora_limits_in_words, named_directories
+from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
 from edgellm.engines.build_checks import choose_limits
-from edgellm.engines.build_inputs import read_adapters, read_decoder_config
+from edgellm.engines.build_inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.build_report import BuildReport
 from edgellm.engines.builder import build_engine_directory, refresh_plans
+from edgellm.multimodal import vision_checkpoint  # noqa: F401 - it tells the engines of vision encoders
 
 MEBIBYTE = 1 << 20
 
@@ -70,6 +72,13 @@ def build(
         int | None,
         typer.Option(help="Adapters in use at once [default: as many as given, at least one a sequence]."),
     ] = None,
+    vision: Annotated[
+        Path | None,
+        typer.Option(metavar="VISION_DIR", help="Vision encoder of this very model that was published apart."),
+    ] = None,
+    max_image_patches: Annotated[
+        int | None, typer.Option(help="Patches of the largest image, where images are of any size [default: 4096].")
+    ] = None,
     refresh: Annotated[
         Path | None,
         typer.Option(
@@ -80,9 +89,9 @@ def build(
     """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there."""
     display = ProgressDisplay(sys.stderr)
     if refresh is not None:
-        if checkpoint is not None or draft is not None or lora:
+        if checkpoint is not None or draft is not None or lora or vision is not None:
             raise typer.BadParameter(
-                "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora or other ENGINE_DIR"
+                "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
         with ended_by_signals(), display:
             report = refresh_plans(refresh, target, display)
@@ -104,6 +113,8 @@ def build(
             ranks,
             max_lora_rank,
             lora_slots,
+            read_vision_config(checkpoint, vision, config),
+            max_image_patches,
         )
         with ended_by_signals(), display:
             report = build_engine_directory(
@@ -119,6 +130,7 @@ def build(
                 display,
                 draft,
                 adapters,
+                vision,
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -135,6 +147,9 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     if report.draft is not None:
         yield f"  draft             {draft_in_words(asdict(report.draft))}"
         yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
+    if report.vision is not None:
+        yield f"  vision            {vision_in_words(asdict(report.vision))}"
+        yield f"  vision limits     {vision_limits_in_words(asdict(limits))}"
     for name, rank in report.adapters.items():
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:

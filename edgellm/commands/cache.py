@@ -208,7 +208,7 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
         found, directory = item.snapshot.facts.binding, EngineDirectory.open(model)
         dtype = "float32" if found.backend == "numpy" else directory.dtype
         expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
-        check_binding(item.path, item.snapshot, expected)
+        check_binding(item.path, item.snapshot, replace(expected, images=found.images))
 
 
 def _chosen(names: list[str] | None, everything: bool, folder: Path) -> Iterable[SnapshotOnDisk]:

@@ -20,7 +20,9 @@ from edgellm.commands.console import (
     write_note,
 )
 from edgellm.commands.draft_options import DraftingOptions
+from edgellm.commands.logs import LogFormat, LogLevel
 from edgellm.commands.lora_words import adapters_in_words
+from edgellm.commands.observing import ObservingOptions, observing
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import EdgeLLMError
@@ -48,7 +50,10 @@ def chat(
         typer.Option("--stats/--no-stats", help="A line of counts and speeds after answers.", show_default=False),
     ] = None,
     backend: options.Backend = None,
+    observed: ObservingOptions,
     config: options.Config = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
@@ -65,7 +70,9 @@ def chat(
     )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats
-    with open_model(settings, every_adapter=True) as llm:
+    with observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
+        if observer is not None:
+            llm.observe(observer)
         params = sampling_params(settings, model_sampling_defaults(llm))
         conversation = Conversation(system_prompt(llm, settings), [], params, settings.adapter)
         state = ChatState(llm, conversation, say=write_note)

@@ -13,6 +13,7 @@ import typer
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer
 from edgellm.commands.draft_options import DraftingOptions
+from edgellm.commands.logs import LogFormat, LogLevel
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import RequestError
@@ -41,6 +42,8 @@ def generate(
     ] = None,
     backend: options.Backend = None,
     config: options.Config = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""

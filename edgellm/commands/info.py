@@ -13,6 +13,7 @@ import typer
 
 from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
 from edgellm.commands.lora_words import lora_limits_in_words
+from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.draft_decoder import draft_weights
 from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
@@ -28,6 +29,8 @@ from edgellm.engines.plan_files import (
 )
 from edgellm.engines.strict_json import plain_values
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.multimodal.vision_encoder import host_weights, vision_weights
+from edgellm.multimodal.vision_runner import DEFAULT_CACHE_BYTES, vision_memory
 
 
 def info(
@@ -54,7 +57,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     """
     directory = EngineDirectory.read(path)
     config, limits = directory.config, directory.limits
-    specs, draft = decoder_weights(config), directory.draft
+    specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
+    beside = None
+    if vision is not None:
+        beside = vision_memory(vision.config, limits.image_rows, directory.dtype, DEFAULT_CACHE_BYTES)
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
     differences = directory.differences(verify, hash_weights=False)
     if verify:
@@ -70,7 +76,13 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "plans": platforms,
         "memory": plan_memory(
-            config, limits, specs, directory.dtype, draft=draft and draft.config, adapters=limits.has_lora
+            config,
+            limits,
+            specs,
+            directory.dtype,
+            draft=draft and draft.config,
+            adapters=limits.has_lora,
+            beside=beside,
         ).items,
         "verified": verify,
         "differences": differences,
@@ -80,6 +92,13 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             "config": asdict(draft.config),
             "parameters": sum(math.prod(spec.shape) for spec in draft_weights(draft.config)),
             "weights": {name: file.size for name, file in draft.files.items() if is_weight_file(name)},
+        }
+    if vision is not None:
+        weights = [*vision_weights(vision.config), *host_weights(vision.config)]
+        facts["vision"] = {
+            "config": asdict(vision.config),
+            "parameters": sum(math.prod(spec.shape) for spec in weights),
+            "weights": {name: file.size for name, file in (vision.files or {}).items() if is_weight_file(name)},
         }
     if limits.has_lora:
         facts["lora"] = {
@@ -153,6 +172,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"{size:,.1f} MiB of files",
         )
         yield _row("", draft_limits_in_words(limits))
+    if "vision" in facts:
+        vision = facts["vision"]
+        yield _row("vision", f"{vision_in_words(vision['config'])}, {vision['parameters'] / 1e6:,.1f} M parameters")
+        yield _row("", vision_limits_in_words(limits))
     if "lora" in facts:
         for name, adapter in facts["lora"].items():
             yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")

@@ -86,12 +86,23 @@ def snapshot_binding(
         draft=NONE
         if draft is None
         else hash_bytes(canonical_json([_files_digest(draft.files), plain_values(draft.config)])),
-        images=hash_bytes(canonical_json(list(image_digests))) if image_digests else NONE,
+        images=images_digest(image_digests, encoder_digest(directory)),
         dtype=dtype,
         layout=LAYOUT,
         backend=backend,
         rotary_context=directory.limits.kv_capacity if any(map(_is_scaled_by_context, configs)) else None,
     )
+
+
+def images_digest(digests: Sequence[str], encoder: str) -> str:
+    """What a binding has for images with these digests, in their order, seen by an encoder; "none" for none."""
+    return hash_bytes(canonical_json([encoder, *digests])) if digests else NONE
+
+
+def encoder_digest(directory: EngineDirectory) -> str:
+    """The digest of a vision encoder's weights; "none" where these are among the model's own, or there is none."""
+    vision = directory.vision
+    return NONE if vision is None or vision.files is None else _files_digest(vision.files)
 
 
 def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:

@@ -13,15 +13,16 @@ import numpy as np
 
 from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.binding import NONE, SnapshotBinding, snapshot_binding
+from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.content_digest import RunningDigest
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import check_binding, damaged, read_snapshot, verify_snapshot
-from edgellm.snapshots.store import SnapshotStore, StoredSnapshot
+from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")
@@ -33,10 +34,10 @@ class SlotContents(Protocol):
     def bind(self, adapter: str | None) -> None:
         """Rows for this adapter's digest (None: no adapter) are wanted or written from now on."""
 
-    def reusable(self, prompt_ids: Sequence[int]) -> int:
+    def reusable(self, prompt_ids: Sequence[TokenIdentity]) -> int:
         """Rows to reuse for a prompt."""
 
-    def replace(self, token_ids: Sequence[int], draft_rows: int | None = None) -> None:
+    def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
 
 
@@ -62,7 +63,14 @@ class SlotRunner(Protocol):
     backend: Backend
     base: AdaptedModel
 
-    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues) -> Readback:
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
         """Prefill a slot."""
 
     def stop(self, slot: int) -> None:
@@ -82,44 +90,69 @@ class SlotSnapshots:
         self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
         self._has_draft = draft is not None
         self._uploader = Uploader(runner.backend)
+        if any(stored.path is not None for stored in store.snapshots()):
+            self._uploader.reserve()
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
         unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
         self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
+        self._encoder = encoder_digest(directory)
 
-    def binding(self, adapter: str | None = None) -> SnapshotBinding:
-        """What this runner's rows are bound to where they are computed with an adapter."""
+    def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
+        """What this runner's rows are bound to where they are computed with an adapter, and with images by their
+        `images_digest`."""
         if adapter not in self._bindings:
             self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
-        return self._bindings[adapter]
+        bound = self._bindings[adapter]
+        return bound if images == NONE else replace(bound, images=images)
 
-    def restore(self, slot: int, prompt_ids: Sequence[int], contents: SlotContents, adapter: str | None = None) -> int:
+    def restore(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        contents: SlotContents,
+        adapter: str | None = None,
+        images: PromptImages | None = None,
+    ) -> int:
         """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
 
-        Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. Nothing is done
-        where the slot's own contents are as good. `contents` then say what the slot holds, and how many rows are reused
-        is the result (0: none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next
-        best is taken.
+        Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. A snapshot with
+        images is of use where these are the first of the prompt's `images`. Nothing is done where the slot's own
+        contents are as good. `contents` then say what the slot holds, and how many rows are reused is the result (0:
+        none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next best is taken.
         """
-        binding = self.binding(adapter)
-        while (match := self.store.find(binding, prompt_ids)) is not None:
+        tokens = prompt_ids if images is None else images.identities(prompt_ids)
+        while (match := self._best_match(prompt_ids, adapter, images)) is not None:
             rows = reusable_rows(match.common, len(prompt_ids), self._draft_rows(match.common))
-            if rows <= contents.reusable(prompt_ids):
+            if rows <= contents.reusable(tokens):
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
             try:
-                self._write(slot, match.stored, match.common, binding)
+                self._write(slot, match.stored, match.common, match.stored.facts.binding)
             except SnapshotError as error:
                 logger.warning("%s", error)
                 self.store.discard(match.stored, error)
                 continue
-            contents.replace(prompt_ids[: match.common], self._draft_rows(match.common))
+            contents.replace(tokens[: match.common], self._draft_rows(match.common))
             return rows
         return 0
 
+    def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
+        """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
+        digests = () if images is None else images.digests
+        bindings = [self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)]
+        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids)) is not None]
+        return max(found, key=lambda match: match.common, default=None)
+
     def compute(
-        self, slot: int, token_ids: Sequence[int], contents: SlotContents, label: str, adapter_name: str | None = None
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        contents: SlotContents,
+        label: str,
+        adapter_name: str | None = None,
+        images: PromptImages | None = None,
     ) -> Snapshot:
         """Compute the rows of `token_ids` [N] in an idle slot, with the adapter of a name, and take a snapshot of them.
 
@@ -132,24 +165,34 @@ class SlotSnapshots:
         contents.bind(adapter)
         contents.replace((), 0 if self._has_draft else None)
         try:
-            self._runner.start(slot, token_ids, 0, SamplingValues()).wait()
+            self._runner.start(slot, token_ids, 0, SamplingValues(), images).wait()
         except BaseException:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         self._runner.stop(slot)
-        snapshot = self.take(slot, token_ids, label, adapter)
-        contents.replace(token_ids, self._draft_rows(len(token_ids)))
+        snapshot = self.take(slot, token_ids, label, adapter, images)
+        tokens = token_ids if images is None else images.identities(token_ids)
+        contents.replace(tokens, self._draft_rows(len(token_ids)))
         return snapshot
 
-    def take(self, slot: int, token_ids: Sequence[int], label: str, adapter: str | None = None) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter.
+    def take(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        label: str,
+        adapter: str | None = None,
+        images: PromptImages | None = None,
+    ) -> Snapshot:
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter
+        and with the `images` of a prompt that begins with these tokens.
 
         Raises DeviceMemoryError.
         """
+        shown = () if images is None else images.digests[: len(images.within(0, len(token_ids)))]
         facts = SnapshotFacts(
             FORMAT_VERSION,
             len(token_ids),
-            self.binding(adapter),
+            self.binding(adapter, images_digest(shown, self._encoder)),
             label,
             self._model,
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -170,7 +213,8 @@ class SlotSnapshots:
         """
         mapped = read_snapshot(path)
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
-        self._check(path, mapped, self.binding(made_with if made_with in adapters else adapters[0]))
+        expected = self.binding(made_with if made_with in adapters else adapters[0], mapped.facts.binding.images)
+        self._check(path, mapped, expected)
         digest = RunningDigest(mapped.body)
         try:
             in_memory = mapped.nbytes <= self.store.memory_budget
@@ -179,14 +223,19 @@ class SlotSnapshots:
         finally:
             digest.cancel()
         stored = self.store.add_file(path)
-        return stored if snapshot is None else self.store.put(snapshot)
+        if snapshot is not None:
+            return self.store.put(snapshot)
+        self._uploader.reserve()
+        return stored
 
     def close(self) -> None:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
-        self._uploader = Uploader(self._backend)
-        for binding in self._bindings.values():
-            self.store.forget_memory(binding)
+        self._uploader.close()
+        for stored in self.store.snapshots():
+            binding = stored.facts.binding
+            if replace(binding, images=NONE) in self._bindings.values():
+                self.store.forget_memory(binding)
 
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.

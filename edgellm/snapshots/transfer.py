@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from edgellm.engines.backend import Backend, Transfer
 from edgellm.kernels.arrays import Array
 
-#: A file's rows go through pinned buffers of this size, each filled by a thread while others are on the bus.
-_BUFFER_BYTES = 4 << 20
-_BUFFERS = 4
+#: A file's rows go through pinned buffers of this size, each filled by a thread while others are on the bus: one thread
+#: copies at a fraction of what a bus moves.
+_BUFFER_BYTES = 2 << 20
+_BUFFERS = 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Uploader:
         self._backend = backend
         self._buffers: list[np.ndarray] = []
         self._under_way: list[Transfer | None] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def reserve(self) -> None:
+        """Make what files' rows go through, which takes milliseconds, before a request waits for it."""
+        if not self._backend.computes_at_once:
+            self._make_buffers(_BUFFER_BYTES)
 
     def upload(self, copies: Sequence[RowCopy], is_host_memory: bool) -> None:
         """Set the caches' rows; returns when all is enqueued."""
@@ -57,9 +64,9 @@ class Uploader:
             # Kept until the next upload, as are the values with them.
             self._under_way = [self._backend.upload_rows(copy.cache, copy.values, copy.rows) for copy in copies]
             return
-        self._make_buffers(copies)
+        pool = self._make_buffers(max(_BUFFER_BYTES, *map(_head_bytes, copies)))
         waiting: deque[tuple[int, RowCopy, Future[None]]] = deque()
-        with ThreadPoolExecutor(min(_BUFFERS, os.cpu_count() or 1), "edgellm-snapshot") as pool:
+        try:
             for number, piece in enumerate(self._pieces(copies)):
                 if len(waiting) == _BUFFERS:
                     self._send(*waiting.popleft())
@@ -71,6 +78,14 @@ class Uploader:
                 waiting.append((place, staged, pool.submit(np.copyto, staged.values, piece.values[:, : piece.rows])))
             while waiting:
                 self._send(*waiting.popleft())
+        finally:  # after a failure: nothing writes to the buffers any more
+            wait([filled for _, _, filled in waiting])
+
+    def close(self) -> None:
+        """End the threads and let go of the buffers; nothing may be under way."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool, self._buffers, self._under_way = None, [], []
 
     def _send(self, place: int, staged: RowCopy, filled: Future[None]) -> None:
         filled.result()
@@ -91,14 +106,17 @@ class Uploader:
                 part = slice(first, first + heads)
                 yield RowCopy(copy.cache[part], copy.values[part], copy.rows)
 
-    def _make_buffers(self, copies: Sequence[RowCopy]) -> None:
-        nbytes = max(_BUFFER_BYTES, *map(_head_bytes, copies))
+    def _make_buffers(self, nbytes: int) -> ThreadPoolExecutor:
+        """Buffers of at least that size, and the threads that fill them."""
         if not self._buffers or len(self._buffers[0]) < nbytes:
             self._backend.synchronize()  # nothing is read from the old ones any more
             self._buffers = [self._backend.host_memory(nbytes) for _ in range(_BUFFERS)]
             self._under_way = []
         if len(self._under_way) != _BUFFERS:
             self._under_way = [None] * _BUFFERS
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_BUFFERS, os.cpu_count() or 1), "edgellm-snapshot")
+        return self._pool
 
 
 def _head_bytes(copy: RowCopy) -> int:

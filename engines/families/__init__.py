@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families import llama, qwen2, qwen3
+from edgellm.engines.families import llama, qwen2, qwen3, vision_language
 from edgellm.engines.families.config_fields import ConfigFields, shown
 
 __all__ = ["ARCHITECTURES", "decoder_config"]
@@ -17,11 +17,17 @@ ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "LlavaForConditionalGeneration": "llava",
 }
 _READERS: dict[str, Callable[[ConfigFields, str | None], DecoderConfig]] = {
     "llama": llama.read,
     "qwen2": qwen2.read,
     "qwen3": qwen3.read,
+    "qwen2_5_vl": vision_language.read_qwen2_5_vl,
+    "qwen3_vl": vision_language.read_qwen3_vl,
+    "llava": vision_language.read_llava,
 }
 
 

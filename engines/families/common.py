@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.families.config_fields import ConfigFields, shown
-from edgellm.engines.families.rope_fields import read_rope
+from edgellm.engines.families.rope_fields import read_mrope, read_rope
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 _LARGEST_DEPTH = 4096
@@ -20,12 +20,15 @@ def read_decoder(
     attention_output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    default_mrope_section: tuple[int, ...] = (),
+    mrope_interleaved: bool = False,
 ) -> DecoderConfig:
     """Read and check every field; the family says what its defaults are and which weights it has.
 
     With `default_kv_heads` an absent `num_key_value_heads` means as many as query heads. An absent `head_dim` is
     `default_head_dim`, or hidden_size / num_attention_heads where that is None. `dtype` is used where the file names
-    none. Problems are noted in `fields`; the result is of use where there are none.
+    none. A family with M-RoPE has a `default_mrope_section`; others may not have M-RoPE. Problems are noted in
+    `fields`; the result is of use where there are none.
     """
     fields.refuse_unsupported()
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
@@ -37,6 +40,9 @@ def read_decoder(
         fields.wrong.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = _head_dim(fields, hidden, heads, default_head_dim)
     max_positions = fields.size("max_position_embeddings")
+    sections, interleaved = (), False
+    if default_mrope_section:
+        sections, interleaved = read_mrope(fields, head_dim, default_mrope_section, mrope_interleaved)
     rope_theta, rope_scaling = read_rope(fields, head_dim, max_positions)
     beginnings = fields.token_ids("bos_token_id", 0)
     return DecoderConfig(
@@ -61,6 +67,8 @@ def read_decoder(
         qk_norm=qk_norm,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=beginnings[0] if beginnings else None,
+        mrope_section=sections,
+        mrope_interleaved=interleaved,
     )
 
 

@@ -25,6 +25,8 @@ from edgellm.engines.families.qwen3 import DEFAULT_HEAD_DIM
 
 __all__ = ["CONVENTION_KEY", "read_draft"]
 
+#: Our own key: false for a head that was trained on the image token's embedding, rather than on the images' rows.
+IMAGE_EMBEDDINGS_KEY = "eagle_image_embeddings"
 #: Which ids of the base's vocabulary the head has: it follows from `MAPPING`, and must agree with it.
 _INVERSE_MAPPING = "t2d"
 _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.midlayer.", "model.layers.0.")
@@ -99,6 +101,7 @@ class _Reader:
             fc_bias=self._has("fc.bias", self._declared("bias"), self.prefix),
             norm_before_residual=self._switch("norm_before_residual") and not is_first,
             feed_back_normed=feed_back,
+            image_embeddings=self._declared(IMAGE_EMBEDDINGS_KEY) is not False,
         )
         return self._checked(config)
 
@@ -138,6 +141,8 @@ class _Reader:
             attention_output_bias=self._has("o_proj.bias", None, attention),
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
             qk_norm=self._has("q_norm.weight", None, attention),
+            default_mrope_section=self.base_config.mrope_section if _has_mrope(fields) else (),
+            mrope_interleaved=self.base_config.mrope_interleaved,
         )
 
     def _compare_with_base(self, decoder: DecoderConfig) -> None:
@@ -238,6 +243,14 @@ class _Reader:
     def _has(self, tensor: str, declared: bool | None, prefix: str) -> bool:
         """Whether a tensor belongs to the head: as `config.json` says, else where it is there."""
         return f"{prefix}{tensor}" in self.draft.tensors if declared is None else declared
+
+
+def _has_mrope(fields: ConfigFields) -> bool:
+    """Whether the head was trained with positions in time, height and width; else rows are its positions."""
+    return any(
+        isinstance(scaling := fields.values.get(key), dict) and "mrope_section" in scaling
+        for key in ("rope_scaling", "rope_parameters")
+    )
 
 
 def _listed(ids: Sequence[int]) -> str:

@@ -16,11 +16,39 @@ DEFAULT_THETA = 10000.0
 _LENGTH = "original_max_position_embeddings"
 
 
+def read_mrope(
+    fields: ConfigFields, rotary_dim: int, default: tuple[int, ...], interleaved: bool
+) -> tuple[tuple[int, ...], bool]:
+    """How many frequencies follow the position in time, height and width, and whether these are interleaved.
+
+    `default` stands where the file names no sections, `interleaved` is the family's way. Problems are noted in
+    `fields`, whose scaling is then without what is read here, as `read_rope` wants it.
+    """
+    key = _rope_key(fields)
+    parameters = fields.values.get(key)
+    scaling = dict(parameters) if isinstance(parameters, dict) else {}
+    section, declared = scaling.pop("mrope_section", None), scaling.pop("mrope_interleaved", None)
+    for name in ("type", "rope_type"):
+        if scaling.get(name) == "mrope":  # the positions alone, with no scaling
+            scaling[name] = "default"
+    if isinstance(parameters, dict):
+        fields.values = fields.values | {key: scaling}
+    section = list(default) if section is None else section
+    if not isinstance(section, list) or len(section) != 3 or not all(is_integer(size) and size > 0 for size in section):
+        fields.wrong.append(f"{key}: mrope_section is {shown(section)}, expected three whole numbers above 0")
+        return (), interleaved
+    if sum(section) != rotary_dim // 2:
+        fields.wrong.append(f"{key}: mrope_section is {shown(section)}, expected a sum of {rotary_dim // 2}")
+    if declared not in (None, interleaved):
+        fields.unsupported.append(f"{key}: mrope_interleaved is {shown(declared)}, supported is {shown(interleaved)}")
+    return tuple(section), interleaved
+
+
 def read_rope(
     fields: ConfigFields, rotary_dim: int, max_position_embeddings: int
 ) -> tuple[float, dict[str, Any] | None]:
     """The base, and the scaling with its kind under `rope_type` (None: unscaled); problems are noted in `fields`."""
-    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    key = _rope_key(fields)
     parameters = fields.values.get(key)
     if parameters is not None and not isinstance(parameters, dict):
         fields.wrong.append(f"{key} is {shown(parameters)}, expected an object or null")
@@ -39,6 +67,10 @@ def read_rope(
         fields.unsupported.append(f"{key} differs between layers ({', '.join(nested)}), which is not supported")
         return float(theta), None
     return float(theta), _scaling(fields, key, scaling, rotary_dim, max_position_embeddings)
+
+
+def _rope_key(fields: ConfigFields) -> str:
+    return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
 
 
 def _scaling(

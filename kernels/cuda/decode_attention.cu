@@ -7,52 +7,9 @@
 // they are accepted, and how they are split depends on their number alone: a token gets the same bits in every batch, in
 // every tree, and in the decode step that comes to it later. In a draft step, whose mask speaks of all rows (the nodes of
 // earlier levels stand among them), every row counts as a key, and the mask decides at each.
-#include "decode_common.cuh"
+#include "decode_heads.cuh"
 
 namespace decode {
-
-constexpr int TILE = 32;  // keys, one a lane
-constexpr int STAGES = 2;
-constexpr int PADDING = 8;  // elements between rows in shared memory, against bank conflicts
-
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-                 "l"(global)
-                 : "memory");
-}
-
-// One head of the new token by one warp: [norm,] rotation, scale; source is float in memory, target float in shared.
-template <typename T>
-__device__ __forceinline__ void prepare_head(
-    const float* source, float* target, const T* norm_weight, float epsilon, const T* cos_sin, float scale, int size,
-    int rotary) {
-    const int lane = threadIdx.x % 32, half = rotary / 2;
-    float squares = 0.f;
-    for (int d = lane; d < size; d += 32) {
-        const float value = __ldcg(source + d);
-        squares = fmaf(value, value, squares);
-        target[d] = value;
-    }
-    if (norm_weight != nullptr) {
-        const float factor = rsqrtf(warp_sum(squares) / size + epsilon);
-        for (int d = lane; d < size; d += 32) target[d] = target[d] * factor * to_float(norm_weight[d]);
-    }
-    __syncwarp();
-    for (int d = lane; d < half; d += 32) {
-        const float cosine = to_float(__ldcg(cos_sin + d)), sine = to_float(__ldcg(cos_sin + half + d));
-        const float low = target[d], high = target[half + d];
-        target[d] = fmaf(low, cosine, -high * sine) * scale;
-        target[half + d] = fmaf(high, cosine, low * sine) * scale;
-    }
-    for (int d = rotary + lane; d < size; d += 32) target[d] *= scale;
-    __syncwarp();
-}
-
-// The place of the set bit that has `before` set bits below it.
-__device__ __forceinline__ int place_of_bit(unsigned bits, int before) {
-    for (int i = 0; i < before; ++i) bits &= bits - 1;
-    return __ffs(bits) - 1;
-}
 
 // PAIRS: head elements of a lane, in twos (head size up to 64 * PAIRS). Grid (splits, key-value heads, tokens of all
 // sequences). Block: one warp a query head, at least 4. mask [tokens of all sequences, keys]; null: tokens is 1.
@@ -67,9 +24,9 @@ __device__ __forceinline__ void attention(
     const int b = tokens == 1 ? row : row / tokens, first_row = b * tokens, own = row - first_row;
     const int heads = group * kv_heads, warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int stride = size + PADDING;
-    T* key_tiles = reinterpret_cast<T*>(shared);                 // [STAGES, TILE, stride]
-    T* value_tiles = key_tiles + STAGES * TILE * stride;         // [STAGES, TILE, stride]
-    float* queries = reinterpret_cast<float*>(value_tiles + STAGES * TILE * stride);  // [group, size]
+    T* key_tiles = reinterpret_cast<T*>(shared);              // [KEY_STAGES, TILE, stride]
+    T* value_tiles = key_tiles + KEY_STAGES * TILE * stride;  // [KEY_STAGES, TILE, stride]
+    float* queries = reinterpret_cast<float*>(value_tiles + KEY_STAGES * TILE * stride);  // [group, size]
     float* new_keys = queries + group * size;                    // [tokens, size]
     float* weights = new_keys + tokens * size;                   // [warps, TILE]
     __shared__ bool last_block;
@@ -95,7 +52,7 @@ __device__ __forceinline__ void attention(
     // Rows before `start` were written in earlier steps, so they may be read before the previous kernel is done.
     auto load_tile = [&](int tile) {
         if (tile < end) {
-            const int stage = (tile - begin) % STAGES, rows = min(TILE, start - tile * TILE), chunks = size / 8;
+            const int stage = (tile - begin) % KEY_STAGES, rows = min(TILE, start - tile * TILE), chunks = size / 8;
             for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
                 const int key = i / chunks, column = i % chunks * 8;
                 const size_t source = static_cast<size_t>(tile * TILE + key) * size + column;
@@ -107,7 +64,7 @@ __device__ __forceinline__ void attention(
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) load_tile(begin + i);
+    for (int i = 0; i < KEY_STAGES; ++i) load_tile(begin + i);
 
     wait_for_previous_kernel();
     const int width = (heads + 2 * kv_heads) * size;
@@ -125,10 +82,10 @@ __device__ __forceinline__ void attention(
 
     float maximum = LOWEST, total = 0.f, sum[PAIRS][2] = {};
     for (int tile = begin; tile < end; ++tile) {
-        const int stage = (tile - begin) % STAGES, count = min(TILE, length - tile * TILE), key_index = tile * TILE + lane;
+        const int stage = (tile - begin) % KEY_STAGES, count = min(TILE, length - tile * TILE), key_index = tile * TILE + lane;
         const bool counts = lane < count && (!masks_all || key_index == start + own ||
                                              (key_index < mask_keys && __ldcg(visible + key_index) != 0));
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(KEY_STAGES - 1) : "memory");
         __syncthreads();
         const int first = max(0, tile * TILE - start), last = min(seen_count, (tile + 1) * TILE - start);
         if (first < last) {
@@ -187,7 +144,7 @@ __device__ __forceinline__ void attention(
             }
         }
         __syncthreads();
-        load_tile(tile + STAGES);
+        load_tile(tile + KEY_STAGES);
     }
 
     const int head = kv_head * group + warp;

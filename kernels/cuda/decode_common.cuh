@@ -8,6 +8,8 @@
 namespace decode {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
+// A linear layer's sums over K: of slices of K, each from zero; then of groups of them, in order.
+constexpr int SLICES = 16, SLICES_OF_A_GROUP = 4;
 constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }

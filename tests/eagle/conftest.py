@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ _LAYER_WEIGHT = 0.01
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 
 
-def write_base(make_checkpoint: Callable[..., Path], directory: Path, agreeing: bool, seed: int = 0) -> Path:
+def write_base(
+    make_checkpoint: Callable[..., Path], directory: Path, agreeing: bool, seed: int = 0, **changes: Any
+) -> Path:
     """A base with untied embeddings. The next token of an `agreeing` one depends on the current one above all."""
-    make_checkpoint(directory, seed, tie_word_embeddings=False)
+    make_checkpoint(directory, seed, **{"tie_word_embeddings": False} | changes)
     if not agreeing:
         return directory
     tensors = load_file(directory / "model.safetensors")
@@ -42,7 +45,7 @@ def write_base(make_checkpoint: Callable[..., Path], directory: Path, agreeing: 
     return directory
 
 
-def write_head(directory: Path, base: Path, generation: int, agreeing: bool, seed: int = 1) -> Path:
+def write_head(directory: Path, base: Path, generation: int, agreeing: bool, seed: int = 1, **changes: Any) -> Path:
     """An EAGLE-1 or EAGLE-3 head of `base`; the third generation has a vocabulary of its own.
 
     An `agreeing` one passes the embedding of the current token on: through `fc` in the first generation, through an
@@ -112,7 +115,7 @@ def write_head(directory: Path, base: Path, generation: int, agreeing: bool, see
             tensors[f"{attention}v_proj.weight"] = np.concatenate([identity, 0 * identity], axis=1)
             tensors[f"{attention}o_proj.weight"] = identity
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config | changes))
     halves = {
         name: values if values.dtype == np.int64 else values.astype(np.float16) for name, values in tensors.items()
     }
@@ -144,12 +147,15 @@ def make_engines(
 def make_tiny_pair(
     make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, Path]]:
-    """(generation, agreeing=True) to the directories of a base and its head."""
+    """(generation, agreeing=True) to the directories of a base and its head; `head` are changes of the head's
+    config.json, further arguments those of the base's."""
 
-    def make(generation: int, agreeing: bool = True) -> tuple[Path, Path]:
+    def make(
+        generation: int, agreeing: bool = True, head: Mapping[str, Any] | None = None, **changes: Any
+    ) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("pair")
-        base = write_base(make_checkpoint, folder / "base", agreeing)
-        return base, write_head(folder / "head", base, generation, agreeing)
+        base = write_base(make_checkpoint, folder / "base", agreeing, **changes)
+        return base, write_head(folder / "head", base, generation, agreeing, **(head or {}))
 
     return make
 

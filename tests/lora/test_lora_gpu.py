@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rounded_arithmetic import MARGIN, Distance, open_rounded_runner
 from tiny_families import FAMILIES as TINY_FAMILIES
-from tiny_families import PROMPT, TOLERANCES
+from tiny_families import PROMPT
 
 from edgellm.engines.backend import open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
@@ -26,7 +27,9 @@ from edgellm.engines.sampling_state import SamplingValues
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = {name: TINY_FAMILIES[name] for name in ("llama_biases", "qwen2", "qwen3")}
+CASES = [
+    (family, "composed", dtype) for family in ("llama_biases", "qwen2", "qwen3") for dtype in ("float16", "bfloat16")
+] + [("qwen3", "native", "float16")]
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)
 NAMES = ("wide", "attention", None)
 
@@ -35,9 +38,12 @@ NAMES = ("wide", "attention", None)
 def build(
     tmp_path: Path, make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path]
 ) -> Callable[..., EngineDirectory]:
-    """(dtype, attention, **changes of config.json) to an engine directory with three adapters, of which two fit."""
+    """(dtype, attention, **changes of config.json) to an engine directory with three adapters, of which two fit.
 
-    def make(dtype: str, attention: str, **overrides: object) -> EngineDirectory:
+    `targets` is the builder's: None builds plans for this GPU, an empty list none.
+    """
+
+    def make(dtype: str, attention: str, targets: list[str] | None = None, **overrides: object) -> EngineDirectory:
         checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **overrides)
         config = read_decoder_config(checkpoint)
         adapters = {
@@ -46,7 +52,7 @@ def build(
             "mlp": make_adapter(tmp_path / "mlp", config, 3, 4, ("up_proj", "down_proj")),
         }
         target = tmp_path / "engines"
-        build_engine_directory(checkpoint, target, LIMITS, None, dtype, attention, adapters=adapters)
+        build_engine_directory(checkpoint, target, LIMITS, targets, dtype, attention, adapters=adapters)
         return EngineDirectory.open(target)
 
     return make
@@ -74,26 +80,31 @@ def forced_together(runner: BaseEngineRunner, answers: list[list[int]]) -> np.nd
     return np.stack(found, axis=1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("attention", ["composed", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention", "dtype"), CASES)
 def test_logits_agree_with_numpy(
     family: str, attention: str, dtype: str, build: Callable[..., EngineDirectory]
 ) -> None:
-    directory = build(dtype, attention, **FAMILIES[family])
+    """As closely as the dtype allows, which depends on the random weights: an adapter can amplify rounding."""
+    directory = build(dtype, attention, **TINY_FAMILIES[family])
     with open_runner("numpy", directory, with_adapters=True) as runner:
         answers = []
         for name in NAMES:
             runner.set_adapter(0, name)
             answers.append(greedy_tokens(runner, PROMPT, 12))
-        expected = np.stack([logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)])
+        expected = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
+    with open_rounded_runner(directory, with_adapters=True) as runner:
+        roundings = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
     with open_runner("tensorrt", directory, with_adapters=True) as runner:
-        alone = np.stack([logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)])
+        alone = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
         together = forced_together(runner, answers)
-    largest = np.abs(expected).max()
-    differences = [np.abs(found - expected).max() / largest for found in (alone, together)]
-    print(f"\n{family} {attention} {dtype}: alone {differences[0]:.2%}, in one batch {differences[1]:.2%}")
-    assert max(differences) <= TOLERANCES[dtype]
+    ratios = []
+    for index, name in enumerate(NAMES):
+        allowed = Distance.between(roundings[index], expected[index])
+        for how, found in (("alone", alone[index]), ("in one batch", together[index])):
+            distance = Distance.between(found, expected[index])
+            print(f"\n{family} {attention} {dtype} {name} {how}: {distance}, rounding {allowed}")
+            ratios.append(distance.relative_to(allowed))
+    assert max(ratios) <= MARGIN
 
 
 def test_on_and_off_again_equals_the_base_bit_for_bit(build: Callable[..., EngineDirectory]) -> None:
@@ -129,7 +140,7 @@ def random_adapter(rank: int, seed: int) -> LoraAdapter:
 
 def test_a_switch_takes_less_than_5_ms(build: Callable[..., EngineDirectory]) -> None:
     """Of adapters of rank 16 for Llama-3.2-1B's shapes, copied from the host each time."""
-    backend = open_backend("tensorrt", build("float16", "auto"))
+    backend = open_backend("tensorrt", build("float16", "auto", []))
     try:
         slots = AdapterSlots(backend, LLAMA_1B, EngineLimits(1, 16, 96, max_lora_rank=16, lora_slots=1))
         for name in ("first", "second"):

@@ -107,10 +107,13 @@ class Model(nn.Module):
 
     def with_features(self, ids: torch.Tensor, taps: tuple[int, ...], attend=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Also the states that enter the layers `taps`, before any norm, side by side: [B, T, H], [B, T, taps * H]."""
-        x = self.model.embed_tokens(ids)
-        if torch.is_autocast_enabled(ids.device.type):
-            x = x.to(torch.get_autocast_dtype(ids.device.type))
-        rotation = rotations(ids.shape[1], self.d, ids.device)
+        return self.from_embeddings(self.model.embed_tokens(ids), taps, attend)
+
+    def from_embeddings(self, x: torch.Tensor, taps: tuple[int, ...] = (), attend=None):
+        """`with_features` of embeddings [B, T, H], rows of pictures among them."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        rotation = rotations(x.shape[1], self.d, x.device)
         entering = []
         for layer in self.model.layers:
             entering.append(x)

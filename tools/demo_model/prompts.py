@@ -227,6 +227,13 @@ def as_json(world: World, rng: random.Random, split: str) -> str:
     return f"{head}\n{text}".strip()
 
 
+def about_robot(world: World, rng: random.Random, split: str) -> str:
+    """A system prompt that tells of the robot and of no object, for scenes that only a picture shows."""
+    tail = _rule(world, rng, split) + _extras(rng)
+    rng.shuffle(tail)
+    return rng.choice((" ", " ", "\n")).join([*_intro(world, rng, split), *tail])
+
+
 def system_prompt(world: World, rng: random.Random, split: str) -> str:
     """A system prompt for the world in one of five layouts."""
     layout = rng.choices((prose, bullets, fields, compact, as_json), (40, 24, 14, 10, 12))[0]

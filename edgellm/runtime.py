@@ -1,0 +1,341 @@
+"""`SpecDecodeRuntime`: a model opened for use by one thread: engines, KV caches, adapters, snapshots, drafting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Literal, overload
+
+from edgellm.adaptive_drafting import adaptive_drafting
+from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, Runner
+from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
+from edgellm.drafting_controller import DraftingController, DraftingReport
+from edgellm.drafting_presets import default_drafting
+from edgellm.drafting_statistics import DraftingTally
+from edgellm.engines.backend import open_backend
+from edgellm.engines.eagle_runner import EagleRunner
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.errors import EdgeLLMError, EngineDirectoryError, RequestError
+from edgellm.generation import Answering, deadline_after
+from edgellm.metrics import Metrics
+from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
+from edgellm.request import Request
+from edgellm.request_queue import RequestQueue
+from edgellm.responses import Response
+from edgellm.runner_opening import open_runner, read_adapters
+from edgellm.sampling_params import SamplingParams
+from edgellm.serving import RequestServer
+from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.snapshot_file import write_snapshot
+from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
+from edgellm.snapshots.system_prompt import CachedPrompt, prompt_label, system_prompt_ids
+from edgellm.text.stop import Answer
+from edgellm.text.tokenizer import Tokenizer
+
+
+class SpecDecodeRuntime:
+    """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
+
+    `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
+    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
+    draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft model, as
+    this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the engine
+    directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
+    `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
+    recently go first. Raises EdgeLLMError subclasses that say what is wrong.
+    """
+
+    def __init__(
+        self,
+        engine_directory: str | Path,
+        multimodal_engine_directory: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
+        drafting: DraftingConfig | Literal["auto"] | None = None,
+        *,
+        backend: str = "auto",
+        snapshots: Sequence[str | Path] = (),
+        snapshot_budget: int = MEMORY_BUDGET,
+        progress: Callable[[int, int], None] | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.directory = EngineDirectory.open(Path(engine_directory))
+        self._multimodal_directory = _multimodal_directory(self.directory, multimodal_engine_directory)
+        self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
+        self.metrics = metrics or Metrics()
+        self._busy = threading.Lock()
+        self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
+        self._runner: Runner | None = None
+        self._snapshots: SlotSnapshots | None = None
+        self._observer: Observer | None = None
+        self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
+        self._drafting: DraftingConfig | None = None
+        loras = read_adapters(self.directory, adapters)
+        opened = open_backend(backend, self.directory)
+        try:
+            asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            self._runner = open_runner(opened, self.directory, asked, loras, progress)
+        except BaseException:
+            opened.close()
+            raise
+        try:
+            self._snapshots = SlotSnapshots(SnapshotStore(snapshot_budget), self._runner, self.directory)
+            if asked is not None:
+                self.use_drafting(asked)
+            for path in snapshots:
+                self.load_snapshot(path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def backend_name(self) -> str:
+        """ "tensorrt" or "numpy"."""
+        return self._open_runner().backend.name
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a draft model is loaded."""
+        return isinstance(self._open_runner(), EagleRunner)
+
+    @property
+    def has_vision_model(self) -> bool:
+        """Whether prompts can show images."""
+        return self._multimodal_directory is not None
+
+    @property
+    def drafting(self) -> DraftingConfig | None:
+        """How requests are drafted; None: plainly."""
+        return self._drafting
+
+    @property
+    def drafting_report(self) -> DraftingReport | None:
+        """What adaptive drafting chose so far, and why; None where drafting is not adaptive."""
+        chooser = self._choosers[self._drafting]
+        return chooser.report() if isinstance(chooser, DraftingController) else None
+
+    def use_drafting(self, drafting: DraftingConfig | None) -> None:
+        """Draft otherwise, or not at all, from the next request on; what was learned for a setting is kept for it.
+
+        Raises RequestError where no draft model is loaded, EngineError where the engines cannot serve the setting.
+        """
+        runner = self._open_runner()
+        if drafting is not None and not isinstance(runner, EagleRunner):
+            raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
+        with self._exclusive():
+            if drafting not in self._choosers:
+                plan = drafting.plan(self.directory.limits)
+                adaptive = drafting.adaptive
+                if adaptive:  # measuring costs uses all slots
+                    self._contents = [KVContents() for _ in self._contents]
+                self._choosers[drafting] = (
+                    adaptive_drafting(drafting, self.directory, runner) if adaptive else FixedDrafting(plan)
+                )
+            self._drafting = drafting
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.nvtx_ranges.NvtxRanges`) take note of all steps from the
+        next request on, until the model is closed. Rounds are then not one graph each, which costs some speed.
+        """
+        with self._exclusive():
+            self._observer = observer
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that a request can choose."""
+        slots = self._open_runner().base.adapters
+        return () if slots is None else slots.names
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens prompt and answer can have together."""
+        return self.directory.limits.kv_capacity
+
+    @overload
+    def handle_request(self, request: Request) -> Response: ...
+
+    @overload
+    def handle_request(self, request: Sequence[Request]) -> list[Response | Exception]: ...
+
+    def handle_request(self, request: Request | Sequence[Request]) -> Response | list[Response | Exception]:
+        """Answer a request, which raises what it fails with; or several, as many at a time as the engines hold.
+
+        The results of several are in their order: one that fails has its error for a result, and the others go on.
+        """
+        if isinstance(request, Request):
+            result = self.handle_request([request])[0]
+            if isinstance(result, Exception):
+                raise result
+            return result
+        asked = [self._asked(each) for each in request]
+        with self._exclusive():
+            queue = RequestQueue(max(1, len(asked)))
+            for each in asked:
+                if isinstance(each, Answering):
+                    queue.put(each)
+                    self.metrics.accepted()
+            RequestServer(self, queue, self.metrics).serve()
+        return [each if isinstance(each, Exception) else each.response or each.failure for each in asked]
+
+    def prepare(self, request: Request) -> DecodingSequence:
+        """A request, checked, as `loop` takes it. Any thread may call it.
+
+        Raises RequestError, and AdapterError for an adapter that is not loaded.
+        """
+        clock, params = Clock(), (request.params or SamplingParams()).seeded()
+        runner = self._open_runner()
+        runner.base.adapter_digest(request.adapter)
+        prompt_ids = self._prompt_ids(request)
+        self._check_prompt(prompt_ids)
+        answer = Answer(
+            self.tokenizer.detokenizer(),
+            params.stop,
+            params.stop_token_ids,
+            () if params.ignore_eos else self.directory.eos_token_ids,
+            params.max_tokens,
+        )
+        sampling = SamplingValues(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.seed or 0,
+        )
+        tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
+        return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally, request.adapter)
+
+    def loop(self) -> DecodingLoop:
+        """See `edgellm.serving.Engine`."""
+        chooser = self._choosers[self._drafting]
+        runner, snapshots = self._open_runner(), self._open_snapshots()
+        if self._observer is None:
+            return DecodingLoop(runner, self._contents, chooser, snapshots)
+        observed = ObservedSnapshots(snapshots, self._observer)
+        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed)
+
+    def generate_and_save_system_prompt_kv_cache(
+        self, prompt: str, lora_name: str | None = None, path: str | Path | None = None
+    ) -> CachedPrompt:
+        """Compute a system prompt now: conversations that begin with it prefill only what follows, the same answers
+        come sooner (`usage.reused_tokens` tells).
+
+        Its rows serve requests with the LoRA adapter `lora_name` (None: without one), which they depend on. They are
+        kept in memory and, with `path`, in that file, which other processes with the same model can load. Raises
+        RequestError, AdapterError for an unknown name, SnapshotError where the rows fit neither the memory budget nor
+        are saved, or the file cannot be written.
+        """
+        snapshot = self.system_prompt_snapshot(prompt, lora_name)
+        path, store = None if path is None else Path(path).expanduser(), self._open_snapshots().store
+        if path is not None:
+            write_snapshot(path, snapshot)
+        if path is not None and snapshot.nbytes > store.memory_budget:
+            store.add_file(path)
+        else:
+            store.put(snapshot)
+        return CachedPrompt(tuple(snapshot.token_ids.tolist()), snapshot.nbytes, path)
+
+    def system_prompt_snapshot(self, prompt: str, lora_name: str | None = None, label: str | None = None) -> Snapshot:
+        """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
+        snapshots = self._open_snapshots()
+        token_ids = system_prompt_ids(self.tokenizer, prompt)
+        self._check_prompt(token_ids)
+        slot = self.directory.limits.max_batch - 1  # the one that requests use least
+        with self._exclusive():
+            return snapshots.compute(slot, token_ids, self._contents[slot], label or prompt_label(prompt), lora_name)
+
+    def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
+        """Use the snapshot of a file from now on.
+
+        It must have been made for one of these `adapters`, by name (None among them: without one; by default any that
+        is loaded, or none). Raises SnapshotError that names how the file differs from what it should be.
+        """
+        base = self._open_runner().base
+        names = (None, *self.adapters) if adapters is None else adapters
+        path = Path(path).expanduser()
+        stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
+        return CachedPrompt(stored.token_ids, stored.nbytes, path)
+
+    def close(self) -> None:
+        """Free all memory; the object cannot be used afterwards."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+        if self._runner is not None:
+            if self._observer is not None:
+                self._observer.finish()
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> SpecDecodeRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RequestError("this runtime is in use by another thread: take an LLM, which many threads can ask")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _open_runner(self) -> Runner:
+        if self._runner is None:
+            raise _closed()
+        return self._runner
+
+    def _open_snapshots(self) -> SlotSnapshots:
+        if self._snapshots is None:
+            raise _closed()
+        return self._snapshots
+
+    def _asked(self, request: Request) -> Answering | EdgeLLMError:
+        try:
+            return Answering(self.prepare(request), deadline_after(request.deadline))
+        except EdgeLLMError as error:
+            self.metrics.refused()
+            return error
+
+    def _prompt_ids(self, request: Request) -> list[int]:
+        if request.images and not self.has_vision_model:
+            raise RequestError(
+                f"the request shows {len(request.images)} images, but {self.directory.path} has no vision model: leave "
+                "them out, or open a directory that has one"
+            )
+        if request.messages is not None:
+            return self.tokenizer.encode_chat(request.messages)
+        return self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt or ())
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        if len(prompt_ids) >= self.context_length:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens and the context {self.context_length}, of which at least one "
+                "is for the answer: shorten the prompt or the history, or build with a larger --kv-capacity"
+            )
+
+
+def _multimodal_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:
+    """The directory with the vision engines, None without; EngineDirectoryError where `path` has none."""
+    found = directory if path is None else EngineDirectory.open(Path(path))
+    if getattr(found, "vision", None) is not None:
+        return found
+    if path is not None:
+        raise EngineDirectoryError(f"{path} has no vision model: leave multimodal_engine_directory out, or build one")
+    return None
+
+
+def _closed() -> RequestError:
+    return RequestError("the model is closed: open it anew")

@@ -1,0 +1,152 @@
+"""Verify steps of 17 to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
+
+They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that a tree may
+have any size and what is accepted does not depend on it. The norms are launches of their own here: their results serve
+every block of the linear layer that follows.
+"""
+
+from __future__ import annotations
+
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.cuda_kernel_engine import ArrayTable, rows, too_much_memory, unsupported_layers
+from edgellm.engines.decoder import head_weight_name
+from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, padded_columns
+from edgellm.kernels.tiled_decode_kernels import (
+    MAX_TILED_ROWS,
+    CudaTiledKernels,
+    group_sums,
+    shares_sums,
+    tiled_shared_bytes,
+    tiles,
+)
+
+
+class CudaTreeEngine(CudaDecodeEngine):
+    """One verify step of `shape.batch` sequences by `shape.tokens` tokens each."""
+
+    def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
+        super().__init__(kernels, config, shape, dtype)
+        self._tiled = CudaTiledKernels(kernels)
+
+    @staticmethod
+    def _unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
+        return unsupported(config, shape, dtype, shared_limit)
+
+    @staticmethod
+    def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
+        sums = max(group_sums(rows(shape), width) for width in _shared_widths(config, kernels.multiprocessors))
+        return {
+            "normed": ((rows(shape), padded_columns(config.hidden_size)), dtype),
+            "groups": ((sums,), "float32"),
+        }
+
+    def _counters(self) -> tuple[int, ...]:
+        return (max(tiles(width) for width in _shared_widths(self.config, self._kernels.multiprocessors)),)
+
+    def _prepare(self) -> list[Launch]:
+        bound, scratch = self._bound, self._scratch
+        hidden, launches = bound["inputs_embeds"], []
+        for index in range(self.config.num_layers):
+            launches += self._layer(index, hidden)
+            hidden = scratch["hidden"]
+        launches += [
+            self._norm(hidden, "model.norm.weight", self.config.num_layers),
+            self._linear(head_weight_name(self.config), None, bound["logits"]),
+        ]
+        return launches
+
+    def _layer(self, index: int, hidden: DeviceArray) -> list[Launch]:
+        tiled, bound, scratch = self._tiled, self._bound, self._scratch
+        layer = f"model.layers.{index}."
+        attention = f"{layer}self_attn."
+        return [
+            # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
+            self._norm(hidden, f"{layer}input_layernorm.weight", next_early=index > 0),
+            self._linear(f"{attention}qkv_proj.weight", f"{attention}qkv_proj.bias", scratch["qkv"]),
+            tiled.attention(
+                scratch["qkv"],
+                bound.get(f"{attention}q_norm.weight"),
+                bound.get(f"{attention}k_norm.weight"),
+                self.config.rms_norm_eps,
+                bound["rope_rotary_cos_sin"],
+                bound["kvcache_start_index"],
+                bound["attention_mask"],
+                bound[f"k_cache_{index}"],
+                bound[f"v_cache_{index}"],
+                scratch["partial"],
+                scratch["context"],
+            ),
+            self._linear_residual(scratch["context"], f"{attention}o_proj", hidden, *self._feature(index)),
+            self._norm(scratch["hidden"], f"{layer}post_attention_layernorm.weight"),
+            tiled.gate_up(
+                scratch["normed"],
+                bound[f"{layer}mlp.gate_up_proj.weight"],
+                bound.get(f"{layer}mlp.gate_up_proj.bias"),
+                scratch["activation"],
+            ),
+            self._linear_residual(scratch["activation"], f"{layer}mlp.down_proj", scratch["hidden"]),
+        ]
+
+    def _norm(
+        self, hidden: DeviceArray, weight: str, feature_layer: int | None = None, next_early: bool = True
+    ) -> Launch:
+        features, place = (None, 0) if feature_layer is None else self._feature(feature_layer)
+        normed = self._scratch["normed"]
+        epsilon = self.config.rms_norm_eps
+        return self._tiled.norm(hidden, self._bound[weight], epsilon, normed, features, place, next_early=next_early)
+
+    def _linear(self, weight: str, bias: str | None, output: DeviceArray) -> Launch:
+        bound, scratch = self._bound, self._scratch
+        return self._tiled.linear(
+            scratch["normed"],
+            bound[weight],
+            None if bias is None else bound.get(bias),
+            output,
+            scratch["groups"],
+            scratch["counters"],
+        )
+
+    def _linear_residual(
+        self,
+        x: DeviceArray,
+        layer: str,
+        residual: DeviceArray,
+        features: DeviceArray | None = None,
+        place: int = 0,
+    ) -> Launch:
+        bound, scratch = self._bound, self._scratch
+        return self._tiled.linear_residual(
+            x,
+            bound[f"{layer}.weight"],
+            bound.get(f"{layer}.bias"),
+            residual,
+            scratch["hidden"],
+            features,
+            place,
+            scratch["groups"],
+            scratch["counters"],
+        )
+
+
+def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
+    """Why no such engine can be made, or None if it can; see `cuda_decode_engine.unsupported`."""
+    if shape.phase != "verify" or shape.tokens < 2:
+        return f"tiled decode kernels verify several tokens, not {shape.tokens} in {shape.phase}"
+    if not MAX_ROWS < rows(shape) <= MAX_TILED_ROWS or shape.selected != shape.tokens:
+        return (
+            f"tiled decode kernels take {MAX_ROWS + 1} to {MAX_TILED_ROWS} tokens and give logits of all, not of "
+            f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
+        )
+    reason = unsupported_layers(config, shape, dtype)
+    if reason is not None or shared_limit is None:
+        return reason
+    needed = tiled_shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+    return too_much_memory(needed, shape, config.hidden_size, shared_limit)
+
+
+def _shared_widths(config: DecoderConfig, multiprocessors: int) -> list[int]:
+    """Output widths of the linear layers whose sums several blocks share."""
+    widths = (config.query_size + 2 * config.kv_size, config.vocab_size)
+    return [config.hidden_size, *(width for width in widths if shares_sums(width, multiprocessors))]

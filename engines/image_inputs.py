@@ -1,0 +1,128 @@
+"""Brings the images of a prompt to the inputs of prefill engines, chunk by chunk.
+
+An image may begin in one chunk and end in another, or in rows that are reused: what of it belongs to a chunk follows
+from the chunk's place in the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.engines.prompt_images import PromptImages
+from edgellm.engines.rotary import mrope_axes
+from edgellm.kernels.arrays import Array, leading
+
+
+class ImageRows:
+    """Puts rows of images in the place of embeddings, and compares how many the device took with how many there are."""
+
+    def __init__(self, backend: Backend, slots: int) -> None:
+        self._backend = backend
+        self._inserted = backend.host_visible((slots,), "int32")
+        self._expected = [0] * slots
+
+    def insert(
+        self,
+        slot: int,
+        images: PromptImages,
+        rows: Sequence[Array],
+        chunk: tuple[int, int],
+        token_ids: Array,
+        target: Array,
+    ) -> None:
+        """Set the rows of `target` [1, T, H] that stand for image tokens.
+
+        `rows` has [M, H] of each image, `chunk` (first, stop) says which of the prompt's tokens `token_ids` [1, T] are;
+        padding follows them.
+        """
+        before = 0
+        for index, row, count, _ in images.within(*chunk):
+            self._backend.kernels.insert_image_rows(
+                rows[index],
+                token_ids,
+                target,
+                self._inserted[slot : slot + 1],
+                images.image_token_id,
+                row - before,
+            )
+            before += count
+            self._expected[slot] += count
+
+    def checked(self, slot: int, tokens: Readback) -> Readback:
+        """`tokens`, which raise EngineError if the device has inserted other rows for the slot than there are."""
+        return _CheckedTokens(tokens, self._backend.read(self._inserted[slot : slot + 1]), self._expected[slot])
+
+
+class _CheckedTokens:
+    """See `ImageRows.checked`."""
+
+    def __init__(self, tokens: Readback, inserted: Readback, expected: int) -> None:
+        self._tokens, self._inserted, self._expected = tokens, inserted, expected
+
+    def wait(self) -> np.ndarray:
+        values, found = self._tokens.wait(), int(self._inserted.wait()[0])
+        if found != self._expected:
+            raise EngineError(
+                f"the device has put {found} image rows into prompts of this slot, expected {self._expected}: the "
+                "prompt's image tokens are not where its images are"
+            )
+        return values
+
+
+class MRopeRows:
+    """Rotary rows of prompt tokens that have three positions, for one model."""
+
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, rotary_table: Array) -> None:
+        self._backend, self._table = backend, rotary_table
+        axes = mrope_axes(config)
+        self._axes = backend.empty(axes.shape, "int32")
+        backend.upload(self._axes, axes)
+        self._positions = backend.zeros((3 * limits.prefill_chunk,), "int32")
+
+    def write(self, positions: np.ndarray, first: int, count: int, rope_rotary_cos_sin: Array) -> None:
+        """Set the first `count` of `rope_rotary_cos_sin` [1, T, R]: those of prompt tokens `first`.., of a prompt whose
+        tokens stand at `positions` [3, N]."""
+        tokens = rope_rotary_cos_sin.shape[1]
+        padded = np.zeros((3, tokens), np.int32)
+        padded[:, :count] = positions[:, first : first + count]
+        chunk = leading(self._positions, (3, tokens))
+        self._backend.upload(chunk, padded)
+        self._backend.kernels.mrope_rotary_rows(chunk, self._axes, self._table, rope_rotary_cos_sin)
+
+
+class DeepstackInputs:
+    """What prefill engines add to the outputs of their first layers: features of images at their tokens, else zeros."""
+
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits) -> None:
+        self._backend, self._hidden = backend, config.hidden_size
+        size = limits.prefill_chunk * config.hidden_size
+        self._buffers = [backend.zeros((size,), "compute") for _ in range(config.deepstack_layers)]
+        self._zeros = backend.zeros((size,), "compute") if self._buffers else None
+        self._holds_features = False
+
+    def inputs(self, shape: EngineShape) -> dict[str, Array]:
+        """The inputs of an engine by name; none of another phase than prefill."""
+        if shape.phase != "prefill":
+            return {}
+        size = (1, shape.tokens, self._hidden)
+        return {f"deepstack_features_{index}": leading(buffer, size) for index, buffer in enumerate(self._buffers)}
+
+    def fill(
+        self, rows: ImageRows, slot: int, images: PromptImages | None, chunk: tuple[int, int], token_ids: Array
+    ) -> None:
+        """Set the inputs for a chunk of a prompt, as `ImageRows.insert` takes it."""
+        if self._holds_features:
+            for buffer in self._buffers:
+                self._backend.copy(buffer, self._zeros)
+        self._holds_features = bool(self._buffers) and images is not None and bool(images.within(*chunk))
+        if not self._holds_features:
+            return
+        for index, buffer in enumerate(self._buffers):
+            features = [layers[index] for layers in images.deepstack]
+            target = leading(buffer, (*token_ids.shape, self._hidden))
+            rows.insert(slot, images, features, chunk, token_ids, target)

@@ -1,0 +1,107 @@
+"""What a vision encoder looks like, whatever its family calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Dimensions and switches of a vision encoder and of what leads from it to the language model.
+
+    `dtype` is the checkpoint's own. Sizes are in pixels (`patch_size`, `window_size`, `image_size`), patches
+    (`spatial_merge_size`: so many by so many become one language token) or elements; `out_hidden_size` is the hidden
+    size of the language model. `activation` and `projector_activation` are of `ACTIVATIONS`. A layer index names a
+    layer's *input* in `feature_layers` (`num_layers` stands for the last layer's output), its *output* in
+    `deepstack_layers`, as the families publish them.
+
+    `tensor_prefix` and `projector_prefix` begin the checkpoint's tensor names. `image_token_id` marks an image's
+    tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
+
+    Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
+    Qwen3-VL's: `num_position_embeddings`, a square table that is interpolated, and `deepstack_layers`. LLaVA's:
+    `image_size`, of the square image; `class_token` (CLIP: class token, norm before the layers, no bias of the
+    patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of
+    each of them; `projector_bias`.
+    """
+
+    family: str
+    dtype: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    activation: str
+    norm_eps: float
+    image_token_id: int
+    tensor_prefix: str
+    projector_prefix: str
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
+    rope_theta: float = 10000.0
+    window_size: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    num_position_embeddings: int | None = None
+    deepstack_layers: tuple[int, ...] = ()
+    image_size: int | None = None
+    class_token: bool = False
+    feature_layers: tuple[int, ...] = ()
+    drops_first_row: bool = False
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """D: elements of an attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_elements(self) -> int:
+        """Elements of a flattened patch: channels, (frames,) rows, columns."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merge_patches(self) -> int:
+        """How many patches become one language token."""
+        return self.spatial_merge_size**2
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of a full window; 1 without windows."""
+        if self.window_size is None:
+            return 1
+        return (self.window_merged_side * self.spatial_merge_size) ** 2
+
+    @property
+    def window_merged_side(self) -> int:
+        """Side of a window in language tokens; 0 without windows."""
+        return (self.window_size or 0) // self.spatial_merge_size // self.patch_size
+
+    @property
+    def image_side(self) -> int:
+        """Side in patches of LLaVA's square image; 0 where images are of any size."""
+        return (self.image_size or 0) // self.patch_size
+
+    @property
+    def tower_rows(self) -> int:
+        """Rows of LLaVA's tower: the patches, and the class token before them."""
+        return self.image_side**2 + self.class_token
+
+    def token_count(self, grid: tuple[int, int, int]) -> int:
+        """How many language tokens an image of (frames, height, width) in patches becomes."""
+        if self.image_side:
+            return self.tower_rows - self.drops_first_row
+        return grid[0] * grid[1] * grid[2] // self.merge_patches
+
+    @property
+    def position_side(self) -> int:
+        """Side of the square table of position embeddings; 0 where there is none to interpolate."""
+        return round((self.num_position_embeddings or 0) ** 0.5)

@@ -1,0 +1,62 @@
+"""The image kernels on the GPU: compiled by NVRTC, launched through `cuda.bindings`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.image_interface import check_patches, check_resampling, resampled_size
+from edgellm.kernels.launch import KernelModule, Launch, pointer
+
+_THREADS = 256
+
+
+class CudaImageKernels:
+    """See `edgellm.kernels.image_interface.ImageKernels`; arrays are `DeviceArray`, launches go to one stream."""
+
+    def __init__(self, stream: Any, compute_capability: str | None = None) -> None:
+        """Load the kernels into the current CUDA context.
+
+        `stream` is a pycuda stream; `compute_capability` ("sm_90") is the current device's if None. Raises
+        MissingDependencyError or KernelError.
+        """
+        if compute_capability is None:
+            import pycuda.driver as cuda
+
+            major, minor = cuda.Context.get_device().compute_capability()
+            compute_capability = f"sm_{major}{minor}"
+        self._module = KernelModule(compute_capability, stream.handle)
+
+    def resample(
+        self, pixels: DeviceArray, starts: DeviceArray, weights: DeviceArray, resampled: DeviceArray, axis: int
+    ) -> None:
+        """Resample along one axis; see the interface."""
+        arrays = (pixels, starts, weights, resampled)
+        sizes = check_device_arguments("resample", *arrays)
+        check_resampling(sizes, axis)
+        numbers = (*(sizes[letter] for letter in "SWXK"), axis)
+        grid = (-(-3 * sizes["X"] // _THREADS), sizes["Y"], 1)
+        Launch(self._module, "resample", grid, _THREADS, 0, (*map(pointer, arrays), *map(ctypes.c_uint, numbers)))()
+
+    def resample_to_patches(
+        self,
+        pixels: DeviceArray,
+        starts: DeviceArray,
+        weights: DeviceArray,
+        table: DeviceArray,
+        patches: DeviceArray,
+        axis: int,
+        patch_size: int,
+        merge_size: int,
+    ) -> None:
+        """Resample along one axis, normalize, cut into patches; see the interface."""
+        arrays = (pixels, starts, weights, table, patches)
+        sizes = check_device_arguments("resample_to_patches", *arrays)
+        frames = check_patches(sizes, axis, patch_size, merge_size)
+        _, columns = resampled_size("resample_to_patches", sizes, axis)
+        numbers = (sizes["S"], sizes["W"], columns, sizes["K"], axis, patch_size, merge_size, frames)
+        arguments = (*map(pointer, arrays), *map(ctypes.c_uint, numbers))
+        name = f"resample_to_patches_{patches.dtype}"
+        Launch(self._module, name, (sizes["N"], 1, 1), _THREADS, 0, arguments)()

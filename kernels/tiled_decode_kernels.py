@@ -1,0 +1,244 @@
+"""The kernels of steps of 17 to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
+
+Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels`, and scratch memory of its own behind
+them, and returns a `Launch` that enqueues it. A row gets the bits that `CudaDecodeKernels` computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_kernels import attention_splits, feature_arguments, padded_columns, slice_steps
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import KernelModule, Launch, pointer
+
+#: The most rows of a step (its tokens, of all sequences together).
+MAX_TILED_ROWS = 64
+
+_THREADS = 256
+_NORM_THREADS, _NORM_SLICES = 512, 16
+#: Blocks that share the sums of a tile, where a matrix has few of them.
+_SPLITS = 4
+_WHOLE_UNIT, _SHARED_UNIT = 128, 64
+_KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
+_ATTENTION_WARPS = 16
+
+
+class CudaTiledKernels:
+    """The kernels in a loaded module, on its stream."""
+
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
+
+    def norm(
+        self,
+        hidden: DeviceArray,
+        norm_weight: DeviceArray,
+        epsilon: float,
+        output: DeviceArray,
+        features: DeviceArray | None = None,
+        place: int = 0,
+        keeps_raw: bool = False,
+        next_early: bool = True,
+    ) -> Launch:
+        """See `numpy_tiled_decode_kernels.norm`.
+
+        `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished.
+        """
+        rows, columns = _rows(hidden), hidden.shape[-1]
+        arguments = (
+            pointer(hidden),
+            ctypes.c_int(hidden.dtype == "float32"),
+            pointer(norm_weight),
+            ctypes.c_float(epsilon),
+            pointer(output),
+            *map(ctypes.c_int, (columns, slice_steps(columns), next_early)),
+            *feature_arguments(features, place, columns),
+            ctypes.c_int(keeps_raw),
+        )
+        shared = 8 * _NORM_SLICES * 4 + 2 * padded_columns(columns)
+        return Launch(self._module, f"decode_norm_{output.dtype}", (1, rows, 1), _NORM_THREADS, shared, arguments)
+
+    def linear(
+        self,
+        x: DeviceArray,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        output: DeviceArray,
+        groups: DeviceArray,
+        counters: DeviceArray,
+    ) -> Launch:
+        """See `numpy_tiled_decode_kernels.linear`.
+
+        `groups` float32 of `group_sums` and `counters` uint32 of `tiles` (zero before and after) are its own.
+        """
+        shared = shares_sums(weight.shape[0], self._module.multiprocessors)
+        name = "decode_tiled_linear_shared" if shared else "decode_tiled_linear"
+        arguments = (pointer(output), pointer(groups), pointer(counters))
+        return self._linear(name, shared, x, weight, bias, weight.shape[0], arguments)
+
+    def gate_up(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
+        """See `numpy_tiled_decode_kernels.gate_up`."""
+        nothing = ctypes.c_void_p(0)
+        arguments = (pointer(output), nothing, nothing)
+        return self._linear("decode_tiled_gate_up", False, x, weight, bias, weight.shape[0] // 2, arguments, 2)
+
+    def linear_residual(
+        self,
+        x: DeviceArray,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        residual: DeviceArray,
+        output: DeviceArray,
+        features: DeviceArray | None,
+        place: int,
+        groups: DeviceArray,
+        counters: DeviceArray,
+    ) -> Launch:
+        """See `numpy_tiled_decode_kernels.linear_residual`; `groups` and `counters` as in `linear`."""
+        rows = weight.shape[0]
+        arguments = (
+            pointer(residual),
+            ctypes.c_int(residual.dtype == "float32"),
+            pointer(output),
+            pointer(groups),
+            pointer(counters),
+        )
+        behind = feature_arguments(features, place, rows)
+        return self._linear("decode_tiled_residual_shared", True, x, weight, bias, rows, arguments, 1, behind)
+
+    def _linear(
+        self,
+        name: str,
+        shared: bool,
+        x: DeviceArray,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        rows: int,
+        arguments: Sequence[Any],
+        sums: int = 1,
+        behind: Sequence[Any] = (),
+    ) -> Launch:
+        batch, columns, stride = _rows(x), weight.shape[1], x.shape[-1]
+        if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
+            raise KernelError(
+                f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
+                f"{x.shape} times {weight.shape}"
+            )
+        kind = _kind(batch)
+        every = (
+            pointer(weight),
+            pointer(bias),
+            pointer(x),
+            ctypes.c_int(stride),
+            *arguments,
+            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns))),
+            *behind,
+        )
+        unit = _SHARED_UNIT if shared else _WHOLE_UNIT // sums
+        grid = (-(-rows // unit), _SPLITS if shared else 1, 1)
+        name = f"{name}_{kind}_{weight.dtype}"
+        return Launch(self._module, name, grid, _THREADS, linear_shared_bytes(batch, shared), every)
+
+    def attention(
+        self,
+        qkv: DeviceArray,
+        q_norm: DeviceArray | None,
+        k_norm: DeviceArray | None,
+        epsilon: float,
+        rope_rotary_cos_sin: DeviceArray,
+        kvcache_start_index: DeviceArray,
+        attention_mask: DeviceArray,
+        k_cache: DeviceArray,
+        v_cache: DeviceArray,
+        partial: DeviceArray,
+        context: DeviceArray,
+    ) -> Launch:
+        """See `numpy_decode_kernels.attention`; `partial` float32 of `attention_partials` is its own."""
+        batch, kv_heads, kv_rows, size = k_cache.shape
+        tokens, mask_keys = attention_mask.shape[2:]
+        group = context.size // (batch * tokens * size) // kv_heads
+        own, warps = _attention_block(tokens, size, self._module.shared_limit)
+        arguments = (
+            pointer(qkv),
+            pointer(q_norm),
+            pointer(k_norm),
+            ctypes.c_float(epsilon),
+            pointer(rope_rotary_cos_sin),
+            pointer(kvcache_start_index),
+            pointer(attention_mask),
+            pointer(k_cache),
+            pointer(v_cache),
+            pointer(context),
+            pointer(partial),
+            ctypes.c_float(size**-0.5 * 1.4426950408889634),
+            *map(ctypes.c_int, (group, size, rope_rotary_cos_sin.shape[-1], kv_heads, kv_rows, tokens, mask_keys)),
+            ctypes.c_int(attention_splits(kv_heads, kv_rows)),
+            ctypes.c_int(own),
+        )
+        pairs = 1 if size <= 64 else 2 if size <= 128 else 4
+        grid = (-(-tokens // own), kv_heads * -(-group // _HEADS), batch)
+        shared = _attention_bytes(tokens, size, own, warps)
+        return Launch(
+            self._module, f"decode_tree_attention_{pairs}_{k_cache.dtype}", grid, 32 * warps, shared, arguments
+        )
+
+
+def shares_sums(rows: int, multiprocessors: int) -> bool:
+    """Whether blocks share the sums of a linear layer of `rows`: where it has tiles for too few multiprocessors."""
+    return -(-rows // _WHOLE_UNIT) < 0.75 * multiprocessors
+
+
+def group_sums(batch: int, rows: int) -> int:
+    """Number of float32 values that the blocks of a matrix of `rows` leave for each other, where they share sums."""
+    return tiles(rows) * _SHARED_UNIT * _kind(batch) * _SPLITS
+
+
+def tiles(rows: int) -> int:
+    """The most tiles that a matrix of `rows` has whose sums blocks share."""
+    return -(-rows // _SHARED_UNIT)
+
+
+def tiled_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
+    """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
+    own, warps = _attention_block(tokens, head_size, shared_limit)
+    return max(
+        linear_shared_bytes(batch * tokens, False),
+        linear_shared_bytes(batch * tokens, True),
+        _attention_bytes(tokens, head_size, own, warps),
+        8 * _NORM_SLICES * 4 + 2 * padded_columns(hidden_size),
+    )
+
+
+def linear_shared_bytes(batch: int, shared: bool) -> int:
+    """Of a linear layer's kernels: the ring, and where a block has all groups of its sums, their totals."""
+    rows = _kind(batch)
+    if shared:
+        return {32: 16, 64: 12}[rows] * (rows + _SHARED_UNIT) * 64
+    return {32: 7, 64: 5}[rows] * (rows + _WHOLE_UNIT) * 64 + rows * _WHOLE_UNIT * 4
+
+
+def _kind(batch: int) -> int:
+    """Rows of activations of the kernels that serve `batch`."""
+    return 32 if batch <= 32 else 64
+
+
+def _attention_block(tokens: int, size: int, shared_limit: int) -> tuple[int, int]:
+    """Tokens of a block, and its warps: as many as its memory allows."""
+    own = 4 if tokens > 32 else 2
+    warps = _ATTENTION_WARPS
+    while warps > own and _attention_bytes(tokens, size, own, warps) > shared_limit:
+        warps //= 2
+    return own, warps
+
+
+def _attention_bytes(tokens: int, size: int, own: int, warps: int) -> int:
+    rows = _KEY_STAGES * (warps // own) * _KEY_TILE + tokens
+    return 2 * rows * (size + _PADDING) * 2 + (own * _HEADS * size + warps * max(_HEADS * _KEY_TILE, size)) * 4
+
+
+def _rows(array: DeviceArray) -> int:
+    return array.size // array.shape[-1]

@@ -1,0 +1,120 @@
+"""What becomes of an image's pixels: resized, cropped, normalized, cut into patches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image
+
+from edgellm.kernels.numpy_image_kernels import normalized_patches
+
+Size = tuple[int, int]  # height, width in pixels
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """(x * `rescale_factor` - mean) / standard deviation of each channel, or less where `None` says so."""
+
+    rescale_factor: float | None
+    mean: tuple[float, float, float] | None
+    standard_deviation: tuple[float, float, float] | None
+
+    def table(self) -> np.ndarray:
+        """What each value of each channel becomes: [3, 256] float32, read-only.
+
+        In the order and the precision of the published processors: scaled in float64, then float32.
+        """
+        return _normalization_table(self)
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """How the pixels of an image of one size become the rows that its vision encoder takes.
+
+    In this order: padded to a square with `square_colour` around it (None: not), resized to `resized` with Pillow's
+    filter `resample`, the middle of `crop` taken (None: all; black where that is larger), normalized, and cut into
+    `patch_size` x `patch_size` patches, whose remainder on the right and below is left out. `merge_size` x `merge_size`
+    neighbours stand one behind the other; every patch holds its channels, of these `temporal_patch_size` equal frames,
+    of these rows and columns.
+    """
+
+    resized: Size
+    resample: int
+    normalization: Normalization
+    patch_size: int
+    merge_size: int = 1
+    temporal_patch_size: int = 1
+    crop: Size | None = None
+    square_colour: Colour | None = None
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        height, width = self.crop or self.resized
+        return 1, height // self.patch_size, width // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        """N: how many rows."""
+        return math.prod(self.grid)
+
+    @property
+    def patch_elements(self) -> int:
+        """E: elements of a row."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """The rows [N, E] float32 of an image [H, W, 3] uint8, by Pillow and NumPy."""
+        image = Image.fromarray(pixels)
+        if self.square_colour is not None:
+            image = _padded_to_square(image, self.square_colour)
+        height, width = self.resized
+        resized = np.asarray(image.resize((width, height), self.resample))
+        if self.crop is not None:
+            resized = _centre(resized, self.crop)
+        _, rows, columns = self.grid
+        used = resized[: rows * self.patch_size, : columns * self.patch_size]
+        table = self.normalization.table()
+        return normalized_patches(used, table, self.patch_size, self.merge_size, self.temporal_patch_size)
+
+
+@lru_cache(maxsize=16)
+def _normalization_table(normalization: Normalization) -> np.ndarray:
+    values = np.arange(256, dtype=np.float64)
+    if normalization.rescale_factor is not None:
+        values = values * normalization.rescale_factor
+    table = np.repeat(values.astype(np.float32)[None], 3, axis=0)
+    if normalization.mean is not None and normalization.standard_deviation is not None:
+        mean = np.array(normalization.mean, np.float32)[:, None]
+        table = (table - mean) / np.array(normalization.standard_deviation, np.float32)[:, None]
+    table.setflags(write=False)
+    return table
+
+
+def _padded_to_square(image: Image.Image, colour: Colour) -> Image.Image:
+    side = max(image.size)
+    if image.size == (side, side):
+        return image
+    square = Image.new("RGB", (side, side), colour)
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def _centre(pixels: np.ndarray, size: Size) -> np.ndarray:
+    """The middle `size` of `pixels` [H, W, 3], black where there is nothing; an odd remainder as published: more is
+    left out below and on the right, more is black above and on the left."""
+    for axis, wanted in enumerate(size):
+        surplus = pixels.shape[axis] - wanted
+        if surplus >= 0:
+            middle = slice(surplus // 2, surplus // 2 + wanted)
+            pixels = pixels[middle] if axis == 0 else pixels[:, middle]
+        else:
+            padding = [(0, 0)] * 3
+            before = (1 - surplus) // 2
+            padding[axis] = (before, -surplus - before)
+            pixels = np.pad(pixels, padding)
+    return pixels

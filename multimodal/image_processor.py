@@ -1,0 +1,260 @@
+"""Images as a vision encoder takes them, preprocessed as the published processors do it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families.config_fields import is_integer
+from edgellm.multimodal.errors import ImageError
+from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
+from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
+from edgellm.multimodal.vision_config import VisionConfig
+
+#: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
+MAXIMUM_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedImage:
+    """An image, and what is made of it for a vision encoder.
+
+    `pixels` [H, W, 3] uint8 are the image as decoded, `layout` says how they become rows. The image stands for
+    `tokens` tokens of the language model. `digest` is the SHA-256 of the pixels and the layout: equal digests mean
+    equal rows.
+    """
+
+    pixels: np.ndarray
+    layout: ImageLayout
+    tokens: int
+    digest: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image as decoded."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        return self.layout.grid
+
+    @cached_property
+    def patches(self) -> np.ndarray:
+        """[N, E] float32: the encoder's rows, in its order. Computed when first asked for, then kept: an image whose
+        embeddings are known by its digest need never be resized."""
+        return self.layout.apply(self.pixels)
+
+
+class ImageProcessor(Protocol):
+    """How one model wants its images."""
+
+    @property
+    def max_patches(self) -> int:
+        """The most rows that an image can have."""
+
+    def prepare(self, pixels: np.ndarray) -> PreparedImage:
+        """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that the model cannot take."""
+
+
+@dataclass(frozen=True)
+class SmartResizeProcessor:
+    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too: any size, rounded to whole tokens.
+
+    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    resample: int
+    normalization: Normalization
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> SmartResizeProcessor:
+        """The processor of a configuration; see `open_image_processor`."""
+        sizes = {key: config.count(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
+        expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        for (key, size), wanted in zip(sizes.items(), expected, strict=True):
+            if size != wanted:
+                config.refuse(key, f"{wanted}, as config.json has it of the vision encoder")
+        smallest, largest = config.edges("size", ("shortest_edge", "longest_edge")) or config.refuse(
+            "size", "shortest_edge and longest_edge, in pixels of the whole image"
+        )
+        smallest = config.count("min_pixels") if "min_pixels" in config.values else smallest
+        largest = config.count("max_pixels") if "max_pixels" in config.values else largest
+        if max_patches is not None:
+            largest = min(largest, max_patches * sizes["patch_size"] ** 2)
+        token_pixels = (sizes["patch_size"] * sizes["merge_size"]) ** 2
+        if largest < token_pixels:
+            raise CheckpointError(
+                f"{config.path}: images may have {largest} pixels, one token alone has {token_pixels}: allow larger "
+                "images"
+            )
+        return cls(
+            min(smallest, largest), largest, **sizes, resample=config.resample(), normalization=config.normalization()
+        )
+
+    @property
+    def max_patches(self) -> int:
+        """The most rows that an image can have."""
+        return self.max_pixels // self.patch_size**2
+
+    def prepare(self, pixels: np.ndarray) -> PreparedImage:
+        """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
+        layout = ImageLayout(
+            resized=self.resized_size(pixels.shape[0], pixels.shape[1]),
+            resample=self.resample,
+            normalization=self.normalization,
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+        )
+        return PreparedImage(pixels, layout, layout.patches // self.merge_size**2, image_digest(pixels, layout))
+
+    def resized_size(self, height: int, width: int) -> Size:
+        """Height and width after resizing: multiples of a token's side, as near to the image's shape as can be.
+
+        The rule of `smart_resize` in the published processor, except that growth stops at `max_pixels`. Raises
+        ImageError.
+        """
+        _check_aspect_ratio(height, width)
+        side = self.patch_size * self.merge_size
+        resized = round(height / side) * side, round(width / side) * side
+        if math.prod(resized) < self.min_pixels:
+            growth = math.sqrt(self.min_pixels / (height * width))
+            resized = tuple(math.ceil(edge * growth / side) * side for edge in (height, width))
+        if math.prod(resized) > self.max_pixels:
+            shrinking = math.sqrt(height * width / self.max_pixels)
+            resized = tuple(max(side, math.floor(edge / shrinking / side) * side) for edge in (height, width))
+        if math.prod(resized) > self.max_pixels:
+            raise ImageError(
+                f"an image of {width} x {height} pixels cannot be made small enough for this model: "
+                f"{resized[1]} x {resized[0]} is the least for its shape, {self.max_pixels} pixels are the most. "
+                "Crop it, or cut it into several images"
+            )
+        return resized
+
+
+@dataclass(frozen=True)
+class FixedSizeProcessor:
+    """CLIP's, SigLIP's and LLaVA's kind: every image becomes one square of the same size, one token for each patch.
+
+    `shortest_edge` (else `resized`) is what an image is resized to, `crop` the middle that is then taken;
+    `square_colour` fills an image up to a square before. `tokens` of an image include what the encoder adds or drops.
+    """
+
+    resized: Size | None
+    shortest_edge: int | None
+    crop: Size | None
+    square_colour: Colour | None
+    patch_size: int
+    tokens: int
+    resample: int
+    normalization: Normalization
+    image_size: int
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
+        """The processor of a configuration; see `open_image_processor`."""
+        shortest = config.edges("size", ("shortest_edge",))
+        if is_integer(config.values["size"]):
+            shortest = (config.count("size"),)
+        resized = config.edges("size", ("height", "width"))
+        crop = _crop(config) if config.switch("do_center_crop") else None
+        normalization = config.normalization()
+        colour = None
+        if config.switch("do_pad"):
+            if config.kind != "LlavaImageProcessor":
+                config.unsupported("do_pad", "false, or a LlavaImageProcessor's padding to a square")
+            colour = tuple(int(mean * 255) for mean in normalization.mean or (0, 0, 0))
+        if shortest is None and resized is None:
+            config.unsupported("size", "height and width, or shortest_edge")
+        square = (vision.image_size, vision.image_size)
+        if (crop or resized or (shortest if colour is not None else None)) not in (square, square[:1]):
+            config.refuse(
+                "crop_size" if crop else "size",
+                f"images of {square[0]} x {square[0]} pixels, as config.json has it of the vision encoder",
+            )
+        tokens = (vision.image_size // vision.patch_size) ** 2 + vision.class_token - vision.drops_first_row
+        return cls(
+            resized=resized,
+            shortest_edge=None if shortest is None else shortest[0],
+            crop=crop,
+            square_colour=colour,
+            patch_size=vision.patch_size,
+            tokens=tokens,
+            resample=config.resample(),
+            normalization=normalization,
+            image_size=vision.image_size,
+        )
+
+    @property
+    def max_patches(self) -> int:
+        """The rows of every image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def prepare(self, pixels: np.ndarray) -> PreparedImage:
+        """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
+        height, width = pixels.shape[:2]
+        if self.square_colour is not None:
+            _check_aspect_ratio(height, width)
+            height = width = max(height, width)
+        resized = self.resized
+        if self.shortest_edge is not None:
+            _check_aspect_ratio(height, width)
+            shorter = min(height, width)
+            resized = int(self.shortest_edge * height / shorter), int(self.shortest_edge * width / shorter)
+        layout = ImageLayout(
+            resized=resized,
+            resample=self.resample,
+            normalization=self.normalization,
+            patch_size=self.patch_size,
+            crop=self.crop,
+            square_colour=self.square_colour,
+        )
+        return PreparedImage(pixels, layout, self.tokens, image_digest(pixels, layout))
+
+
+def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:
+    """The processor that `directory`/preprocessor_config.json describes, for a vision encoder.
+
+    Where `max_patches` is given, images of models that take any size are made no larger than that. Raises
+    CheckpointError for a file that is missing, malformed or does not suit `vision`, UnsupportedModelError for a kind of
+    preprocessing that is not implemented.
+    """
+    config = read_processor_config(directory)
+    if config.kind == "Qwen2VLImageProcessor":
+        return SmartResizeProcessor.open(config, vision, max_patches)
+    return FixedSizeProcessor.open(config, vision)
+
+
+def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
+    """SHA-256 of the pixels [H, W, 3] uint8, their size, and how they become rows."""
+    digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
+    digest.update(np.ascontiguousarray(pixels))
+    return digest.hexdigest()
+
+
+def _check_aspect_ratio(height: int, width: int) -> None:
+    longer, shorter = max(height, width), min(height, width)
+    if longer > MAXIMUM_ASPECT_RATIO * shorter:
+        raise ImageError(
+            f"an image of {width} x {height} pixels is too long for its width: at most {MAXIMUM_ASPECT_RATIO} to 1 is "
+            "what this model takes. Crop it, or cut it into several images"
+        )
+
+
+def _crop(config: ProcessorConfig) -> Size:
+    if is_integer(config.values["crop_size"]):
+        return (config.count("crop_size"),) * 2
+    return config.edges("crop_size", ("height", "width")) or config.refuse("crop_size", "height and width")

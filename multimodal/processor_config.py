@@ -1,0 +1,175 @@
+"""Reads how a model's images are preprocessed from its `preprocessor_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.config_fields import is_integer, is_number, shown
+from edgellm.multimodal.image_layout import Normalization
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+#: Where newer releases of transformers write the same fields, under the key "image_processor".
+PROCESSOR_FILE = "processor_config.json"
+
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+_HALF = [0.5, 0.5, 0.5]
+_BICUBIC = 3
+_SWITCHES = {"do_resize": True, "do_rescale": True, "do_normalize": True}
+_NUMBERS = {"resample": _BICUBIC, "rescale_factor": 1 / 255}
+_CLIP = {
+    **_SWITCHES,
+    **_NUMBERS,
+    "do_center_crop": True,
+    "do_pad": False,
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 224, "width": 224},
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+}
+#: What the published processors do where the file does not say, by their name without a suffix.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2VLImageProcessor": {
+        **_SWITCHES,
+        **_NUMBERS,
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+    "CLIPImageProcessor": _CLIP,
+    "LlavaImageProcessor": _CLIP,
+    "SiglipImageProcessor": {
+        **_CLIP,
+        "do_center_crop": False,
+        "size": {"height": 224, "width": 224},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+}
+_SAME_KIND = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor", "CLIPFeatureExtractor": "CLIPImageProcessor"}
+_RESAMPLING_FILTERS = range(6)  # Pillow's numbers
+
+
+@dataclass(frozen=True)
+class ProcessorConfig:
+    """The fields of a `preprocessor_config.json`, completed by its kind's defaults; `kind` is a processor's name."""
+
+    path: Path
+    kind: str
+    values: Mapping[str, Any]
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        """Raise CheckpointError for what the file says of `key`."""
+        raise CheckpointError(
+            f"{self.path}: {key} is {shown(self.values.get(key))}, expected {expected}. "
+            "Take the file as it was published with the weights."
+        )
+
+    def unsupported(self, key: str, supported: str) -> NoReturn:
+        """Raise UnsupportedModelError for what the file says of `key`."""
+        raise UnsupportedModelError(f"{self.path}: {key} is {shown(self.values.get(key))}, supported is {supported}")
+
+    def switch(self, key: str) -> bool:
+        """true or false."""
+        value = self.values.get(key)
+        return value if isinstance(value, bool) else self.refuse(key, "true or false")
+
+    def count(self, key: str) -> int:
+        """A whole number above 0."""
+        value = self.values.get(key)
+        return value if is_integer(value) and value > 0 else self.refuse(key, "a whole number above 0")
+
+    def resample(self) -> int:
+        """Pillow's number of the resampling filter."""
+        value = self.values.get("resample")
+        is_filter = is_integer(value) and value in _RESAMPLING_FILTERS
+        return value if is_filter else self.refuse("resample", "0 to 5, a resampling filter of Pillow")
+
+    def edges(self, key: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
+        """The sizes that `key` holds if it has all of these names (others, where they are null, do not count)."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            return None
+        given = {name: size for name, size in value.items() if size is not None}
+        if set(given) != set(names):
+            return None
+        if not all(is_integer(size) and size > 0 for size in given.values()):
+            self.refuse(key, "whole numbers above 0")
+        return tuple(given[name] for name in names)
+
+    def normalization(self) -> Normalization:
+        """What happens to the values of the pixels."""
+        factor = None
+        if self.switch("do_rescale"):
+            factor = self.values.get("rescale_factor")
+            if not is_number(factor) or factor <= 0:
+                self.refuse("rescale_factor", "a number above 0")
+        if not self.switch("do_normalize"):
+            return Normalization(factor, None, None)
+        mean, deviation = (self._channels(key) for key in ("image_mean", "image_std"))
+        if min(deviation) <= 0:
+            self.refuse("image_std", "numbers above 0")
+        return Normalization(factor, mean, deviation)
+
+    def _channels(self, key: str) -> tuple[float, float, float]:
+        value = self.values.get(key)
+        listed = [value] * 3 if is_number(value) else value
+        if not isinstance(listed, list) or len(listed) != 3 or not all(is_number(item) for item in listed):
+            self.refuse(key, "three numbers, one for each channel")
+        return tuple(float(item) for item in listed)
+
+
+def read_processor_config(directory: Path) -> ProcessorConfig:
+    """What the model in `directory` says of its images.
+
+    Raises CheckpointError for a file that is missing or malformed, UnsupportedModelError for a processor of a kind that
+    is not implemented.
+    """
+    path, values = _read(directory)
+    named = values.get("image_processor_type") or values.get("feature_extractor_type")
+    name = str(named).removesuffix("Fast").removesuffix("Pil")
+    kind = _SAME_KIND.get(name, name)
+    if kind not in _DEFAULTS:
+        raise UnsupportedModelError(
+            f"{path}: image_processor_type is {shown(named)}, supported are {', '.join(_DEFAULTS)}"
+        )
+    given = {key: value for key, value in values.items() if value is not None}
+    config = ProcessorConfig(path, kind, {**_DEFAULTS[kind], **given})
+    if not config.switch("do_resize"):
+        config.unsupported("do_resize", "true: images come in every size")
+    return config
+
+
+def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that describes the processor, and what it says."""
+    path = directory / PREPROCESSOR_FILE
+    if path.exists() or not (directory / PROCESSOR_FILE).exists():
+        return path, _read_object(path)
+    path = directory / PROCESSOR_FILE
+    inner = _read_object(path).get("image_processor")
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{path}: image_processor is {shown(inner)}, expected an object")
+    return path, inner
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    advice = f"Copy {PREPROCESSOR_FILE} from where the model was published."
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): it says how images become input. {advice}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {shown(value)}, expected an object. {advice}")
+    return value

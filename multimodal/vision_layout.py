@@ -1,0 +1,170 @@
+"""What a vision engine takes that depends on an image's grid alone, computed on the host.
+
+The patches of an image come in merge blocks: the patches of one language token side by side, blocks in reading order
+(with `spatial_merge_size` 1: plain reading order).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.engines.vision_config import VisionConfig
+from edgellm.multimodal.vision_edge import vision_inputs
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class VisionLayout:
+    """The inputs of an engine for one grid, before they are padded to the engine's rows.
+
+    `rows` is how many rows the engine must have, `tokens` how many of its outputs are the image's. `inputs` are arrays
+    by the name of the engine's input, without the axes of size 1 that it begins with.
+    """
+
+    rows: int
+    tokens: int
+    inputs: dict[str, np.ndarray]
+
+    def padded(self, config: VisionConfig, shape: EngineShape) -> dict[str, np.ndarray]:
+        """The inputs of an engine of `shape`; every row, padding included, sees a row."""
+        padded = {}
+        for name, (dimensions, _) in vision_inputs(config, shape).items():
+            if name in self.inputs:
+                values = self.inputs[name]
+                whole = np.zeros(dimensions, values.dtype)
+                whole.reshape(-1)[: values.size] = values.reshape(-1)
+                padded[name] = whole
+        if "window_mask" in padded:
+            mask = padded["window_mask"]
+            mask[~mask.any(axis=3), 0] = True
+        return padded
+
+
+def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray | None = None) -> VisionLayout:
+    """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is Qwen3-VL's.
+
+    Raises EngineError for a grid that the model cannot have.
+    """
+    _check(config, grid)
+    count = grid[1] * grid[2]
+    if config.family == "llava":
+        return VisionLayout(count, config.token_count(grid), {})
+    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta)
+    if config.family == "qwen2_5_vl":
+        return _windowed(config, grid, rotary)
+    assert position_table is not None
+    taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
+    positions = np.einsum("nt,nth->nh", weights, position_table[taps])
+    inputs = {
+        "rotary_cos_sin": rotary,
+        "attention_mask": np.ones(count, np.bool_),
+        "position_embeddings": positions.astype(np.float32),
+    }
+    return VisionLayout(count, config.token_count(grid), inputs)
+
+
+def patch_coordinates(grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of every patch, [N] each, in the order in which the patches come."""
+    _, height, width = grid
+    index = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
+    order = index.transpose(0, 2, 1, 3).reshape(-1)
+    return order // width, order % width
+
+
+def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float) -> np.ndarray:
+    """[N, D] float32: the cosines, then the sines, of row and column of every patch.
+
+    D / 4 frequencies theta^(-4j / D) turn by the row, as many by the column, in float32 as published.
+    """
+    half = head_dim // 2
+    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
+    frequencies = np.float32(1) / np.float32(theta) ** exponents
+    angles = [one.astype(np.float32)[:, None] * frequencies for one in patch_coordinates(grid, merge)]
+    turned = np.concatenate(angles, axis=1)
+    return np.concatenate((np.cos(turned), np.sin(turned)), axis=1)
+
+
+def window_order(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """The merged tokens window by window [M], and how many each window has [windows].
+
+    Windows are `side` by `side` tokens, smaller at the right and lower edge; they come in reading order, and so do the
+    tokens of each.
+    """
+    height, width = grid[1] // merge, grid[2] // merge
+    tokens = np.arange(height * width).reshape(height, width)
+    windows = [
+        tokens[top : top + side, left : left + side].reshape(-1)
+        for top in range(0, height, side)
+        for left in range(0, width, side)
+    ]
+    return np.concatenate(windows), np.array([window.size for window in windows])
+
+
+def window_rows(grid: Grid, merge: int, side: int) -> int:
+    """Rows of patches of all windows of an image, each padded to a full one."""
+    height, width = grid[1] // merge, grid[2] // merge
+    return -(-height // side) * -(-width // side) * (side * merge) ** 2
+
+
+def interpolation_taps(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every patch the four entries of a `side` by `side` table around its place, and their weights, [N, 4] each.
+
+    Bilinear; the corners of image and table coincide (`align_corners`). float32, as published.
+    """
+    rows, columns = patch_coordinates(grid, merge)
+    row_taps, row_weights = _axis_taps(rows, grid[1], side)
+    column_taps, column_weights = _axis_taps(columns, grid[2], side)
+    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
+    weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4)
+    return taps, weights
+
+
+def _axis_taps(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    place = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(1, size - 1))
+    lower = np.floor(place)
+    fraction = place - lower
+    first = lower.astype(np.int64)
+    taps = np.stack((first, np.minimum(first + 1, side - 1)), axis=1)
+    return taps, np.stack((np.float32(1) - fraction, fraction), axis=1)
+
+
+def _windowed(config: VisionConfig, grid: Grid, rotary: np.ndarray) -> VisionLayout:
+    """Every window is padded to the size of a full one, behind its own patches."""
+    merge, side, unit = config.spatial_merge_size, config.window_merged_side, config.merge_patches
+    order, sizes = window_order(grid, merge, side)
+    starts = np.arange(sizes.size) * side**2 - np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    places = np.arange(order.size) + np.repeat(starts, sizes)  # the merged row of the token that comes n-th
+    merged_rows = np.empty(order.size, np.int64)
+    merged_rows[order] = places
+    patch_rows = (merged_rows[:, None] * unit + np.arange(unit)).reshape(-1)
+    rows = window_rows(grid, merge, side)
+    placed = np.zeros((rows, config.head_dim), np.float32)
+    placed[patch_rows] = rotary
+    mask = np.zeros(rows, np.bool_)
+    mask[patch_rows] = True
+    input_rows = np.zeros(rows, np.int32)
+    input_rows[patch_rows] = np.arange(patch_rows.size)
+    inputs = {
+        "input_rows": input_rows,
+        "rotary_cos_sin": placed,
+        "attention_mask": mask,
+        "window_mask": mask,
+        "output_rows": merged_rows.astype(np.int32),
+    }
+    return VisionLayout(rows, order.size, inputs)
+
+
+def _check(config: VisionConfig, grid: Grid) -> None:
+    frames, height, width = grid
+    if frames != 1:
+        raise EngineError(f"an image of {frames} frames was given: expected one; videos are not supported")
+    merge, side = config.spatial_merge_size, config.image_side
+    if side and (height, width) != (side, side):
+        raise EngineError(f"an image of {height} x {width} patches was given, the model takes {side} x {side}")
+    if height < merge or width < merge or height % merge or width % merge:
+        raise EngineError(f"an image of {height} x {width} patches was given: expected multiples of {merge}")

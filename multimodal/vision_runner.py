@@ -1,0 +1,236 @@
+"""Runs the engines of a vision encoder: images in, embeddings out, on either backend.
+
+It is opened in two steps, since all engines share one scratch buffer and memory is checked once: `open` loads the
+engines, the base runner is made and checks the memory of all, then `load` takes the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.backend import Backend
+from edgellm.engines.decoder_config import EngineShape, vision_shape
+from edgellm.engines.engine_directory import EngineDirectory, EngineVision
+from edgellm.engines.errors import EngineError
+from edgellm.engines.loaded_engines import LoadedEngines
+from edgellm.engines.number_formats import convert
+from edgellm.engines.vision_config import VisionConfig
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
+from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
+from edgellm.multimodal.errors import ImageError
+from edgellm.multimodal.vision_checkpoint import position_table
+from edgellm.multimodal.vision_edge import embedding_rows, vision_inputs, vision_outputs
+from edgellm.multimodal.vision_encoder import vision_weights
+from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
+
+__all__ = ["ImageEmbeddings", "VisionEngineRunner", "VisionMetrics"]
+
+DEFAULT_CACHE_BYTES = 64 << 20
+#: How many grids' inputs are kept on the device: a camera has one.
+_KEPT_GRIDS = 4
+
+
+class ImageRows(Protocol):
+    """What a runner needs of an image (see `image_processor.PreparedImage`)."""
+
+    @property
+    def patches(self) -> np.ndarray:
+        """[N, elements of a patch] float32; asked for only where the embeddings are not known."""
+
+    @property
+    def grid(self) -> Grid:
+        """(frames, height, width) in patches."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the language model it becomes."""
+
+    @property
+    def digest(self) -> str:
+        """What names its content: equal digests mean equal embeddings."""
+
+
+@dataclass
+class VisionMetrics:
+    """What a vision runner has done so far.
+
+    `images` were asked for, of which `cache_hits` were known; `encoded` went through the engines, giving `tokens` in
+    `seconds` (waiting for the device included).
+    """
+
+    images: int = 0
+    cache_hits: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class VisionEngineRunner:
+    """Owns engines, weights and buffers of a vision encoder, and embeddings of images seen lately. Not thread-safe.
+
+    `memory` is what it takes in bytes, by name: for the memory plan.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        vision: EngineVision,
+        image_rows: tuple[int, ...],
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        """Loads the engines for images of up to the largest of `image_rows`; no weights yet."""
+        self.backend, self.config = backend, vision.config
+        self.metrics = VisionMetrics()
+        self.cache = EmbeddingCache(cache_bytes)
+        self._vision, self._image_rows = vision, image_rows
+        shapes = [vision_shape(rows) for rows in image_rows]
+        self._engines = LoadedEngines(backend, shapes)
+        self._weights: dict[str, Array] = {}
+        self._grids: OrderedDict[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = OrderedDict()
+        self._position_table: np.ndarray | None = None
+        self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes)
+
+    @classmethod
+    def open(
+        cls, backend: Backend, directory: EngineDirectory, cache_bytes: int = DEFAULT_CACHE_BYTES
+    ) -> VisionEngineRunner:
+        """The runner of a directory's vision encoder, without weights. Raises EngineError where there is none."""
+        if directory.vision is None:
+            raise EngineError(
+                f"{directory.path} has no vision encoder, so it takes no images: build it from a multimodal "
+                "checkpoint, or with edgellm build CHECKPOINT ENGINE_DIR --vision VISION_DIR"
+            )
+        return cls(backend, directory.vision, directory.limits.image_rows, cache_bytes)
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the weights and allocate buffers, once memory was checked. `progress` gets bytes done and in all."""
+        backend, config = self.backend, self.config
+        with closing(self._vision.checkpoint()) as checkpoint:
+            self._position_table = position_table(checkpoint, config)
+            self._weights = backend.load_weights(checkpoint, vision_weights(config), progress)
+        rows = self._image_rows[-1]
+        tokens = embedding_rows(config, vision_shape(rows))
+        self._patches = backend.zeros((rows * config.patch_elements,), "compute")
+        self._outputs = {
+            name: backend.zeros((tokens * config.out_hidden_size,), "compute") for name in vision_outputs(config)
+        }
+
+    def encode(self, images: Sequence[ImageRows]) -> list[ImageEmbeddings]:
+        """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
+
+        Raises ImageError for an image that is too large for the engines or that was prepared for another model.
+        """
+        known: dict[str, ImageEmbeddings] = {}
+        for image in images:
+            found = known.get(image.digest) or self.cache.get(image.digest)
+            self.metrics.images += 1
+            if found is None:
+                found = self._encode(image)
+                self.cache.put(found)
+            else:
+                self.metrics.cache_hits += 1
+            known[image.digest] = found
+        return [known[image.digest] for image in images]
+
+    def close(self) -> None:
+        """Let go of engines, weights, buffers and embeddings."""
+        self.cache.clear()
+        self._engines.clear()
+        self._grids.clear()
+        self._weights, self._outputs, self._patches = {}, {}, None
+
+    def _encode(self, image: ImageRows) -> ImageEmbeddings:
+        started = time.perf_counter()
+        layout, shape, inputs = self._inputs_of(image.grid)
+        if image.tokens != layout.tokens:
+            raise ImageError(
+                f"an image was prepared to be {image.tokens} tokens, the vision encoder makes {layout.tokens} of "
+                f"{image.grid[1]} x {image.grid[2]} patches: prepare it with this model's processor"
+            )
+        self._upload_patches(image)
+        engine = self._engines.bound(shape, slice(0, 1), lambda: self._bindings(shape), keep=False)
+        engine.bind(inputs)
+        engine.enqueue()
+        embeddings = self._embeddings(image, layout.tokens, shape)
+        self.backend.synchronize()
+        self.metrics.encoded += 1
+        self.metrics.tokens += layout.tokens
+        self.metrics.seconds += time.perf_counter() - started
+        return embeddings
+
+    def _inputs_of(self, grid: Grid) -> tuple[VisionLayout, EngineShape, dict[str, Array]]:
+        """Layout, engine shape and the engine's inputs that depend on the grid alone."""
+        found = self._grids.get(grid)
+        if found is None:
+            layout = vision_layout(self.config, grid, self._position_table)
+            shape = vision_shape(self._rows_for(layout.rows, grid))
+            arrays = {}
+            for name, values in layout.padded(self.config, shape).items():
+                arrays[name] = self.backend.empty(values.shape, values.dtype.name)
+                self.backend.upload(arrays[name], values)
+            found = self._grids[grid] = layout, shape, arrays
+            if len(self._grids) > _KEPT_GRIDS:
+                self._grids.popitem(last=False)
+        self._grids.move_to_end(grid)
+        return found
+
+    def _rows_for(self, rows: int, grid: Grid) -> int:
+        largest = self._image_rows[-1]
+        if rows > largest:
+            raise ImageError(
+                f"an image of {grid[1]} x {grid[2]} patches takes {rows} rows of the vision encoder (windows are "
+                f"padded), the engines have {largest}: take a smaller image, or one less elongated, or build with a "
+                "larger --max-image-patches"
+            )
+        if not self.backend.fixed_shapes:
+            return rows
+        return next(size for size in self._image_rows if size >= rows)
+
+    def _bindings(self, shape: EngineShape) -> dict[str, Array]:
+        """Weights, patches and outputs of an engine: what no grid changes."""
+        size = (1, embedding_rows(self.config, shape), self.config.out_hidden_size)
+        outputs = {name: leading(whole, size) for name, whole in self._outputs.items()}
+        patches, _ = vision_inputs(self.config, shape)["patches"]
+        return {**self._weights, **outputs, "patches": leading(self._patches, patches)}
+
+    def _upload_patches(self, image: ImageRows) -> None:
+        """Put the rows in front of the buffer; what stands behind them is finite, and masked."""
+        patches = image.patches
+        expected = (image.grid[1] * image.grid[2], self.config.patch_elements)
+        if patches.shape != expected:
+            raise ImageError(
+                f"an image was prepared as {list(patches.shape)}, the vision encoder takes {list(expected)}: prepare "
+                "it with this model's processor"
+            )
+        values, _ = convert(np.ascontiguousarray(patches, np.float32), "float32", self.backend.compute_dtype)
+        self.backend.upload(leading(self._patches, patches.shape), values)
+
+    def _embeddings(self, image: ImageRows, tokens: int, shape: EngineShape) -> ImageEmbeddings:
+        """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
+        hidden = self.config.out_hidden_size
+        rows = []
+        for name in vision_outputs(self.config):
+            own = self.backend.empty((tokens, hidden), "compute")
+            self.backend.copy(own, leading(self._outputs[name], (tokens, hidden)))
+            rows.append(own)
+        return ImageEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
+
+
+def vision_memory(config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int) -> dict[str, int]:
+    """Memory in bytes, by name: weights, buffers for the largest image, inputs of the grids kept, embeddings kept."""
+    item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
+    weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
+    outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
+    buffers = outputs
+    for name, (dimensions, kind) in vision_inputs(config, shape).items():
+        copies = 1 if name == "patches" else _KEPT_GRIDS
+        buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
+    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": cache_bytes}

@@ -1,0 +1,203 @@
+"""Rows of prompts with images are reused for the same images only: in a slot, from memory and from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
+
+from edgellm.decoding import DecodingLoop, KVContents, Runner
+from edgellm.decoding_sequence import DecodingSequence
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.prompt_images import PromptImages, place_images
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.errors import SnapshotError
+from edgellm.snapshots.binding import NONE, snapshot_binding
+from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.snapshots.snapshot_file import check_binding, read_snapshot, write_snapshot
+from edgellm.snapshots.store import SnapshotStore
+from edgellm.text.stop import Answer
+from edgellm.text.tokenizer import Tokenizer
+
+Slots = tuple[Runner, EngineDirectory]
+GREEDY = SamplingValues()
+
+
+@pytest.fixture(scope="module")
+def seeing_engines(
+    make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """A family to an engine directory with a draft and without plans."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("seeing")
+            base, draft = make_checkpoint(folder / "base", 0, **FAMILIES[family]), make_draft(folder / "draft")
+            limits = EngineLimits(2, 16, 128, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+            build_engine_directory(base, folder / "engines", limits, [], draft=draft)
+            made[family] = folder / "engines"
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(params=[(family, draft) for family in FAMILIES for draft in (False, True)], ids=str)
+def slots(
+    request: pytest.FixtureRequest, open_slots: Callable[..., object], seeing_engines: Callable[[str], Path]
+) -> Iterator[Slots]:
+    family, draft = request.param
+    with open_slots(seeing_engines(family), draft) as opened:
+        yield opened
+
+
+def images_of(runner: Runner, count: int = 3) -> list[TinyImage]:
+    """Different images of one size, whose prompts have the same token ids."""
+    config = runner.base.config
+    grid = (4, 4) if config.spatial_merge_size == 2 else (2, 2)
+    return [tiny_image(runner.backend, config, grid, seed) for seed in range(count)]
+
+
+def logits_of(runner: Runner, ids: Sequence[int], reused: int, images: PromptImages | None) -> np.ndarray:
+    """The logits after a prompt."""
+    runner.start(0, ids, reused, GREEDY, images).wait()
+    logits = runner.base.logits(0)
+    runner.stop(0)
+    return logits
+
+
+def forget(runner: Runner) -> None:
+    """Leave nothing of earlier prompts in the caches."""
+    for cache in [*runner.base.caches.values(), *(runner.draft.caches.values() if hasattr(runner, "draft") else ())]:
+        cache[...] = np.nan
+
+
+def missing_rows(runner: Runner) -> int:
+    """Rows of a known prefix that a draft lets nobody reuse."""
+    return int(hasattr(runner, "draft"))
+
+
+def test_contents_tell_images_apart(slots: Slots) -> None:
+    runner, _ = slots
+    first, second, _ = images_of(runner)
+    ids, seen = prompt_with_images(runner.base.config, [first])
+    same_ids, other = prompt_with_images(runner.base.config, [second])
+    assert ids == same_ids
+    contents = KVContents()
+    contents.replace(seen.identities(ids), None)
+    assert contents.reusable(seen.identities([*ids, 7])) == len(ids)
+    assert contents.reusable(other.identities([*ids, 7])) == ids.index(IMAGE_TOKEN)
+    assert contents.reusable([*ids, 7]) == ids.index(IMAGE_TOKEN)  # nor are they a text's
+
+
+def question_of(slots: Slots, ids: Sequence[int], images: Sequence[TinyImage]) -> DecodingSequence:
+    """A request with images that wants six tokens."""
+    runner, directory = slots
+    tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
+    placed = place_images(ids, images, IMAGE_TOKEN, runner.base.config)
+    return DecodingSequence(ids, GREEDY, Answer(tokenizer.detokenizer(), max_tokens=6), max_tokens=6, images=placed)
+
+
+def test_a_follow_up_question_reuses_the_image_and_another_image_does_not(slots: Slots) -> None:
+    runner, _ = slots
+    first, second, _ = images_of(runner)
+    ids, _ = prompt_with_images(runner.base.config, [first])
+    loop = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    list(loop.run([question_of(slots, ids, [first])]))
+    next_ids = [*ids, 44, 45, 46]
+    again = question_of(slots, next_ids, [first])
+    list(loop.run([again]))
+    assert again.reused_tokens >= len(ids) - missing_rows(runner)
+    fresh = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    forget(runner)
+    alone = question_of(slots, next_ids, [first])
+    list(fresh.run([alone]))
+    assert alone.reused_tokens == 0
+    assert alone.answer.token_ids == again.answer.token_ids
+    other = question_of(slots, next_ids, [second])
+    list(fresh.run([other]))
+    assert other.reused_tokens <= ids.index(IMAGE_TOKEN)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk", "file"])
+def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path, place: str) -> None:
+    runner, directory = slots
+    first, second, third = images_of(runner)
+    config = runner.base.config
+    ids, images = prompt_with_images(config, [first, second])
+    cut = len(prompt_with_images(config, [first])[0])
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path / "folder"), *slots)
+    expected = logits_of(runner, ids, 0, images)
+    system, shown = prompt_with_images(config, [first])
+    made = snapshots.compute(0, system, KVContents(), "with an image", images=shown)
+    assert made.facts.binding == snapshot_binding(
+        directory, "numpy", "float32", hasattr(runner, "draft"), image_digests=shown.digests
+    )
+    if place == "memory":
+        snapshots.store.put(made)
+    elif place == "disk":
+        snapshots.store.save(made)
+        snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path / "folder"), *slots)
+    else:
+        write_snapshot(tmp_path / "x", made)
+        snapshots.load(tmp_path / "x")
+    forget(runner)
+    contents = KVContents()
+    reused = snapshots.restore(0, ids, contents, None, images)
+    assert reused == cut - missing_rows(runner) == contents.reusable(images.identities(ids))
+    np.testing.assert_allclose(logits_of(runner, ids, reused, images), expected, atol=1e-5)
+    other_ids, others = prompt_with_images(config, [third, second])
+    assert other_ids == ids
+    assert snapshots.restore(0, other_ids, KVContents(), None, others) == 0
+    text = [token for token in ids if token != IMAGE_TOKEN]
+    assert snapshots.restore(0, text, KVContents()) == 0
+
+
+def test_the_snapshot_with_more_in_common_is_taken(slots: Slots, tmp_path: Path) -> None:
+    """Of one of the text before the images, one of the first image, and one of both that cuts the second."""
+    runner, _ = slots
+    first, second, third = images_of(runner)
+    config = runner.base.config
+    ids, images = prompt_with_images(config, [first, second, third])
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    lost = missing_rows(runner)
+    (_, _), (start, count), _ = images.spans
+    for stop in (4, images.spans[0][0] + 2, start - 1, start + count // 2, start + count + 2):
+        shown = None if stop == 4 else place_images(ids, [first, second, third], IMAGE_TOKEN, config)
+        runner.start(0, ids, 0, GREEDY, images).wait()
+        runner.stop(0)
+        snapshots.store.put(snapshots.take(0, ids[:stop], "part", None, shown))
+        forget(runner)
+        contents = KVContents()
+        assert snapshots.restore(0, ids, contents, None, images) == stop - lost
+        assert contents.reusable(images.identities(ids)) == stop - lost
+
+
+def test_images_are_named_where_a_file_is_refused(slots: Slots, tmp_path: Path) -> None:
+    runner, _ = slots
+    ids, images = prompt_with_images(runner.base.config, images_of(runner, 1))
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    write_snapshot(tmp_path / "x", snapshots.compute(0, ids, KVContents(), "an image", images=images))
+    with pytest.raises(SnapshotError, match=r"the images are [0-9a-f]{16}\.\.\., expected none"):
+        check_binding(tmp_path / "x", read_snapshot(tmp_path / "x"), snapshots.binding())
+    found = read_snapshot(tmp_path / "x").facts.binding
+    assert replace(found, images=NONE) == snapshots.binding()
+
+
+def test_frames_leave_nothing_behind(slots: Slots, tmp_path: Path) -> None:
+    """Prompts with ever new images find no snapshot, and nothing of them is kept."""
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    image = images_of(runner, 1)[0]
+    for number in range(50):
+        frame = replace(image, digest=f"frame {number}")
+        ids, images = prompt_with_images(runner.base.config, [frame])
+        assert snapshots.restore(0, ids, KVContents(), None, images) == 0
+    assert len(snapshots._bindings) == 1
+    assert snapshots.store.snapshots() == []

@@ -1,0 +1,146 @@
+"""Tokens per second of several sequences at once, without a draft, with the shapes of Llama-3.2-1B and random weights.
+
+    python tools/bench/batch_speed.py [--work DIRECTORY] [--batches 1 2 4 8] [--tokens 256] [--output RESULTS.json]
+
+Needs TensorRT and pycuda. What is timed is the loop that serves requests, with the host reading every token: from the
+first token of the last sequence that begins to the end of the first that ends, tokens of all, the median of
+`--repeats`. `step_ms` is the GPU's time of the captured step alone. `--backend numpy --layers 2` rehearses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_speed import gpu_milliseconds
+from provenance import provenance
+
+from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents
+from edgellm.engines.backend import open_backend
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.runner import Runner
+from edgellm.runner_opening import open_runner
+from edgellm.text.stop import Answer
+from edgellm.text.tokenizer import Tokenizer
+
+#: How many times the tokens per second of one sequence eight are to yield.
+GOAL = 4.0
+
+
+def run_batch(runner: Runner, tokenizer: Tokenizer, prompts: list[list[int]], tokens: int) -> float:
+    """Tokens per second while all of the sequences are being answered."""
+    sequences = [
+        DecodingSequence(
+            prompt, SamplingValues(), Answer(tokenizer.detokenizer(), (), (), (), tokens), max_tokens=tokens
+        )
+        for prompt in prompts
+    ]
+    loop = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    begun: float | None = None
+    counted = 0
+    for _ in loop.run(sequences):
+        if begun is None:
+            if all(sequence.answer.token_count for sequence in sequences):
+                begun, counted = time.perf_counter(), sum(sequence.answer.token_count for sequence in sequences)
+        elif any(sequence.finished for sequence in sequences):
+            return (sum(sequence.answer.token_count for sequence in sequences) - counted) / (
+                time.perf_counter() - begun
+            )
+    raise SystemExit("no sequence came to its end")
+
+
+def step_milliseconds(runner: Runner, prompts: list[list[int]], steps: int) -> float:
+    """The GPU's time of one captured decode step of all sequences."""
+    base, batch = runner.base, len(prompts)
+    spans = []
+    for _ in range(3):
+        for slot, prompt in enumerate(prompts):
+            base.start(slot, prompt, 0, SamplingValues()).wait()
+        for _ in range(3):
+            base.decode(batch).wait()
+        step = next(step for key, step in base._steps.items() if key[0] == batch)
+        spans.append(gpu_milliseconds(runner.backend.device.stream, step, steps, series=1))
+        for slot in range(batch):
+            base.stop(slot)
+    return statistics.median(spans)
+
+
+def measure(runner: Runner, directory: EngineDirectory, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of each batch, in turns, and the steps' own times."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 1000, arguments.prompt).tolist() for _ in range(max(arguments.batches))]
+    tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
+    rates: dict[int, list[float]] = {batch: [] for batch in arguments.batches}
+    for batch in arguments.batches:  # kernels are loaded and steps captured before anything counts
+        run_batch(runner, tokenizer, prompts[:batch], 16)
+    for _ in range(arguments.repeats):
+        for batch, found in rates.items():
+            found.append(run_batch(runner, tokenizer, prompts[:batch], arguments.tokens))
+    results: dict[str, Any] = {
+        "tokens_per_second": {str(batch): statistics.median(found) for batch, found in rates.items()},
+        "all": {str(batch): [round(rate, 1) for rate in found] for batch, found in rates.items()},
+    }
+    alone = results["tokens_per_second"]["1"]
+    results["times_one"] = {batch: rate / alone for batch, rate in results["tokens_per_second"].items()}
+    if runner.backend.name == "tensorrt":
+        results["decode_engines"] = {
+            shape.name: type(engine).__name__
+            for shape, engine in runner.base._engines.items()
+            if shape.phase == "decode"
+        }
+        results["step_ms"] = {
+            str(batch): step_milliseconds(runner, prompts[:batch], 100) for batch in arguments.batches
+        }
+    results["goal"] = GOAL
+    results["reached"] = results["times_one"].get("8", 0.0) >= GOAL
+    return results
+
+
+def main() -> None:
+    """Measure everything and print it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
+    parser.add_argument("--backend", choices=("tensorrt", "numpy"), default="tensorrt")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    checkpoint = arguments.work / ("checkpoint" if arguments.layers == 16 else f"checkpoint-{arguments.layers}")
+    engines = arguments.work / f"engines-batch-{arguments.layers}"
+    if not (checkpoint / "model.safetensors").exists():
+        script = str(Path(__file__).parent / "random_checkpoint.py")
+        subprocess.run([sys.executable, script, checkpoint, "--layers", str(arguments.layers)], check=True)
+    limits = EngineLimits(max(arguments.batches), 512, 1024)
+    build_engine_directory(checkpoint, engines, limits, [], weights="link", force=True)  # plans when they are asked for
+    directory = EngineDirectory.open(engines)
+    runner = open_runner(open_backend(arguments.backend, directory), directory, None, None, None)
+    settings = {"backend": arguments.backend, "prompt_tokens": arguments.prompt, "answer_tokens": arguments.tokens}
+    results = dict(provenance()) | settings
+    try:
+        results |= measure(runner, directory, arguments)
+    finally:
+        runner.close()
+    text = json.dumps(results, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Training dialogues about pictures as token rows of one length, with the scenes that their pictures show.
+
+A shard holds groups of 64 rows of 512 tokens; the first 8 rows of a group have two pictures, the others one, so that
+every batch of whole groups has the same number of pictures. Rows of a picture are the token `<|image|>`, 81 in a row.
+"""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tools.demo_model.documents import ANSWER, chat_codes
+from tools.demo_model.eyes.dialogues import PICTURE, Seen, seen_dialogue
+from tools.demo_model.eyes.layout import ROWS, cells_of
+from tools.demo_model.vocabulary import END, START, load_vocabulary, render
+
+LENGTH = 512
+GROUP, TWICE = 64, 8
+PICTURES = GROUP + TWICE
+
+
+def render_seen(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    """The chat format: each picture of a message is a system message of its own before it."""
+    parts: list[dict[str, str]] = []
+    for message in messages:
+        count = message["content"].count(PICTURE)
+        parts += [{"role": "system", "content": PICTURE * ROWS}] * count
+        parts.append(message | {"content": message["content"].replace(PICTURE, "")})
+    return render(parts, add_generation_prompt)
+
+
+def encode_row(tokenizer: Tokenizer, seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
+    """Token ids [512] and which belong to an answer [512] bool; None where a picture would be cut off."""
+    start, end, image = (tokenizer.token_to_id(token) for token in (START, END, PICTURE))
+    head = tokenizer.encode("assistant\n").ids
+    ids = np.asarray(tokenizer.encode(render_seen(seen.messages)).ids + [end], np.uint16)
+    answers = chat_codes(ids, start, head, end) == ANSWER
+    if np.count_nonzero(ids[:LENGTH] == image) != ROWS * len(seen.worlds):
+        return None
+    row, wanted = np.zeros(LENGTH, np.uint16), np.zeros(LENGTH, bool)
+    length = min(len(ids) - 1, LENGTH)
+    row[:length], wanted[:length] = ids[:length], answers[:length]
+    return row, wanted
+
+
+def group(tokenizer: Tokenizer, rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [64, 512], answers [64, 512] and cells [72, 2, 9] of the pictures in the order of their rows."""
+    rows, cells = [], []
+    while len(rows) < GROUP:
+        twice = len(rows) < TWICE
+        seen = seen_dialogue(rng, "train", rng.randint(6, 9) if twice else rng.randint(5, 11), float(twice))
+        if len(seen.worlds) != 1 + twice:
+            continue
+        row = encode_row(tokenizer, seen)
+        if row is None or not row[1].any():
+            continue
+        rows.append(row)
+        cells += [cells_of(world) for world in seen.worlds]
+    return np.stack([row for row, _ in rows]), np.stack([answers for _, answers in rows]), np.stack(cells)
+
+
+def write_shards(base: Path, folder: Path, seed: int, worker: int, workers: int, shards: int, groups: int) -> None:
+    """Worker process: shards worker, worker + workers, ... of `groups` groups, each appearing when complete."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.nice(5)
+    tokenizer = load_vocabulary(base)
+    for index in range(worker, shards, workers):
+        rng = random.Random(f"eyes {seed} {index}")
+        tokens, answers, cells = zip(*(group(tokenizer, rng) for _ in range(groups)), strict=True)
+        path = folder / f"{index:05d}.npz"
+        with path.with_suffix(".part").open("wb") as file:
+            np.savez(file, tokens=np.stack(tokens), answers=np.stack(answers), cells=np.stack(cells))
+        path.with_suffix(".part").rename(path)
+
+
+def shard_groups(folder: Path, rng: random.Random):
+    """Endless groups: new shards as they appear, earlier ones again where none is new."""
+    seen: list[Path] = []
+    while True:
+        fresh = sorted(set(folder.glob("*.npz")) - set(seen))
+        if not fresh and not seen:
+            time.sleep(0.2)
+            continue
+        path = fresh[0] if fresh else rng.choice(seen)
+        seen += fresh[:1]
+        with np.load(path) as shard:
+            yield from zip(shard["tokens"], shard["answers"], shard["cells"], strict=True)

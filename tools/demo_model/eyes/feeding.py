@@ -1,0 +1,41 @@
+"""Batches of dialogues on the device, read ahead by a thread."""
+
+import queue
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tools.demo_model.eyes.documents import shard_groups
+
+
+class Dialogues:
+    """Endless batches of `groups` groups: tokens [64 g, 512] int64, answers [64 g, 512] bool, cells [72 g, 2, 9]."""
+
+    def __init__(self, folder: Path, groups: int, rng: random.Random, device: str):
+        self.folder, self.device = folder, device
+        self._ready: queue.Queue = queue.Queue(maxsize=8)
+        source = shard_groups(folder, rng)
+
+        def fill() -> None:
+            while True:
+                parts = zip(*(next(source) for _ in range(groups)), strict=True)
+                arrays = [torch.from_numpy(np.concatenate(part)) for part in parts]
+                arrays[0] = arrays[0].to(torch.int32)
+                if device.startswith("cuda"):
+                    arrays = [array.pin_memory().to(device, non_blocking=True) for array in arrays]
+                self._ready.put(arrays)
+
+        threading.Thread(target=fill, daemon=True).start()
+
+    @property
+    def shards(self) -> int:
+        """Shards written so far."""
+        return sum(1 for _ in self.folder.glob("*.npz"))
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next batch."""
+        tokens, answers, cells = self._ready.get()
+        return tokens.long(), answers, cells

@@ -1,0 +1,65 @@
+"""The frozen language model that reads rows of pictures: its loss on answers, and greedy exact match on held-out items."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from tools.demo_model.eyes.documents import render_seen
+from tools.demo_model.eyes.layout import cells_of
+from tools.demo_model.model import Model
+from tools.demo_model.vocabulary import END
+
+
+def with_pictures(model: Model, tokens: torch.Tensor, rows: torch.Tensor, image: int) -> torch.Tensor:
+    """Embeddings [B, T, H] of tokens [B, T] with rows [M, 81, H] in order at the tokens `image`."""
+    places = tokens == image
+    number = (places.flatten().cumsum(0) - 1).clamp(min=0, max=rows.shape[0] * rows.shape[1] - 1).view(tokens.shape)
+    embedded = model.model.embed_tokens(tokens)
+    return torch.where(places[..., None], rows.flatten(0, 1)[number].to(embedded.dtype), embedded)
+
+
+def answer_loss(model: Model, tokens, answers, rows, image: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross entropy of the answers' tokens, and the share of them that is the most probable one."""
+    hidden, _ = model.from_embeddings(with_pictures(model, tokens, rows, image))
+    logits = model.logits(hidden[:, :-1]).float().flatten(0, 1)
+    targets, counted = tokens[:, 1:].flatten(), answers[:, 1:].flatten().float()
+    each = F.cross_entropy(logits, targets, reduction="none")
+    right = (logits.detach().argmax(-1) == targets).float()
+    return (each * counted).sum() / counted.sum(), (right * counted).sum() / counted.sum()
+
+
+class Examination:
+    """Held-out items as padded tokens, in batches of one shape: the exact match of a model that sees them."""
+
+    def __init__(self, items: list[dict], tokenizer: Tokenizer, device: str, batch: int = 64):
+        self.items, self.device, self.batch = items, device, batch
+        self.cases = []
+        for number, item in enumerate(items):
+            prompt = render_seen(item["messages"], True)
+            length = len(tokenizer.encode(prompt).ids)
+            for answer in item["accepted"]:
+                self.cases.append((number, length, tokenizer.encode(prompt + answer + END).ids))
+        self.cases.sort(key=lambda case: len(case[2]))
+        self.cells = np.stack([cells_of(item["worlds"][0]) for item in items])
+
+    @torch.no_grad()
+    def exact_match(self, model: Model, rows_of: Callable[[list[int]], torch.Tensor], image: int) -> dict[str, float]:
+        """Percent of the items of each skill; `rows_of` gives the rows of items' pictures by their numbers."""
+        right = [False] * len(self.items)
+        for begin in range(0, len(self.cases), self.batch):
+            part = self.cases[begin : begin + self.batch]
+            width = -(-max(len(ids) for _, _, ids in part) // 64) * 64
+            tokens = torch.tensor([ids + [0] * (width - len(ids)) for _, _, ids in part], device=self.device)
+            hidden, _ = model.from_embeddings(with_pictures(model, tokens, rows_of([n for n, _, _ in part]), image))
+            best = model.logits(hidden).argmax(-1).tolist()
+            for (number, length, ids), row in zip(part, best, strict=True):
+                right[number] |= row[length - 1 : len(ids) - 1] == ids[length:]
+        scores = defaultdict(list)
+        for item, good in zip(self.items, right, strict=True):
+            scores[item["skill"]].append(good)
+        self.right = right
+        return {skill: round(100 * sum(values) / len(values), 2) for skill, values in scores.items()}

@@ -1,0 +1,48 @@
+"""The rows of a picture as a table of learned vectors: what the frozen language model reads best, found without pictures.
+
+A picture's rows are a sum: what every picture has (`empty`), and for each object what its cell, colour and kind add. The
+vectors begin as embeddings of the words in `layout.py` and are trained through the language model on scenes as they are;
+the vision encoder then learns to give these rows from pixels.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+
+from tools.demo_model.eyes.layout import CELL, COLOUR_ROW, HEAD, KIND_ROW, NOTHING, ROWS
+
+
+class Table(nn.Module):
+    """Cells [M, 2, 9] (colour and kind numbers, NOTHING where empty) to rows [M, 81, H]."""
+
+    def __init__(self, embedding: torch.Tensor, tables: dict[str, np.ndarray]):
+        super().__init__()
+        embedding = embedding.detach().float()
+        ids = {name: torch.as_tensor(values, device=embedding.device) for name, values in tables.items()}
+        width = embedding.shape[1]
+        empty, filled = embedding[ids["empty"]], embedding[ids["filled"]]
+        self.empty = nn.Parameter(empty.clone())
+        self.filled = nn.Parameter((filled - empty)[HEAD : HEAD + 9 * CELL].reshape(9, CELL, width).clone())
+        line_break = embedding[ids["filled"]][HEAD + COLOUR_ROW]
+        for name, row in (("colours", COLOUR_ROW), ("kinds", KIND_ROW)):
+            words = embedding.new_zeros(len(ids[name]), CELL, width)
+            words[:, row] = embedding[ids[name]] - line_break
+            setattr(self, name, nn.Parameter(words))
+
+    def forward(self, cells: torch.Tensor) -> torch.Tensor:
+        cells = cells.long()
+        full = (cells[:, 0] != NOTHING)[..., None, None]
+        colours, kinds = (self._looked_up(table, cells[:, i]) for i, table in enumerate((self.colours, self.kinds)))
+        added = torch.where(full, self.filled + colours + kinds, torch.zeros_like(self.filled))
+        rows = torch.cat(
+            (added.new_zeros(len(cells), HEAD, added.shape[-1]), added.flatten(1, 2), self.tail(added)), dim=1
+        )
+        return self.empty + rows
+
+    def _looked_up(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return table[numbers.clamp(max=len(table) - 1)]
+
+    @staticmethod
+    def tail(added: torch.Tensor) -> torch.Tensor:
+        """Zeros for the rows after the last cell."""
+        return added.new_zeros(len(added), ROWS - HEAD - 9 * CELL, added.shape[-1])

@@ -1,0 +1,292 @@
+"""Train the eyes for a number of minutes: first to see, then to be read by the frozen language model.
+
+Usage: python -m tools.demo_model.eyes.train --base edgellm/shipped --table DIR/table.safetensors --work DIR --minutes 8
+    [--device cuda:0] [--resume] [--seeing 0.5] [--name eyes]
+The first part (`--seeing` of the time) shows random scenes: each cell's colour and kind are to be read from the encoder's
+states, and the projector's rows are to be those of the table. The second adds dialogues about pictures, with the language
+model's own loss. Every minute NAME.safetensors (fp32), NAME.optimizer.pt and NAME.json are written to DIR.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tools.demo_model.eyes.arrays import TorchArrays
+from tools.demo_model.eyes.dialogues import PICTURE, seen_items
+from tools.demo_model.eyes.documents import GROUP, PICTURES
+from tools.demo_model.eyes.feeding import Dialogues
+from tools.demo_model.eyes.layout import token_tables
+from tools.demo_model.eyes.network import Eyes, Heads, Sizes, cell_targets
+from tools.demo_model.eyes.reading import Examination, answer_loss
+from tools.demo_model.eyes.renderer import render
+from tools.demo_model.eyes.sampling import held_out_table, sample_cells
+from tools.demo_model.eyes.table import Table
+from tools.demo_model.eyes.train_table import start_writers
+from tools.demo_model.model import load_model
+from tools.demo_model.optimizer import Optimizer
+from tools.demo_model.train import rate_at
+from tools.demo_model.vocabulary import load_vocabulary
+
+
+class Learner(torch.nn.Module):
+    """All that is trained: the eyes that ship and the heads that do not."""
+
+    def __init__(self, sizes: Sizes, width: int):
+        super().__init__()
+        self.eyes, self.heads = Eyes(sizes, width), Heads(sizes.hidden_size)
+
+
+def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds):
+    """Loss of what is seen; rows [M, 81, H]; share of objects whose colour and kind are right, of rows' error."""
+    states, rows = learner.eyes(pictures)
+    colour, kind = learner.heads(states)
+    named = F.cross_entropy(colour.float().flatten(0, 1), colours.flatten()) + F.cross_entropy(
+        kind.float().flatten(0, 1), kinds.flatten()
+    )
+    apart = (rows.float() - rows_wanted).square().mean() / scale
+    right = ((colour.argmax(-1) == colours) & (kind.argmax(-1) == kinds)).float().mean()
+    return named, apart, rows, right.detach()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=Path, required=True, help="the model directory")
+    parser.add_argument("--table", type=Path, required=True, help="the table's weights, by train_table")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--name", default="eyes", help="name of the files that are written")
+    parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time, preparation included")
+    parser.add_argument("--steps", type=int, help="stop after so many steps instead")
+    parser.add_argument("--seeing", type=float, default=0.5, help="share of the time before dialogues begin")
+    parser.add_argument("--start", type=float, default=0.0, help="progress at which the learning rate's schedule begins")
+    parser.add_argument("--pictures", type=int, default=1024, help="pictures of a step")
+    parser.add_argument("--rows", type=int, default=256, help="dialogues of a step in the second part, a multiple of 64")
+    parser.add_argument("--peak", type=float, default=3e-3)
+    parser.add_argument("--tail", type=float, default=0.5, help="share of the time in which the rate falls to zero")
+    parser.add_argument("--rows-weight", type=float, default=1.0, help="weight of the rows' distance from the table")
+    parser.add_argument("--sizes", type=json.loads, default={}, help="sizes other than the shipped ones, as JSON")
+    parser.add_argument("--seed", type=int, default=51)
+    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() // 2 - 2))
+    parser.add_argument("--shards", type=int, default=3000)
+    parser.add_argument("--groups", type=int, default=8, help="groups of 64 dialogues in a shard")
+    parser.add_argument("--items", type=int, default=40, help="held-out items a skill at the end")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/NAME.safetensors")
+    return parser.parse_args()
+
+
+class Training:
+    """Everything that the loop needs, made once."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments, self.begin = arguments, time.time()
+        self.device = device = arguments.device
+        self.cuda = device.startswith("cuda")
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        self.folder, self.writers = start_writers(
+            arguments.base, arguments.work, arguments.seed, arguments.workers, arguments.shards, arguments.groups
+        )
+        torch.manual_seed(arguments.seed)
+        torch.set_float32_matmul_precision("high")
+        if self.cuda:
+            torch.cuda.set_device(device)
+        self.model = load_model(arguments.base, device, self.dtype).requires_grad_(False)
+        tokenizer = load_vocabulary(arguments.base)
+        self.image = tokenizer.token_to_id(PICTURE)
+        self.table = Table(
+            self.model.model.embed_tokens.weight, token_tables(lambda text: tokenizer.encode(text).ids)
+        ).to(device)
+        self.table.load_state_dict(load_file(arguments.table))
+        self.table.requires_grad_(False)
+        sizes = Sizes(**arguments.sizes)
+        self.learner = Learner(sizes, self.model.d.hidden_size).to(device)
+        self.optimizer = Optimizer(self.learner, plain="embed")
+        if arguments.resume:
+            self.restore()
+        self.held_out = held_out_table()
+        self.random = np.random.default_rng(arguments.seed)
+        self.arrays = TorchArrays(arguments.seed, device)
+        with torch.no_grad():
+            rows = self.table(torch.from_numpy(sample_cells(self.random, 2048, self.held_out)).to(device))
+            self.scale = (rows - rows.mean(0)).square().mean().item()
+        self.see = torch.compile(seeing_loss) if self.cuda else seeing_loss
+        self.read = torch.compile(answer_loss) if self.cuda else answer_loss
+        self.examination = Examination(seen_items(11, arguments.items), tokenizer, device)
+        self.quick = Examination(seen_items(12, max(2, arguments.items // 3)), tokenizer, device)
+        for each in (self.examination, self.quick):
+            each.pictures = self.draw(each.cells, TorchArrays(7, device))
+        self.probes = {
+            name: sample_cells(np.random.default_rng(8), 1024, self.held_out, name == "held-out pairs")
+            for name in ("trained pairs", "held-out pairs")
+        }
+        self.probe_pictures = {n: self.draw(c, TorchArrays(9, device)) for n, c in self.probes.items()}
+
+    def path(self, ending: str) -> Path:
+        """A file of this run."""
+        return self.arguments.work / f"{self.arguments.name}.{ending}"
+
+    def draw(self, cells: np.ndarray, arrays: TorchArrays | None = None) -> torch.Tensor:
+        """Pictures of the cells, values 0 to 255 as bytes."""
+        with torch.no_grad():
+            return render(cells, arrays or self.arrays).to(torch.uint8)
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.time() - self.begin
+
+    def save(self) -> None:
+        """Write weights and optimizer."""
+        state = {k: v.detach().float().cpu().contiguous() for k, v in self.learner.state_dict().items()}
+        save_file(state, self.path("part"))
+        self.path("part").rename(self.path("safetensors"))
+        saved = self.optimizer.state()
+        saved["buffers"] = [buffer.bfloat16() for buffer in saved["buffers"]]
+        torch.save(saved, self.path("optimizer.pt"))
+
+    def restore(self) -> None:
+        """Continue from saved weights, and the optimizer where it was saved too."""
+        self.learner.load_state_dict(load_file(self.path("safetensors"), device=self.device))
+        if self.path("optimizer.pt").exists():
+            self.optimizer.restore(torch.load(self.path("optimizer.pt"), map_location=self.device, weights_only=True))
+
+    @torch.no_grad()
+    def looked(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and rows of pictures."""
+        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.cuda):
+            return self.learner.eyes(pictures.float())
+
+    @torch.no_grad()
+    def probe(self) -> dict[str, float]:
+        """Percent of objects and of whole scenes that the heads name right."""
+        found = {}
+        for name, cells in self.probes.items():
+            targets = cell_targets(torch.from_numpy(cells).to(self.device))
+            guesses = [
+                torch.stack([logits.argmax(-1) for logits in self.learner.heads(self.looked(part)[0].float())])
+                for part in self.probe_pictures[name].split(256)
+            ]
+            colour, kind = torch.cat(guesses, 1)
+            right = (colour == targets[0]) & (kind == targets[1])
+            full = torch.from_numpy(cells[:, 1] != 255).to(self.device)
+            found |= {
+                f"objects of {name}": 100 * right[full].float().mean().item(),
+                f"colours of {name}": 100 * (colour == targets[0])[full].float().mean().item(),
+                f"kinds of {name}": 100 * (kind == targets[1])[full].float().mean().item(),
+                f"scenes of {name}": 100 * right.all(1).float().mean().item(),
+            }
+        return {name: round(value, 2) for name, value in found.items()}
+
+    def examined(self, examination: Examination) -> dict[str, float]:
+        """Exact match per skill through the language model."""
+        return examination.exact_match(
+            self.model, lambda n: self.looked(examination.pictures[n])[1].to(self.dtype), self.image
+        )
+
+    def report(self, examination: Examination | None) -> dict:
+        """Print and return how it goes."""
+        self.learner.eval()
+        record = {"seconds": round(self.elapsed(), 1), **self.probe()}
+        print(f"{self.elapsed():6.1f} s seen {record}", flush=True)
+        if examination:
+            found = self.examined(examination)
+            record["exact_match_percent"] = found
+            record["all"] = round(sum(found.values()) / len(found), 2)
+            print(f"{self.elapsed():6.1f} s exact match {record['all']} % {found}", flush=True)
+        self.learner.train()
+        return record
+
+    def step(self, source: Dialogues | None) -> tuple[torch.Tensor, ...]:
+        """One step's losses, already differentiated."""
+        arguments, device = self.arguments, self.device
+        own = arguments.pictures
+        parts = []
+        if source:
+            tokens, answers, dialogue_cells = source.batch()
+            parts.append(dialogue_cells)
+            own = max(0, own - len(dialogue_cells))
+        if own:
+            parts.append(sample_cells(self.random, own, self.held_out))
+        cells = np.concatenate(parts)
+        pictures = self.draw(cells).float()
+        placed = torch.from_numpy(cells).to(device, non_blocking=True)
+        wanted, (colours, kinds) = self.table(placed), cell_targets(placed)
+        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=self.cuda):
+            named, apart, rows, right = self.see(self.learner, pictures, wanted, self.scale, colours, kinds)
+            loss = named + arguments.rows_weight * apart
+            told = torch.zeros(2, device=device)
+            if source:
+                shown = rows[: len(dialogue_cells)].to(self.dtype)
+                spoken, share = self.read(self.model, tokens, answers, shown, self.image)
+                loss = loss + 2 * spoken
+                told = torch.stack((spoken.detach(), share))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
+        return named.detach(), apart.detach(), right, *told
+
+    def progress(self, step: int) -> float:
+        """Share of the time, or of the steps, that is over; the final examination has its own time."""
+        arguments = self.arguments
+        if arguments.steps:
+            return step / arguments.steps
+        return (self.elapsed() - self.first) / max(1.0, 60 * arguments.minutes - self.first - self.reserve)
+
+    def run(self) -> None:
+        """The loop."""
+        arguments, log, source, step = self.arguments, [], None, 0
+        self.first, self.reserve = self.elapsed(), 25.0 if self.cuda else 0.0
+        parameters = sum(p.numel() for p in self.learner.eyes.parameters())
+        print(f"{self.first:6.1f} s ready, {parameters:,} parameters of the eyes on {self.device}", flush=True)
+        shown = saved = tested = time.time()
+        counted = 0
+        while (progress := self.progress(step)) < 1:
+            if source is None and progress >= arguments.seeing:
+                source = Dialogues(self.folder, arguments.rows // GROUP, random.Random(arguments.seed), self.device)
+                print(f"{self.elapsed():6.1f} s dialogues begin with {source.shards} shards", flush=True)
+            losses = self.step(source)
+            self.optimizer.step(rate_at(arguments.start + (1 - arguments.start) * progress, arguments.peak, 0.03, arguments.tail))
+            step, counted = step + 1, counted + arguments.pictures
+            if time.time() - shown > 6 or step in (1, 5, 20):
+                named, apart, right, spoken, share = (value.item() for value in losses)
+                rate = counted / (time.time() - shown)
+                log.append([step, round(self.elapsed(), 1), *(round(v, 4) for v in (named, apart, right, spoken, share))])
+                print(
+                    f"{self.elapsed():6.1f} s step {step} cells' loss {named:.4f} rows apart {apart:.4f} cells right "
+                    f"{100 * right:.2f} % answers' loss {spoken:.4f} tokens right {100 * share:.2f} % {rate:.0f} pictures/s",
+                    flush=True,
+                )
+                shown, counted = time.time(), 0
+            if time.time() - tested > 40:
+                log.append(self.report(self.quick if progress > 0.15 else None))
+                tested = time.time()
+            if time.time() - saved > 60:
+                self.save()
+                saved = time.time()
+        self.save()
+        record = {
+            "name": arguments.name,
+            "device": f"one {torch.cuda.get_device_name(self.device)}" if self.cuda else "CPU cores",
+            "steps": step,
+            "pictures": step * arguments.pictures,
+            "parameters": parameters,
+            **{k: getattr(arguments, k) for k in ("pictures", "rows", "peak", "tail", "seeing", "seed", "sizes")},
+            "items_per_skill": arguments.items,
+            "end": self.report(self.examination),
+            "log": log,
+        }
+        record["minutes"] = round(self.elapsed() / 60, 2)
+        self.path("json").write_text(json.dumps(record, indent=1) + "\n")
+        for process in self.writers:
+            process.terminate()
+        print(f"{step} steps in {record['minutes']} minutes", flush=True)
+
+
+if __name__ == "__main__":
+    Training(parse()).run()

@@ -1,0 +1,257 @@
+"""Makes the golden files of `tests/vision_goldens` with transformers, which is the reference of every vision family.
+
+    python tools/goldens/make_vision.py tests/vision_goldens
+
+Needs torch and transformers 5. Each folder is a multimodal checkpoint as `save_pretrained` writes it, or named as
+other releases do, with random weights, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] and the
+`grid_{i}` (frames, height, width), which go in together with the others, and what transformers computes in float32
+after it has read the folder again: `embeddings_{i}` [tokens, H] and `deepstack_{k}_{i}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+_TEXT = {
+    "vocab_size": 80,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One golden model: its family, `vision_config` and what stands beside it in `config.json`.
+
+    `renamed` are beginnings of tensor names and what they become: the layout of another release. `top_level` moves the
+    text fields to the top of `config.json`, as the first files of Qwen2.5-VL had them.
+    """
+
+    family: str
+    vision: dict[str, Any]
+    settings: dict[str, Any]
+    grids: tuple[tuple[int, int, int], ...]
+    dtype: str = "float32"
+    renamed: tuple[tuple[str, str], ...] = ()
+    top_level: bool = False
+
+
+_QWEN2_5 = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 16,
+    "out_hidden_size": 24,
+    "fullatt_block_indexes": [1],
+}
+_QWEN3 = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 24,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 21,
+    "patch_size": 5,
+}
+_ODD_GRIDS = ((1, 6, 10), (1, 2, 2), (1, 14, 6), (1, 4, 4))
+_SQUARE = ((1, 4, 4), (1, 4, 4), (1, 4, 4))
+_FIRST_LLAVA = (("vision_tower.", "vision_tower.vision_model."),)
+_NEWEST_LLAVA = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
+VARIATIONS = {
+    "qwen2_5_vl": Variation(
+        "qwen2_5_vl",
+        _QWEN2_5,
+        _TOKENS,
+        _ODD_GRIDS,
+        renamed=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+    ),
+    "qwen2_5_vl_old_layout": Variation(
+        "qwen2_5_vl",
+        {**_QWEN2_5, "window_size": 24, "fullatt_block_indexes": [0, 2], "in_chans": 3},
+        _TOKENS,
+        ((1, 8, 14), (1, 6, 6)),
+        dtype="bfloat16",
+        top_level=True,
+    ),
+    "qwen3_vl": Variation("qwen3_vl", _QWEN3, _TOKENS, _ODD_GRIDS),
+    "qwen3_vl_one_deepstack": Variation(
+        "qwen3_vl", {**_QWEN3, "deepstack_visual_indexes": [1], "num_position_embeddings": 9}, _TOKENS, ((1, 8, 4),)
+    ),
+    "llava_clip": Variation(
+        "llava", {"model_type": "clip_vision_model", **_TOWER}, {"image_token_index": 5}, _SQUARE, renamed=_FIRST_LLAVA
+    ),
+    "llava_clip_two_layers": Variation(
+        "llava",
+        {"model_type": "clip_vision_model", **_TOWER, "hidden_act": "gelu"},
+        {
+            "image_token_index": 5,
+            "vision_feature_layer": [-3, -1],
+            "vision_feature_select_strategy": "full",
+            "multimodal_projector_bias": False,
+        },
+        _SQUARE[:1],
+        renamed=_NEWEST_LLAVA,
+    ),
+    "llava_siglip": Variation(
+        "llava",
+        {"model_type": "siglip_vision_model", **_TOWER},
+        {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        _SQUARE,
+        dtype="float16",
+        renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
+    ),
+    "llava_siglip_without_head": Variation(
+        "llava",
+        {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
+        {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        _SQUARE[:2],
+    ),
+}
+
+
+def make_model(name: str, variation: Variation, directory: Path) -> None:
+    """Write one checkpoint and what transformers computes from it."""
+    torch.manual_seed(list(VARIATIONS).index(name))
+    model_class, config = _config(variation)
+    model = model_class(config)
+    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or "ln_q" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
+            else:
+                parameter.normal_(0, 0.3 if parameter.dim() > 1 else 1)
+    model.to(getattr(torch, variation.dtype))
+    model.save_pretrained(directory)
+    again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    expected = _expected(again, variation)
+    save_file(expected, directory / "expected.safetensors", metadata=_VERSIONS)
+    _rename(directory / "model.safetensors", variation.renamed)
+    if variation.top_level:
+        _move_to_top(directory / "config.json")
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    largest = max(expected[key].abs().max().item() for key in expected if key.startswith("embeddings"))
+    print(f"{name}: largest embedding {largest:.2f}")
+
+
+def _config(variation: Variation) -> tuple[Any, Any]:
+    if variation.family == "llava":
+        text = {"model_type": "llama", **_TEXT}
+        config = transformers.LlavaConfig(vision_config=variation.vision, text_config=text, **variation.settings)
+        return transformers.LlavaForConditionalGeneration, config
+    text = {**_TEXT, "rope_parameters": _ROPE}
+    if variation.family == "qwen3_vl":
+        text |= {"head_dim": 12, "num_hidden_layers": 2}  # a layer for each deepstack feature
+        config = transformers.Qwen3VLConfig(vision_config=variation.vision, text_config=text, **variation.settings)
+        return transformers.Qwen3VLForConditionalGeneration, config
+    config = transformers.Qwen2_5_VLConfig(vision_config=variation.vision, text_config=text, **variation.settings)
+    return transformers.Qwen2_5_VLForConditionalGeneration, config
+
+
+def _expected(model: Any, variation: Variation) -> dict[str, torch.Tensor]:
+    """Patches, grids and outputs; all images go through the model in one call."""
+    vision, grids = variation.vision, variation.grids
+    elements = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
+    patches = [torch.randn(grid[1] * grid[2], elements) for grid in grids]
+    expected = {f"patches_{index}": one for index, one in enumerate(patches)}
+    expected |= {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
+    with torch.no_grad():
+        if variation.family == "llava":
+            outputs = model.model.get_image_features(torch.stack([_unpatched(one, vision) for one in patches]))
+            embeddings, deepstack = outputs.pooler_output, []
+        else:
+            outputs = model.model.get_image_features(torch.cat(patches), torch.tensor(grids))
+            embeddings, deepstack = outputs.pooler_output, getattr(outputs, "deepstack_features", None) or []
+    for index, one in enumerate(embeddings):
+        expected[f"embeddings_{index}"] = one.clone().contiguous()
+    for place, features in enumerate(deepstack):
+        for index, one in enumerate(features):
+            expected[f"deepstack_{place}_{index}"] = one.clone().contiguous()
+    return expected
+
+
+def _unpatched(patches: torch.Tensor, vision: dict[str, Any]) -> torch.Tensor:
+    """[N, 3 * P * P] in reading order to pixels [3, S, S]; what the patches leave over at the edge is noise."""
+    size, patch = vision["image_size"], vision["patch_size"]
+    side = size // patch
+    pixels = torch.randn(3, size, size)
+    squares = patches.reshape(side, side, 3, patch, patch).permute(2, 0, 3, 1, 4)
+    pixels[:, : side * patch, : side * patch] = squares.reshape(3, side * patch, side * patch)
+    return pixels
+
+
+def _rename(path: Path, renamed: tuple[tuple[str, str], ...]) -> None:
+    tensors = load_file(path)
+    for old, new in renamed:
+        tensors = {new + name[len(old) :] if name.startswith(old) else name: one for name, one in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _move_to_top(path: Path) -> None:
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps({**text, **config}, indent=2) + "\n")
+
+
+def main() -> None:
+    """Write everything anew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
+    directory: Path = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for name, variation in VARIATIONS.items():
+        shutil.rmtree(directory / name, ignore_errors=True)
+        make_model(name, variation, directory / name)
+    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    print(f"{len(VARIATIONS)} models, {total / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
