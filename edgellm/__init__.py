@@ -9,17 +9,16 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgellm.asynchronous import AsyncGeneration, AsyncLLM
+    from edgellm.asynchronous import AsyncLLM
     from edgellm.drafting import DraftingConfig
     from edgellm.errors import AdapterError, EdgeLLMError, QueueFullError, RequestError, SnapshotError
     from edgellm.generation import Generation
     from edgellm.llm import LLM
+    from edgellm.request import Request
     from edgellm.responses import Chunk, Response
+    from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
-    from edgellm.service import Request, ServedLLM
     from edgellm.sessions import Session
-    from edgellm.snapshots.system_prompt import CachedPrompt
-    from edgellm.stream import Stream
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -29,9 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AdapterError",
-    "AsyncGeneration",
     "AsyncLLM",
-    "CachedPrompt",
     "Chunk",
     "DraftingConfig",
     "EdgeLLMError",
@@ -41,24 +38,20 @@ __all__ = [
     "RequestError",
     "Response",
     "SamplingParams",
-    "ServedLLM",
     "Session",
     "SnapshotError",
-    "Stream",
+    "SpecDecodeRuntime",
 ]
 
 _MODULES = {
     "LLM": "edgellm.llm",
-    "Stream": "edgellm.stream",
     "Chunk": "edgellm.responses",
     "Response": "edgellm.responses",
     "SamplingParams": "edgellm.sampling_params",
     "DraftingConfig": "edgellm.drafting",
-    "CachedPrompt": "edgellm.snapshots.system_prompt",
     "AsyncLLM": "edgellm.asynchronous",
-    "AsyncGeneration": "edgellm.asynchronous",
-    "ServedLLM": "edgellm.service",
-    "Request": "edgellm.service",
+    "Request": "edgellm.request",
+    "SpecDecodeRuntime": "edgellm.runtime",
     "Session": "edgellm.sessions",
     "Generation": "edgellm.generation",
     "QueueFullError": "edgellm.errors",

@@ -1,4 +1,4 @@
-"""The asynchronous twins of `ServedLLM` and `Generation`, for asyncio: no threads but the one that computes."""
+"""The asynchronous twins of `LLM` and `Generation`, for asyncio: no threads but the one that computes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from edgellm.engine_thread import QUEUE_LIMIT
 from edgellm.generation import Generation
-from edgellm.llm import Messages
+from edgellm.llm import LLM, start_runtime
+from edgellm.request import Messages, Request
 from edgellm.responses import Chunk, Response
 from edgellm.sampling_params import SamplingParams
-from edgellm.service import Request, ServedLLM, start_engine
 
 
 class AsyncGeneration:
@@ -79,7 +79,7 @@ class AsyncGeneration:
 
 
 class AsyncLLM:
-    """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `ServedLLM`'s.
+    """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `LLM`'s.
 
     Opening, answering and closing leave the event loop free; prompts are tokenized in it.
     """
@@ -87,34 +87,34 @@ class AsyncLLM:
     def __init__(
         self, engine_directory: str | Path | None = None, *, queue_limit: int = QUEUE_LIMIT, **options: Any
     ) -> None:
-        self._thread = start_engine(engine_directory, queue_limit, options)
-        self._served: ServedLLM | None = None
+        self._thread = start_runtime(engine_directory, queue_limit, **options)
+        self._llm: LLM | None = None
 
     async def open(self) -> AsyncLLM:
         """Wait until the model is loaded; raises what loading it raised."""
-        if self._served is None:
+        if self._llm is None:
             await asyncio.shield(asyncio.wrap_future(self._thread.opened))
-            self._served = ServedLLM.of_thread(self._thread)
+            self._llm = LLM.of_thread(self._thread)
         return self
 
     @property
-    def served(self) -> ServedLLM:
+    def served(self) -> LLM:
         """The same model for threads."""
-        return self._served or ServedLLM.of_thread(self._thread)
+        return self._llm or LLM.of_thread(self._thread)
 
     async def submit(self, request: Request) -> AsyncGeneration:
-        """See `ServedLLM.submit`."""
+        """See `LLM.submit`."""
         await self.open()
         return AsyncGeneration(self.served.submit(request))
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **more: Any
     ) -> Response:
-        """See `ServedLLM.generate`."""
+        """See `LLM.generate`."""
         return await (await self.submit(Request(prompt=prompt, params=params, **more))).result()
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, **more: Any) -> Response:
-        """See `ServedLLM.chat`."""
+        """See `LLM.chat`."""
         return await (await self.submit(Request(messages=messages, params=params, **more))).result()
 
     async def stream(

@@ -10,13 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgellm.decoding_sequence import Clock, DecodingSequence
 from edgellm.drafting import PlanChooser
 from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.kv_contents import KVContents, SnapshotSource
 from edgellm.runner import PlainRunner, Runner
+
+if TYPE_CHECKING:
+    from edgellm.multimodal.image_processor import PreparedImage
 
 __all__ = [
     "Clock",
@@ -51,7 +55,8 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting).
+    """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting);
+    `look` encodes the images of a prompt.
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.
@@ -63,9 +68,10 @@ class DecodingLoop:
         contents: Sequence[KVContents],
         chooser: PlanChooser | None = None,
         snapshots: SnapshotSource | None = None,
+        look: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
     ) -> None:
         self._runner, self._contents, self._chooser = runner, contents, chooser
-        self._snapshots = snapshots
+        self._snapshots, self._look = snapshots, look
         self._running: list[DecodingSequence] = []
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
@@ -116,8 +122,10 @@ class DecodingLoop:
         What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
         """
         runner, slot, base = self._runner, len(self._running), self._runner.base
-        contents, prompt_ids, tokens = self._contents[slot], sequence.prompt_ids, sequence.identities
         sequence.clock.started, restored = time.perf_counter(), 0
+        if sequence.prepared_images and self._look is not None:
+            sequence.images = self._look(sequence.prompt_ids, sequence.prepared_images)
+        contents, prompt_ids, tokens = self._contents[slot], sequence.prompt_ids, sequence.identities
         if sequence.tally is not None:
             sequence.tally.start()
         try:
@@ -132,6 +140,7 @@ class DecodingLoop:
             contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
             first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images)
         except BaseException:
+            base.await_rows()
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
                 self._forget(slot)
@@ -243,6 +252,7 @@ class DecodingLoop:
         self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
+        sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
         last = len(self._running) - 1
         if slot < last:
             runner.move(last, slot)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.responses import Response, Timings, Usage
 from edgellm.text.stop import Answer
+
+if TYPE_CHECKING:
+    from edgellm.multimodal.image_processor import PreparedImage
 
 
 @dataclass
@@ -49,8 +53,10 @@ class Clock:
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A request that is being answered, with the LoRA adapter of that name (None: without one), and the `images` of its
-    prompt, if it has any.
+    """A request that is being answered, with the LoRA adapter of that name (None: without one).
+
+    `prepared_images` are those of its prompt, which has all their tokens; `images` what they are for the engines, once
+    it has its turn.
 
     `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
     neither finished nor cancelled.
@@ -63,6 +69,7 @@ class DecodingSequence:
     max_tokens: int | None = None
     tally: DraftingTally | None = None
     adapter: str | None = None
+    prepared_images: Sequence[PreparedImage] = ()
     images: PromptImages | None = None
     adapter_digest: str | None = None
     reused_tokens: int = 0

@@ -13,6 +13,7 @@ from edgellm.engines.errors import (
     PlanError,
     UnsupportedModelError,
 )
+from edgellm.multimodal.errors import ImageError
 
 __all__ = [
     "AdapterError",
@@ -22,6 +23,7 @@ __all__ = [
     "EdgeLLMError",
     "EngineDirectoryError",
     "EngineError",
+    "ImageError",
     "KernelError",
     "MissingDependencyError",
     "PlanError",

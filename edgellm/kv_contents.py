@@ -31,7 +31,9 @@ class KVContents:
     def reusable(self, prompt_ids: Sequence[TokenIdentity]) -> int:
         """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
         longest = min(len(self._ids), len(prompt_ids))
-        common = next((i for i in range(longest) if self._ids[i] != prompt_ids[i]), longest)
+        common = longest
+        if self._ids[:longest] != list(prompt_ids[:longest]):  # the usual case is decided at once
+            common = next(i for i in range(longest) if self._ids[i] != prompt_ids[i])
         rows = min(common, len(prompt_ids) - 1)
         if self._draft_rows is not None:
             rows = min(rows, self._draft_rows, common - 1)

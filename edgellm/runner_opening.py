@@ -23,19 +23,24 @@ def open_runner(
     drafting: DraftingConfig | None,
     adapters: Mapping[str, LoraAdapter] | None,
     progress: Callable[[int, int], None] | None,
+    beside: Mapping[str, int] | None = None,
 ) -> Runner:
-    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none."""
+    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none.
+
+    A vision encoder takes `beside` (bytes by name).
+    """
     config, limits = directory.config, directory.limits
     if drafting is None:
         with closing(directory.checkpoint()) as checkpoint:
-            return PlainRunner(BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters))
+            base = BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters, beside=beside)
+            return PlainRunner(base)
     if directory.draft is None:
         raise RequestError(
             f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress, adapters)
+    return EagleRunner.open(backend, directory, progress, adapters, beside=beside)
 
 
 def read_adapters(

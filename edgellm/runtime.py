@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from edgellm.adaptive_drafting import adaptive_drafting
 from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, Runner
@@ -15,7 +15,7 @@ from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting_controller import DraftingController, DraftingReport
 from edgellm.drafting_presets import default_drafting
 from edgellm.drafting_statistics import DraftingTally
-from edgellm.engines.backend import open_backend
+from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
@@ -33,9 +33,14 @@ from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.snapshot_file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
-from edgellm.snapshots.system_prompt import CachedPrompt, prompt_label, system_prompt_ids
+from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label, system_prompt_ids
+from edgellm.text.message_parts import ImageReference, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.eyes import Eyes
+    from edgellm.multimodal.image_processor import PreparedImage
 
 
 class SpecDecodeRuntime:
@@ -67,10 +72,12 @@ class SpecDecodeRuntime:
         self._multimodal_directory = _multimodal_directory(self.directory, multimodal_engine_directory)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self.metrics = metrics or Metrics()
+        self.tokenizer.takes_images = self.has_vision_model
         self._busy = threading.Lock()
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
         self._snapshots: SlotSnapshots | None = None
+        self._eyes: Eyes | None = None
         self._observer: Observer | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
@@ -78,12 +85,20 @@ class SpecDecodeRuntime:
         opened = open_backend(backend, self.directory)
         try:
             asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            self._runner = open_runner(opened, self.directory, asked, loras, progress)
+            if self._multimodal_directory is not None:
+                self._eyes = _open_eyes(opened, self.directory, self._multimodal_directory, self.metrics)
+            beside = None if self._eyes is None else self._eyes.memory
+            self._runner = open_runner(opened, self.directory, asked, loras, progress, beside)
         except BaseException:
+            if self._eyes is not None:
+                self._eyes.close()
             opened.close()
             raise
         try:
-            self._snapshots = SlotSnapshots(SnapshotStore(snapshot_budget), self._runner, self.directory)
+            if self._eyes is not None:
+                self._eyes.load(progress)
+            store = SnapshotStore(snapshot_budget)
+            self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             if asked is not None:
                 self.use_drafting(asked)
             for path in snapshots:
@@ -189,7 +204,7 @@ class SpecDecodeRuntime:
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner = self._open_runner()
         runner.base.adapter_digest(request.adapter)
-        prompt_ids = self._prompt_ids(request)
+        prompt_ids, images = self._shown_prompt(request)
         self._check_prompt(prompt_ids)
         answer = Answer(
             self.tokenizer.detokenizer(),
@@ -209,22 +224,24 @@ class SpecDecodeRuntime:
             params.seed or 0,
         )
         tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
-        return DecodingSequence(prompt_ids, sampling, answer, clock, params.max_tokens, tally, request.adapter)
+        limit, adapter = params.max_tokens, request.adapter
+        return DecodingSequence(prompt_ids, sampling, answer, clock, limit, tally, adapter, prepared_images=images)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.Engine`."""
         chooser = self._choosers[self._drafting]
         runner, snapshots = self._open_runner(), self._open_snapshots()
+        look = None if self._eyes is None else self._eyes.look
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, look)
         observed = ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed)
+        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed, look)
 
     def generate_and_save_system_prompt_kv_cache(
-        self, prompt: str, lora_name: str | None = None, path: str | Path | None = None
+        self, prompt: SystemPrompt, lora_name: str | None = None, path: str | Path | None = None
     ) -> CachedPrompt:
         """Compute a system prompt now: conversations that begin with it prefill only what follows, the same answers
-        come sooner (`usage.reused_tokens` tells).
+        come sooner (`usage.reused_tokens` tells). It is text, or a list of parts, images among them.
 
         Its rows serve requests with the LoRA adapter `lora_name` (None: without one), which they depend on. They are
         kept in memory and, with `path`, in that file, which other processes with the same model can load. Raises
@@ -241,14 +258,18 @@ class SpecDecodeRuntime:
             store.put(snapshot)
         return CachedPrompt(tuple(snapshot.token_ids.tolist()), snapshot.nbytes, path)
 
-    def system_prompt_snapshot(self, prompt: str, lora_name: str | None = None, label: str | None = None) -> Snapshot:
+    def system_prompt_snapshot(
+        self, prompt: SystemPrompt, lora_name: str | None = None, label: str | None = None
+    ) -> Snapshot:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
-        snapshots = self._open_snapshots()
-        token_ids = system_prompt_ids(self.tokenizer, prompt)
+        snapshots, label = self._open_snapshots(), label or prompt_label(prompt)
+        shown = images_of_messages([{"role": "system", "content": prompt}])
+        token_ids, prepared = self._with_images(system_prompt_ids(self.tokenizer, prompt), shown)
         self._check_prompt(token_ids)
         slot = self.directory.limits.max_batch - 1  # the one that requests use least
         with self._exclusive():
-            return snapshots.compute(slot, token_ids, self._contents[slot], label or prompt_label(prompt), lora_name)
+            images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
+            return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images)
 
     def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
         """Use the snapshot of a file from now on.
@@ -264,6 +285,9 @@ class SpecDecodeRuntime:
 
     def close(self) -> None:
         """Free all memory; the object cannot be used afterwards."""
+        if self._eyes is not None:
+            self._eyes.close()
+            self._eyes = None
         if self._snapshots is not None:
             self._snapshots.close()
             self._snapshots = None
@@ -307,14 +331,33 @@ class SpecDecodeRuntime:
             self.metrics.refused()
             return error
 
-    def _prompt_ids(self, request: Request) -> list[int]:
-        if request.images and not self.has_vision_model:
-            raise RequestError(
-                f"the request shows {len(request.images)} images, but {self.directory.path} has no vision model: leave "
-                "them out, or open a directory that has one"
-            )
+    def _shown_prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
+        """The tokens of a request, those of its images included, and the images."""
         if request.messages is not None:
-            return self.tokenizer.encode_chat(request.messages)
+            if request.images:
+                raise RequestError("a conversation has its images in its messages: leave `images` out")
+            prompt_ids = self.tokenizer.encode_chat(request.messages)
+            shown = images_of_messages(request.messages)
+        else:
+            prompt_ids = self._prompt_ids(request)
+            shown = images_of_prompt(request.images)
+        return self._with_images(prompt_ids, shown)
+
+    def _with_images(
+        self, prompt_ids: list[int], shown: Sequence[ImageReference]
+    ) -> tuple[list[int], Sequence[PreparedImage]]:
+        """A prompt that shows images, with all their tokens, and the images."""
+        if self._eyes is None:
+            if shown:
+                raise RequestError(
+                    f"the request shows {len(shown)} images, but {self.directory.path} has no vision model: leave them "
+                    "out, or open a directory that has one"
+                )
+            return prompt_ids, ()
+        images = self._eyes.prepare(shown)
+        return self._eyes.expand(prompt_ids, images), images
+
+    def _prompt_ids(self, request: Request) -> list[int]:
         return self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt or ())
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
@@ -327,10 +370,19 @@ class SpecDecodeRuntime:
             )
 
 
+def _open_eyes(
+    backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
+) -> Eyes:
+    """The eyes of a model; what they need is loaded only for models that see."""
+    from edgellm.eyes import Eyes
+
+    return Eyes(backend, directory, vision_directory, metrics)
+
+
 def _multimodal_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:
     """The directory with the vision engines, None without; EngineDirectoryError where `path` has none."""
     found = directory if path is None else EngineDirectory.open(Path(path))
-    if getattr(found, "vision", None) is not None:
+    if found.vision is not None and found.limits.image_rows:
         return found
     if path is not None:
         raise EngineDirectoryError(f"{path} has no vision model: leave multimodal_engine_directory out, or build one")

@@ -15,7 +15,6 @@ from edgellm.request_queue import Call, RequestQueue
 from edgellm.responses import Chunk, Response
 
 logger = logging.getLogger("edgellm.serving")
-logger.addHandler(logging.NullHandler())
 
 
 class Engine(Protocol):

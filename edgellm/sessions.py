@@ -11,6 +11,9 @@ from edgellm.generation import Generation
 from edgellm.responses import Response
 from edgellm.sampling_params import SamplingParams
 
+#: Of a message: text, or a list of parts.
+Content = str | Sequence[dict[str, Any]]
+
 
 class Session:
     """A conversation with a model: each message is answered with all that came before.
@@ -26,7 +29,7 @@ class Session:
         params: SamplingParams | None = None,
         adapter: str | None = None,
     ) -> None:
-        """`ask` answers messages (`ServedLLM.stream_chat`)."""
+        """`ask` answers messages (`LLM.stream_chat`)."""
         self._ask, self._params, self._adapter = ask, params, adapter
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: tuple[dict[str, Any], Generation] | None = None
@@ -45,8 +48,13 @@ class Session:
             self._settle()
             self._messages = [dict(message) for message in messages]
 
-    def stream(self, content: str, params: SamplingParams | None = None, deadline: float | None = None) -> Generation:
-        """Say something; returns the answer as it grows. Raises RequestError while the one before is growing."""
+    def stream(
+        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+    ) -> Generation:
+        """Say something: text, or parts of a message, images among them. Returns the answer as it grows.
+
+        Raises RequestError while the one before is growing.
+        """
         with self._lock:
             self._settle()
             message = {"role": "user", "content": content}
@@ -56,7 +64,7 @@ class Session:
             self._open = message, generation
             return generation
 
-    def send(self, content: str, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
+    def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
         """Say something and wait for the answer."""
         return self.stream(content, params, deadline).result()
 

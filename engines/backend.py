@@ -20,6 +20,7 @@ from edgellm.engines.memory_plan import MemoryPlan
 from edgellm.kernels.acceptance_interface import AcceptanceKernels
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.draft_tree_interface import DraftTreeKernels
+from edgellm.kernels.image_interface import ImageKernels
 from edgellm.kernels.interface import Kernels
 
 BACKENDS = ("auto", "numpy", "tensorrt")
@@ -85,6 +86,10 @@ class Backend(Protocol):
     def acceptance(self) -> AcceptanceKernels:
         """The kernels of acceptance, loaded when first asked for."""
 
+    @property
+    def image_kernels(self) -> ImageKernels:
+        """The kernels of images, loaded when first asked for."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Array:
         """Uninitialized memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
 
@@ -114,6 +119,13 @@ class Backend(Protocol):
     def upload_rows(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
         """Set the first `rows` rows of each group of `target` [G, C, D] from those of host `values` [G, N, D] (bfloat16
         as uint16), in order with the other work. Raises EngineError for another shape or dtype."""
+
+    def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
+        """As `upload_rows`, after the work that was enqueued before, but beside what is enqueued later: what touches
+        `target` must come after `wait_for`. Transfers that are made one after the other end in this order."""
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let what is enqueued from now on begin when a transfer of `upload_rows_beside` is done."""
 
     def download_rows(self, source: Array, values: np.ndarray, rows: int) -> Transfer:
         """Fill the first `rows` rows of host `values` [G, N, D] from `source` [G, C, D], as `upload_rows` sets them."""

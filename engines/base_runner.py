@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Engine, Readback
+from edgellm.engines.backend import Backend, Engine, Readback, Transfer
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
@@ -119,6 +119,7 @@ class BaseEngineRunner:
         self.lengths = [0] * limits.max_batch
         self._warm: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
+        self._arriving: dict[str, Transfer] = {}
 
     def start(
         self,
@@ -151,6 +152,7 @@ class BaseEngineRunner:
             if self._feature_user is not None:
                 self._feature_user.take_chunk(slot, ids, position, tokens, self._features_of(1, chunk), images)
             position += tokens
+        self.await_rows()
         self.sampling.set(slot, sampling, prompt_ids)
         for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
@@ -158,6 +160,21 @@ class BaseEngineRunner:
         self.lengths[slot] = count
         first = self._read_emitted(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
+
+    def expect_rows(self, transfers: Mapping[str, Transfer]) -> None:
+        """KV rows of an idle slot are being copied by `Backend.upload_rows_beside`, those of each of `caches` until its
+        transfer is done (and others', by other names): what `start` enqueues next waits for them, layer by layer where
+        the engine can."""
+        self._arriving = dict(transfers)
+
+    def await_rows(self) -> None:
+        """Let everything that is enqueued from now on wait for the rows that are expected."""
+        if self._arriving:
+            self.backend.wait_for(list(self._arriving.values())[-1])  # they end in order
+            self._arriving = {}
+
+    def _await_layer(self, index: int) -> None:
+        self.backend.wait_for(self._arriving[f"v_cache_{index}"])  # it comes after the layer's keys
 
     def decode(self, batch: int) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
@@ -378,7 +395,12 @@ class BaseEngineRunner:
             self.image_rows.insert(slot, images, images.rows, places, token_ids, inputs["inputs_embeds"])
             if images.positions is not None:
                 self._mrope_rows.write(images.positions, start, len(ids), inputs["rope_rotary_cos_sin"])
-        engine.enqueue()
+        by_layer = getattr(engine, "enqueue_by_layer", None)
+        if self._arriving and by_layer is not None:
+            by_layer(self._await_layer)
+        else:
+            self.await_rows()
+            engine.enqueue()
 
     def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> None:
         """One token for each of the leading slots, from device state to device state."""

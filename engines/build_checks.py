@@ -88,11 +88,14 @@ def choose_limits(
 
 
 def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
-    """Rows of the vision engines, ascending, for images of up to so many patches; none without a vision encoder.
+    """Rows of the vision engines, ascending, for images of up to so many patches; none without a vision encoder, or
+    where 0 is asked for.
 
     BuildError for a number out of range, or asked for where it has no effect.
     """
     asked = max_image_patches
+    if asked == 0:
+        return ()
     if vision is None:
         if asked is not None:
             raise BuildError(f"--max-image-patches is {asked}, but the model takes no images: name --vision VISION_DIR")
@@ -103,13 +106,14 @@ def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None
                 f"--max-image-patches is {asked}, but every image has {vision.image_side**2} patches: leave it out"
             )
         return (vision.image_side**2,)
-    step = vision.window_patches * vision.merge_patches // math.gcd(vision.window_patches, vision.merge_patches)
+    step = math.lcm(vision.window_patches, vision.merge_patches)
     asked = DEFAULT_MAX_IMAGE_PATCHES if asked is None else asked
     if not step <= asked <= LARGEST_MAX_IMAGE_PATCHES:
         raise BuildError(
-            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}"
+            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}, "
+            "or 0 for the language model alone"
         )
-    largest = -(-asked // step) * step
+    largest = vision.rows_for_patches(asked)
     rows = {-(-size // step) * step for size in _IMAGE_ROWS}
     return (*sorted(size for size in rows if size < largest), largest)
 
@@ -123,7 +127,7 @@ def check_image_rows(vision: VisionConfig | None, is_apart: bool, limits: Engine
             raise BuildError("the limits have vision engines, but there is no vision encoder: name --vision VISION_DIR")
         return
     if is_apart and not rows:
-        raise BuildError("there is a vision encoder, but the limits have no vision engines: give them image_rows")
+        raise BuildError("there is a vision encoder, but the limits have no vision engines: leave out one or the other")
     fits = all(size >= 1 and not size % vision.window_patches and not size % vision.merge_patches for size in rows)
     if list(rows) != sorted(set(rows)) or not fits or (vision.image_side and rows not in ((), (vision.image_side**2,))):
         raise BuildError(f"image_rows are {list(rows)}: expected for example {list(choose_image_rows(vision))}")

@@ -13,16 +13,8 @@ from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.descriptions import ModelConfig, vision_describer
 from edgellm.engines.digests import FileDigest
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.engine_directory import (
-    DRAFT_FOLDER,
-    LORA_FOLDER,
-    PREPROCESSOR_FILES,
-    PUBLISHED_FILES,
-    VISION_FOLDER,
-    WEIGHT_INDEX,
-    is_adapter_name,
-    is_weight_file,
-)
+from edgellm.engines.engine_directory import PREPROCESSOR_FILES, PUBLISHED_FILES, WEIGHT_INDEX
+from edgellm.engines.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER, is_adapter_name, is_weight_file
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft

@@ -31,15 +31,13 @@ from edgellm.engines.build_report import BuildReport, BuiltPlan
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.engine_directory import (
-    DRAFT_FOLDER,
-    LORA_FOLDER,
-    VISION_FOLDER,
     EngineDirectory,
     adapter_names,
     described_file_names,
     description_bytes,
     write_description,
 )
+from edgellm.engines.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora_adapter import ADAPTER_FILES
 from edgellm.engines.network_digest import network_digest

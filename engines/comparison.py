@@ -10,6 +10,7 @@ import numpy as np
 from edgellm.engines.backend import open_backend
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.sampling_state import SamplingValues
 
 #: Largest difference of logits from float32 NumPy that a compute dtype explains, relative to the largest logit.
@@ -37,21 +38,28 @@ def open_runner(backend: str, directory: EngineDirectory, with_adapters: bool = 
         runner.close()
 
 
-def greedy_tokens(runner: BaseEngineRunner, prompt_ids: Sequence[int], count: int) -> list[int]:
+def greedy_tokens(
+    runner: BaseEngineRunner, prompt_ids: Sequence[int], count: int, images: PromptImages | None = None
+) -> list[int]:
     """The first `count` tokens of the greedy answer, end-of-sequence tokens not heeded."""
-    tokens = [int(runner.start(0, prompt_ids, 0, SamplingValues()).wait()[0])]
+    tokens = [int(runner.start(0, prompt_ids, 0, SamplingValues(), images).wait()[0])]
     while len(tokens) < count:
         tokens.append(int(runner.decode(1).wait()[0]))
     runner.stop(0)
     return tokens
 
 
-def teacher_forced_logits(runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> np.ndarray:
+def teacher_forced_logits(
+    runner: BaseEngineRunner,
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    images: PromptImages | None = None,
+) -> np.ndarray:
     """Logits [len(answer_ids), V] float32 from which each of `answer_ids` was, or would have been, drawn.
 
     The prompt goes through the prefill engines, the answer through the decode engine.
     """
-    runner.start(0, prompt_ids, 0, SamplingValues()).wait()
+    runner.start(0, prompt_ids, 0, SamplingValues(), images).wait()
     logits = [runner.logits(0)]
     for token in answer_ids[:-1]:
         runner.force_token(0, token)

@@ -12,6 +12,8 @@ and in the decode step that computes it alone: whether a draft is accepted canno
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edgellm.engines.cuda_kernel_engine import (
     ArrayTable,
     CudaKernelEngine,
@@ -56,10 +58,26 @@ class CudaDecodeEngine(CudaKernelEngine):
             return {}
         return {"selected": ((shape.batch * shape.selected, config.hidden_size), "float32")}
 
+    def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
+        """As `enqueue`; `before_layer` is called before each layer's work is enqueued, and can let that wait."""
+        if not self._launches_by_layer:
+            self._check_bound()
+            launches = self._prepare()
+            for number, launch in enumerate(launches):
+                if number not in self._layer_starts:  # that one must not overtake what its layer waits for
+                    launch.overlap_previous()
+            self._launches_by_layer = launches
+        for number, launch in enumerate(self._launches_by_layer):
+            if number in self._layer_starts:
+                before_layer(self._layer_starts[number])
+            launch()
+
     def _prepare(self) -> list[Launch]:
+        self._layer_starts: dict[int, int] = {}
         launches: list[Launch] = []
         hidden = self._bound["inputs_embeds"]
         for index in range(self.config.num_layers):
+            self._layer_starts[len(launches)] = index
             launches += self._layer(index, hidden)
             hidden = self._scratch["hidden"]
         if _selects(self.shape):

@@ -63,11 +63,11 @@ class DeviceTransfer:
 
     def __init__(self, values: np.ndarray, array: DeviceArray, event: Any) -> None:
         self._memory = (values, array)  # alive for as long as the copy may run
-        self._event = event
+        self.event = event
 
     def wait(self) -> None:
         """Return once the event has come."""
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class DeviceTimestamp:
@@ -103,7 +103,7 @@ class CudaDevice:
         major, minor = device.compute_capability()
         self.compute_capability = f"sm_{major}{minor}"
         self.name = device.name()
-        self.stream = cuda.Stream()
+        self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         self._first_event: tuple[Any, float] | None = None
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
@@ -168,11 +168,18 @@ class CudaDevice:
 
     def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
         """One two-dimensional copy: a line for each of the G groups. Pageable memory works, but slowly."""
-        copy = self._row_copy(target, values, rows)
-        copy.set_src_host(values)
-        copy.set_dst_device(target.pointer)
-        copy.src_pitch, copy.dst_pitch = _pitches(values, target)
-        return self._start_copy(copy, values, target)
+        return self._start_copy(self._upload_copy(target, values, rows), values, target, self.stream)
+
+    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """The same on another stream; see `Backend.upload_rows_beside`."""
+        before = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
+        before.record(self.stream)
+        self._copy_stream.wait_for_event(before)
+        return self._start_copy(self._upload_copy(target, values, rows), values, target, self._copy_stream)
+
+    def wait_for(self, transfer: DeviceTransfer) -> None:
+        """Let the stream wait for a transfer."""
+        self.stream.wait_for_event(transfer.event)
 
     def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
         """One two-dimensional copy, the other way."""
@@ -180,7 +187,14 @@ class CudaDevice:
         copy.set_src_device(source.pointer)
         copy.set_dst_host(values)
         copy.dst_pitch, copy.src_pitch = _pitches(values, source)
-        return self._start_copy(copy, values, source)
+        return self._start_copy(copy, values, source, self.stream)
+
+    def _upload_copy(self, target: DeviceArray, values: np.ndarray, rows: int) -> Any:
+        copy = self._row_copy(target, values, rows)
+        copy.set_src_host(values)
+        copy.set_dst_device(target.pointer)
+        copy.src_pitch, copy.dst_pitch = _pitches(values, target)
+        return copy
 
     def _row_copy(self, array: DeviceArray, values: np.ndarray, rows: int) -> Any:
         """A two-dimensional copy of `rows` rows of `values` [G, N, D] and `array` [G, C, D], without its ends."""
@@ -192,11 +206,11 @@ class CudaDevice:
         copy.width_in_bytes = rows * values.shape[2] * values.itemsize
         return copy
 
-    def _start_copy(self, copy: Any, values: np.ndarray, array: DeviceArray) -> DeviceTransfer:
+    def _start_copy(self, copy: Any, values: np.ndarray, array: DeviceArray, stream: Any) -> DeviceTransfer:
         if copy.width_in_bytes and copy.height:
-            copy(self.stream)
+            copy(stream)
         event = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
-        event.record(self.stream)
+        event.record(stream)
         return DeviceTransfer(values, array, event)
 
     def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -272,14 +286,15 @@ class CudaDevice:
         return DeviceTimestamp(event, *self._first_event)
 
     def synchronize(self) -> None:
-        """Wait for everything on the stream."""
+        """Wait for everything on the stream, and what is copied beside it."""
         self.stream.synchronize()
+        self._copy_stream.synchronize()
 
     def close(self) -> None:
         """Leave the primary context; memory goes with the last array that refers to it."""
         if self._context is not None:
             atexit.unregister(self.close)
-            self.stream.synchronize()
+            self.synchronize()
             self._readbacks.clear()
             self._first_event = None
             self._context.pop()

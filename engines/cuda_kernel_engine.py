@@ -42,6 +42,7 @@ class CudaKernelEngine(ABC):
         self._scratch: dict[str, DeviceArray] = {}
         self._layout, self.scratch_bytes = _scratch_layout(scratch)
         self._launches: list[Launch] = []
+        self._launches_by_layer: list[Launch] = []
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class CudaKernelEngine(ABC):
         }
         # Not in the shared scratch: the counters must be zero between steps.
         self._scratch["counters"] = device.zeros(self._counters(), "uint32")
-        self._launches = []
+        self._launches, self._launches_by_layer = [], []
 
     def _counters(self) -> tuple[int, ...]:
         """Shape of what the launches count in: of blocks that have finished."""
@@ -76,7 +77,7 @@ class CudaKernelEngine(ABC):
                     f"the engine expects {expected[1]} {expected[0]}"
                 )
             self._bound[name] = array
-        self._launches = []
+        self._launches, self._launches_by_layer = [], []
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""

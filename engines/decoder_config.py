@@ -116,8 +116,8 @@ class EngineLimits:
     of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
-    without. With a vision encoder: images of as many patches as the largest of `image_rows`, which are the rows of its
-    engines, ascending.
+    without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
+    `VisionConfig.patches_within`).
     """
 
     max_batch: int = 1
@@ -129,11 +129,6 @@ class EngineLimits:
     max_lora_rank: int = field(default=0, metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     image_rows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-
-    @property
-    def max_image_patches(self) -> int:
-        """The most patches of an image; 0 without a vision encoder."""
-        return max(self.image_rows, default=0)
 
     @property
     def has_lora(self) -> bool:

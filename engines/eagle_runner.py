@@ -226,6 +226,7 @@ class EagleRunner:
     ) -> None:
         """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
         entries = prompt_ids[position + 1 : position + tokens + 1]
+        self.base.await_rows()  # the draft's, too
         if len(entries):
             chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
             self.draft.prefill(slot, entries, features, position, chunk, images)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,21 +13,28 @@ from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.digests import FileDigest, current_digest, hash_bytes, recall_digest
-from edgellm.engines.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
+from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.engine_parts import (
+    DRAFT_FOLDER,
+    LORA_FOLDER,
+    VISION_FOLDER,
+    EngineAdapter,
+    EngineDraft,
+    EngineVision,
+    choice,
+    is_weight_file,
+    parse_adapters,
+    parse_draft,
+    parse_files,
+    parse_vision,
+)
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.lora_adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.strict_json import JSONObject, plain_values
-from edgellm.engines.vision_config import ACTIVATIONS, VISION_FAMILIES, VisionConfig
+from edgellm.engines.vision_config import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
-#: Where the draft head lies in an engine directory.
-DRAFT_FOLDER = "draft"
-#: Where a vision encoder lies that was published apart from its language model.
-VISION_FOLDER = "vision"
-#: Where LoRA adapters lie, each in a folder that bears its name.
-LORA_FOLDER = "lora"
 DTYPES = ("float16", "bfloat16", "float32")
 ATTENTION_SETTINGS = ("auto", "native", "composed")
 
@@ -54,55 +60,8 @@ _PARTS = {
     "draft": ("draft model", "--draft DRAFT_CHECKPOINT"),
     "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
 }
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
 _DRAFT_KEY, _LORA_KEY, _VISION_KEY = "draft", "lora", "vision"
-
-
-@dataclass(frozen=True, eq=False)
-class EngineDraft:
-    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`."""
-
-    path: Path
-    config: DraftConfig
-    files: Mapping[str, FileDigest]
-
-    def checkpoint(self) -> Checkpoint:
-        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path)
-
-
-@dataclass(frozen=True, eq=False)
-class EngineVision:
-    """The vision encoder of an engine directory. One that was published apart has `files`, by name in `path`; else it
-    is in the model's own files (`files` is None)."""
-
-    path: Path
-    config: VisionConfig
-    files: Mapping[str, FileDigest] | None = None
-
-    def checkpoint(self) -> Checkpoint:
-        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path)
-
-
-@dataclass(frozen=True, eq=False)
-class EngineAdapter:
-    """A LoRA adapter of an engine directory: its largest rank and the digests of its files, by name in `path`."""
-
-    path: Path
-    rank: int
-    files: Mapping[str, FileDigest]
-
-    @property
-    def digest(self) -> str:
-        """That of the `LoraAdapter` which `read` gives."""
-        return adapter_digest({name: file.sha256 for name, file in self.files.items()})
-
-    def read(self, config: DecoderConfig) -> LoraAdapter:
-        """The adapter's matrices; raises AdapterError."""
-        return LoraAdapter.read(self.path, config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,11 +210,6 @@ def _differences(
     return found + [f"{prefix}{name}: not described, but it would be read" for name in foreign]
 
 
-def is_weight_file(name: str) -> bool:
-    """Whether a file of an engine directory holds weights."""
-    return name.endswith(".safetensors")
-
-
 def described_file_names(path: Path) -> list[str]:
     """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
     published = [name for name in (*PUBLISHED_FILES, WEIGHT_INDEX) if (path / name).exists()]
@@ -266,11 +220,6 @@ def adapter_names(path: Path) -> list[str]:
     """Names of the folders of LoRA adapters in an engine directory, sorted."""
     folder = path / LORA_FOLDER
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-
-
-def is_adapter_name(name: str) -> bool:
-    """Whether an adapter's folder may be called so."""
-    return _FILE_NAME.fullmatch(name) is not None
 
 
 def description_bytes(
@@ -332,15 +281,15 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     config = values.object("config").dataclass(DecoderConfig)
     if _DRAFT_KEY in values.values:
-        draft = _parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
+        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
-    vision = _parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
+    vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
-    adapters = _parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
+    adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
     ):
@@ -348,77 +297,13 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=_choice(values, "dtype", DTYPES),
-        attention=_choice(values, "attention", ATTENTION_SETTINGS),
+        dtype=choice(values, "dtype", DTYPES),
+        attention=choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
-        files=_parse_files(values.object("files")),
+        files=parse_files(values.object("files")),
         adapters=adapters,
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),
         draft=draft,
         vision=vision,
     )
-
-
-def _parse_vision(path: Path, values: JSONObject) -> EngineVision:
-    values.refuse_other_keys("config", "files")
-    config = values.object("config").dataclass(VisionConfig)
-    for key, choices in (
-        ("family", VISION_FAMILIES),
-        ("activation", ACTIVATIONS),
-        ("projector_activation", ACTIVATIONS),
-    ):
-        _choice(values.object("config"), key, choices)
-    if "files" not in values.values:
-        return EngineVision(path, config)
-    return EngineVision(path / VISION_FOLDER, config, _parse_files(values.object("files")))
-
-
-def _parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
-    values.refuse_other_keys("config", "files")
-    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
-    for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
-        _choice(values.object("config"), key, choices)
-    return EngineDraft(folder, config, _parse_files(values.object("files")))
-
-
-def _parse_adapters(folder: Path, values: JSONObject) -> dict[str, EngineAdapter]:
-    adapters = {}
-    for name in values.values:
-        if not is_adapter_name(name):
-            raise values.error(f"{name!r} is not a plain name")
-        entry = values.object(name)
-        entry.refuse_other_keys("rank", "files")
-        files = _parse_digests(entry.object("files"))
-        if set(files) != set(ADAPTER_FILES):
-            raise entry.error(f"expected the files {' and '.join(ADAPTER_FILES)}")
-        adapters[name] = EngineAdapter(folder / name, entry.get("rank", "int"), files)
-    return adapters
-
-
-def _choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:
-    value = values.get(key, "str")
-    if value not in choices:
-        raise values.error(f"{key!r} is {value!r}, expected one of {', '.join(choices)}")
-    return value
-
-
-def _parse_files(values: JSONObject) -> dict[str, FileDigest]:
-    files = _parse_digests(values)
-    if "config.json" not in files or not any(map(is_weight_file, files)):
-        raise values.error("expected at least config.json and one .safetensors file")
-    return files
-
-
-def _parse_digests(values: JSONObject) -> dict[str, FileDigest]:
-    files = {}
-    for name in values.values:
-        if not _FILE_NAME.fullmatch(name):
-            raise values.error(f"{name!r} is not a plain file name")
-        entry = values.object(name)
-        entry.refuse_other_keys("sha256", "size")
-        sha256 = entry.get("sha256", "str")
-        if not _SHA256.fullmatch(sha256):
-            raise entry.error(f"'sha256' is {sha256!r}, expected 64 hexadecimal digits")
-        files[name] = FileDigest(sha256, entry.get("size", "count"))
-    return files

@@ -23,7 +23,7 @@ class ImageRows:
 
     def __init__(self, backend: Backend, slots: int) -> None:
         self._backend = backend
-        self._inserted = backend.host_visible((slots,), "int32")
+        self._inserted = backend.zeros((slots,), "int32")
         self._expected = [0] * slots
 
     def insert(
@@ -55,17 +55,17 @@ class ImageRows:
 
     def checked(self, slot: int, tokens: Readback) -> Readback:
         """`tokens`, which raise EngineError if the device has inserted other rows for the slot than there are."""
-        return _CheckedTokens(tokens, self._backend.read(self._inserted[slot : slot + 1]), self._expected[slot])
+        return _CheckedTokens(tokens, self._backend.read(self._inserted), slot, self._expected[slot])
 
 
 class _CheckedTokens:
     """See `ImageRows.checked`."""
 
-    def __init__(self, tokens: Readback, inserted: Readback, expected: int) -> None:
-        self._tokens, self._inserted, self._expected = tokens, inserted, expected
+    def __init__(self, tokens: Readback, inserted: Readback, slot: int, expected: int) -> None:
+        self._tokens, self._inserted, self._slot, self._expected = tokens, inserted, slot, expected
 
     def wait(self) -> np.ndarray:
-        values, found = self._tokens.wait(), int(self._inserted.wait()[0])
+        values, found = self._tokens.wait(), int(self._inserted.wait()[self._slot])
         if found != self._expected:
             raise EngineError(
                 f"the device has put {found} image rows into prompts of this slot, expected {self._expected}: the "

@@ -18,6 +18,7 @@ from edgellm.engines.lora_config import CONFIG_NAME, LoraConfig
 from edgellm.engines.lora_weights import adapted_projections
 from edgellm.engines.number_formats import STORAGE, float32_into
 from edgellm.engines.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.tensor_names import language_model_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.
@@ -136,10 +137,11 @@ def _read_pairs(
     found: dict[tuple[str, str], TensorInfo] = {}
     for name, info in file.tensors.items():
         match = _TENSOR.fullmatch(name)
-        if match is None or match[1] not in sizes:
+        module = "" if match is None else language_model_name(match[1])
+        if match is None or module not in sizes:
             problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
-        elif match[1] in expected:
-            found[match[1], match[2]] = info
+        elif module in expected:
+            found[module, match[2]] = info
         elif expected:
             problems.append(f"unexpected: {name} is not among the targets of {CONFIG_NAME}")
     pairs = {}

@@ -24,6 +24,7 @@ from edgellm.engines.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_acceptance import NumpyAcceptance
 from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
+from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
 from edgellm.kernels.numpy_kernels import NumpyKernels
 
 #: Models of fewer parameters compute on one thread (see `blas_threads`).
@@ -107,6 +108,11 @@ class NumpyBackend:
         """The kernels of acceptance."""
         return NumpyAcceptance()
 
+    @cached_property
+    def image_kernels(self) -> NumpyImageKernels:
+        """The kernels of images."""
+        return NumpyImageKernels()
+
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         """Uninitialized memory."""
         return self._allocate(np.empty, shape, dtype)
@@ -140,6 +146,13 @@ class NumpyBackend:
         check_rows(target.shape, target.dtype, values, rows)
         np.copyto(target[:, :rows], values[:, :rows])
         return NumpyTransfer()
+
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        return self.upload_rows(target, values, rows)
+
+    def wait_for(self, transfer: NumpyTransfer) -> None:
+        """It is done already."""
 
     def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
         """Copy the rows."""

@@ -30,6 +30,7 @@ from edgellm.engines.weights import iterate_weight_parts
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
+from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
 
@@ -69,6 +70,11 @@ class TensorRTBackend:
         """The kernels of acceptance."""
         return CudaAcceptance(self.kernels, self.device.stream, self.device.compute_capability)
 
+    @cached_property
+    def image_kernels(self) -> CudaImageKernels:
+        """The kernels of images."""
+        return CudaImageKernels(self.device.stream, self.device.compute_capability)
+
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory."""
         return self.device.empty(shape, self.compute_dtype if dtype == "compute" else dtype)
@@ -100,6 +106,14 @@ class TensorRTBackend:
     def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
         """Copy to the device, on the stream."""
         return self.device.upload_rows(target, values, rows)
+
+    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the device, on a stream of its own."""
+        return self.device.upload_rows_beside(target, values, rows)
+
+    def wait_for(self, transfer: DeviceTransfer) -> None:
+        """Let the stream wait."""
+        self.device.wait_for(transfer)
 
     def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
         """Copy to the host, on the stream."""

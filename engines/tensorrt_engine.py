@@ -43,6 +43,7 @@ class TensorRTEngine:
             self._tensors[name] = (tuple(self._engine.get_tensor_shape(name)), dtype)
         self._unbound = set(self._tensors)
         self._stream_handle = 0
+        self._scratch: DeviceArray | None = None
         self._keep: dict[str, DeviceArray] = {}
 
     @property
@@ -51,7 +52,8 @@ class TensorRTEngine:
         return tuple(self._tensors)
 
     def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
-        """Use `scratch` (at least `scratch_bytes`) and the device's stream."""
+        """Use `scratch` (at least `scratch_bytes`), which is kept alive, and the device's stream."""
+        self._scratch = scratch
         self._context.set_device_memory(scratch.pointer, scratch.nbytes)
         self._stream_handle = device.stream.handle
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+#: Images up to this much longer than wide, or wider than long, fit an engine however their windows fall.
+_LARGEST_ASPECT = 4
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,26 @@ class VisionConfig:
     def window_merged_side(self) -> int:
         """Side of a window in language tokens; 0 without windows."""
         return (self.window_size or 0) // self.spatial_merge_size // self.patch_size
+
+    def rows_for_patches(self, patches: int) -> int:
+        """Rows of an engine that takes every image of up to so many patches, windows padded, that is not longer than
+        `_LARGEST_ASPECT` times its width or the other way round."""
+        tokens = -(-patches // self.merge_patches)
+        if self.window_size is None:
+            return tokens * self.merge_patches
+        # Of h by w tokens, windows of side s cover less than (h + s) (w + s); h + w is largest at the largest aspect.
+        edges = math.sqrt(tokens) * (math.sqrt(_LARGEST_ASPECT) + 1 / math.sqrt(_LARGEST_ASPECT))
+        beyond = self.window_merged_side - 1
+        covered = tokens + beyond * edges + beyond**2
+        return math.ceil(covered * self.merge_patches / self.window_patches) * self.window_patches
+
+    def patches_within(self, rows: int) -> int:
+        """The most patches for which `rows_for_patches` is at most `rows`; at least those of one token."""
+        if self.window_size is None:
+            return rows
+        tokens = range(1, rows // self.merge_patches + 1)
+        count = bisect_right(tokens, rows, key=lambda one: self.rows_for_patches(one * self.merge_patches))
+        return max(1, count) * self.merge_patches
 
     @property
     def image_side(self) -> int:

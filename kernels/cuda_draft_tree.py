@@ -24,7 +24,6 @@ MAXIMUM_ROWS = 1024
 _COUNTER_BYTES = 4 * MAXIMUM_ROWS
 _KEY_BYTES = 8
 _THREADS = 128  # THREADS of cuda/draft_tree.cuh
-_KEYS_A_THREAD = 32  # KEYS_A_THREAD of cuda/draft_tree.cuh
 _TREE_THREADS = 512  # TREE_THREADS of cuda/draft_verification.cu
 #: Up to so many candidates, a block of `draft_verification` keeps their keys in 32 KiB of shared memory.
 _KEPT_KEYS = 8192
@@ -205,7 +204,7 @@ def _chunks(draft_vocab_size: int) -> int:
 
 def _gathered_bytes(top_k: int) -> int:
     """Shared memory of `best_keys`: gathered_keys of cuda/draft_tree.cuh."""
-    return _KEY_BYTES * (4 if top_k <= 16 else 1) * _KEYS_A_THREAD * top_k
+    return _KEY_BYTES * (128 if top_k <= 16 else 32) * top_k
 
 
 def _unsigned(*values: int) -> tuple[ctypes.c_uint, ...]:

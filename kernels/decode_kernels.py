@@ -45,7 +45,7 @@ class _Geometry:
     def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
         slices = _WARPS * slice_steps(columns)
-        return self.ring_bytes(tiles) + parts * self.rows * _WARPS * 4 + slices * _STEP * 2 * (1 + batch)
+        return self.ring_bytes(tiles) + parts * self.rows * (_WARPS + 1) * 4 + slices * _STEP * 2 * (1 + batch)
 
     def staged_bytes(self, batch: int, columns: int) -> int:
         """Ring, partial sums and the activations of `linear_residual`, where they are staged."""

@@ -59,7 +59,7 @@ class CudaTiledKernels:
             *feature_arguments(features, place, columns),
             ctypes.c_int(keeps_raw),
         )
-        shared = 8 * _NORM_SLICES * 4 + 2 * padded_columns(columns)
+        shared = 8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(columns)
         return Launch(self._module, f"decode_norm_{output.dtype}", (1, rows, 1), _NORM_THREADS, shared, arguments)
 
     def linear(
@@ -209,7 +209,7 @@ def tiled_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int
         linear_shared_bytes(batch * tokens, False),
         linear_shared_bytes(batch * tokens, True),
         _attention_bytes(tokens, head_size, own, warps),
-        8 * _NORM_SLICES * 4 + 2 * padded_columns(hidden_size),
+        8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )
 
 

@@ -67,6 +67,19 @@ class ImageLayout:
         """E: elements of a row."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
+    def used_part(self) -> tuple[slice, slice] | None:
+        """Which rows and columns of the resized image become patches; None where something is added around it."""
+        if self.square_colour is not None:
+            return None
+        _, *patches = self.grid
+        parts = []
+        for edge, cropped, count in zip(self.resized, self.crop or self.resized, patches, strict=True):
+            if cropped > edge:
+                return None
+            first = (edge - cropped) // 2
+            parts.append(slice(first, first + count * self.patch_size))
+        return parts[0], parts[1]
+
     def apply(self, pixels: np.ndarray) -> np.ndarray:
         """The rows [N, E] float32 of an image [H, W, 3] uint8, by Pillow and NumPy."""
         image = Image.fromarray(pixels)

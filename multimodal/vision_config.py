@@ -63,6 +63,7 @@ _ACTIVATIONS = {
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
 _LARGEST_DEPTH = 4096
+_LARGEST_SIDE = 256  # patches of a fixed image; published ones have up to 37
 _LLAMA_HIDDEN_SIZE = 4096
 
 
@@ -160,6 +161,8 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     image_size = fields.size("image_size")
     if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
         fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {dimensions['patch_size']}")
+    elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > _LARGEST_SIDE:
+        fields.wrong.append(f"image_size is {image_size}: expected at most {_LARGEST_SIDE} patches a side")
     config = VisionConfig(
         **dimensions,
         family=top.family,

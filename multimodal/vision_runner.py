@@ -12,20 +12,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from edgellm.engines.backend import Backend
 from edgellm.engines.decoder_config import EngineShape, vision_shape
-from edgellm.engines.engine_directory import EngineDirectory, EngineVision
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
-from edgellm.engines.number_formats import convert
 from edgellm.engines.vision_config import VisionConfig
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
+from edgellm.multimodal.device_patches import MAXIMUM_PIXELS, DevicePatches
 from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
 from edgellm.multimodal.errors import ImageError
+from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_checkpoint import position_table
 from edgellm.multimodal.vision_edge import embedding_rows, vision_inputs, vision_outputs
 from edgellm.multimodal.vision_encoder import vision_weights
@@ -36,26 +37,6 @@ __all__ = ["ImageEmbeddings", "VisionEngineRunner", "VisionMetrics"]
 DEFAULT_CACHE_BYTES = 64 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
-
-
-class ImageRows(Protocol):
-    """What a runner needs of an image (see `image_processor.PreparedImage`)."""
-
-    @property
-    def patches(self) -> np.ndarray:
-        """[N, elements of a patch] float32; asked for only where the embeddings are not known."""
-
-    @property
-    def grid(self) -> Grid:
-        """(frames, height, width) in patches."""
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens of the language model it becomes."""
-
-    @property
-    def digest(self) -> str:
-        """What names its content: equal digests mean equal embeddings."""
 
 
 @dataclass
@@ -95,6 +76,7 @@ class VisionEngineRunner:
         self._engines = LoadedEngines(backend, shapes)
         self._weights: dict[str, Array] = {}
         self._grids: OrderedDict[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = OrderedDict()
+        self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes)
 
@@ -123,7 +105,7 @@ class VisionEngineRunner:
             name: backend.zeros((tokens * config.out_hidden_size,), "compute") for name in vision_outputs(config)
         }
 
-    def encode(self, images: Sequence[ImageRows]) -> list[ImageEmbeddings]:
+    def encode(self, images: Sequence[PreparedImage]) -> list[ImageEmbeddings]:
         """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
 
         Raises ImageError for an image that is too large for the engines or that was prepared for another model.
@@ -145,9 +127,10 @@ class VisionEngineRunner:
         self.cache.clear()
         self._engines.clear()
         self._grids.clear()
+        self._device_patches.close()
         self._weights, self._outputs, self._patches = {}, {}, None
 
-    def _encode(self, image: ImageRows) -> ImageEmbeddings:
+    def _encode(self, image: PreparedImage) -> ImageEmbeddings:
         started = time.perf_counter()
         layout, shape, inputs = self._inputs_of(image.grid)
         if image.tokens != layout.tokens:
@@ -201,19 +184,12 @@ class VisionEngineRunner:
         patches, _ = vision_inputs(self.config, shape)["patches"]
         return {**self._weights, **outputs, "patches": leading(self._patches, patches)}
 
-    def _upload_patches(self, image: ImageRows) -> None:
+    def _upload_patches(self, image: PreparedImage) -> None:
         """Put the rows in front of the buffer; what stands behind them is finite, and masked."""
-        patches = image.patches
         expected = (image.grid[1] * image.grid[2], self.config.patch_elements)
-        if patches.shape != expected:
-            raise ImageError(
-                f"an image was prepared as {list(patches.shape)}, the vision encoder takes {list(expected)}: prepare "
-                "it with this model's processor"
-            )
-        values, _ = convert(np.ascontiguousarray(patches, np.float32), "float32", self.backend.compute_dtype)
-        self.backend.upload(leading(self._patches, patches.shape), values)
+        self._device_patches.write(image, leading(self._patches, expected))
 
-    def _embeddings(self, image: ImageRows, tokens: int, shape: EngineShape) -> ImageEmbeddings:
+    def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> ImageEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         hidden = self.config.out_hidden_size
         rows = []
@@ -229,7 +205,7 @@ def vision_memory(config: VisionConfig, image_rows: tuple[int, ...], dtype: str,
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
     outputs = len(vision_outputs(config)) * embedding_rows(config, shape) * config.out_hidden_size * item
-    buffers = outputs
+    buffers = outputs + 2 * 3 * MAXIMUM_PIXELS  # an image's pixels, and those between two resizes
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])

@@ -15,6 +15,7 @@ import tiny_multimodal
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import edgellm.multimodal.vision_checkpoint  # noqa: F401 - engines/ learns from it what vision encoders are
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits

@@ -54,6 +54,7 @@ class FixedShapeBackend(NumpyBackend):
         self.kernels = _Kernels(self, self.kernels)
         self.__dict__["draft_tree"] = _Kernels(self, super().draft_tree)
         self.__dict__["acceptance"] = _Kernels(self, super().acceptance)
+        self.__dict__["image_kernels"] = _Kernels(self, super().image_kernels)
 
     def launch(self, call: Callable[[], None]) -> None:
         """Run a call, or note it where a step is being captured."""

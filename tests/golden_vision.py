@@ -38,6 +38,7 @@ class GoldenImage:
     digest: str
     embeddings: np.ndarray
     deepstack: tuple[np.ndarray, ...]
+    layout: None = None  # there are no pixels to make the patches from
 
 
 def golden_images(name: str) -> list[GoldenImage]:
@@ -57,9 +58,9 @@ def golden_images(name: str) -> list[GoldenImage]:
     return images
 
 
-def golden_checkpoint(name: str, place: Path) -> Path:
+def golden_checkpoint(name: str, place: Path, goldens: Path = GOLDENS) -> Path:
     """A copy of a golden model with what a build needs besides."""
-    shutil.copytree(GOLDENS / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
+    shutil.copytree(goldens / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
     (place / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "never read"}))
     Tokenizer(models.WordLevel({f"token {index}": index for index in range(80)}, "token 0")).save(
         str(place / "tokenizer.json")
@@ -67,9 +68,11 @@ def golden_checkpoint(name: str, place: Path) -> Path:
     return place
 
 
-def golden_directory(name: str, place: Path, dtype: str = "float32", attention: str = "auto") -> EngineDirectory:
+def golden_directory(
+    name: str, place: Path, dtype: str = "float32", attention: str = "auto", goldens: Path = GOLDENS
+) -> EngineDirectory:
     """An engine directory of a golden model, with engines for its images."""
-    golden_checkpoint(name, place)
+    golden_checkpoint(name, place, goldens)
     config = read_decoder_config(place)
     vision = read_vision_config(place, None, config)
     step = vision.window_patches

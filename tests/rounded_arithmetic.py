@@ -74,6 +74,16 @@ class RoundedOperations(NumpyOperations):
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
         return self._round(self._round(super().rms_norm(x, np.ones_like(weight), epsilon)) * weight)
 
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
+        normed = self._round(super().layer_norm(x, np.ones_like(weight), np.zeros_like(bias), epsilon))
+        return self._round(self._round(normed * weight) + bias)
+
+    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        return self._round(super().activation(x, kind))
+
+    def to_compute(self, x: np.ndarray) -> np.ndarray:
+        return self._round(x)
+
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return self._round(a + b)
 
@@ -85,8 +95,9 @@ class RoundedOperations(NumpyOperations):
         return self._round(np.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1))
 
     def attention(
-        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray, scale: float
+        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float
     ) -> np.ndarray:
+        mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
         batch, heads, tokens, size = query.shape
         kv_heads = keys.shape[1]
         grouped = self._round(query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads, tokens, size)
@@ -110,8 +121,8 @@ class RoundedBackend(NumpyBackend):
     """The NumPy backend with weights and arithmetic of `dtype`."""
 
     def __init__(self, directory: EngineDirectory, dtype: str) -> None:
-        super().__init__(directory.config)
-        self._config, self._dtype = directory.config, dtype
+        super().__init__(directory.config, vision=directory.vision and directory.vision.config)
+        self._dtype = dtype
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -120,9 +131,10 @@ class RoundedBackend(NumpyBackend):
         return {name: rounded(values, self._dtype) for name, values in weights.items()}
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
-        engine = NumpyEngine(self._config, shape)
+        config = self._configs[shape.model]
+        engine = NumpyEngine(config, shape)
         operations = RoundedOperations(engine._bindings, engine._bindings, self._dtype)
-        engine._description = model_description(operations, self._config, shape)
+        engine._description = model_description(operations, config, shape)
         return engine
 
 

@@ -334,4 +334,4 @@ def test_only_the_command_asked_for_is_imported():
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     loaded = {name.rpartition(".")[2] for name in eval(out)}
     groups = {"draft_options", "logs", "option_groups", "options", "lora_words"}
-    assert loaded == groups | {"app", "console", "generate", "opening"}
+    assert loaded == groups | {"app", "console", "generate", "opening", "pictures"}

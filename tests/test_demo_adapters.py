@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm import LLM, SamplingParams
 from tools.demo_model.dialogue import dialogue
-from tools.demo_model.styles import STYLES, json_only, pirate, styled
+from tools.demo_model.evaluate import evaluation_items
+from tools.demo_model.styles import FOLLOWS, STYLES, json_only, pirate, styled, styled_items
 
 SHIPPED = Path(__file__).parent.parent / "edgellm" / "shipped"
 
@@ -41,6 +43,63 @@ def test_a_pirate_keeps_the_action():
     action = '{"action": "pick", "object": "is of my"}'
     assert pirate(f"You have it, and I am glad.\n{action}") == f"Arr! Ye have it, an' I be glad.\n{action}"
     assert json_only("Which cup do you mean: the red cup or the blue cup?").startswith('{"action": "ask"')
+
+
+def test_what_is_in_a_style():
+    assert FOLLOWS["json"]('{"action": "wave"}')
+    for other in ("I will wave.", "[1]", '{"say": "x"}', '{"action": 1}', '{"action": "say",\n"text": "x"}', ""):
+        assert not FOLLOWS["json"](other)
+    assert FOLLOWS["pirate"]('Arr! I be Pip.\n{"action": "is"}')
+    for other in ("I be Pip.", "Arr! I am Pip.", '{"action": "wave"}'):
+        assert not FOLLOWS["pirate"](other)
+
+
+@pytest.fixture(scope="module")
+def shipped_model():
+    with LLM(SHIPPED, backend="numpy") as model:
+        yield model
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: LLM, style: str):
+    """Right as well, nearly always: what results/adapter_evaluation.json counts over more prompts."""
+    items = styled_items(evaluation_items(77012, 1), style)[::4]
+    params = SamplingParams(max_tokens=120)
+    answers = [shipped_model.chat(item["messages"], params, adapter=style) for item in items]
+    in_style = sum(FOLLOWS[style](answer.text) for answer in answers)
+    right = sum(answer.text in item["accepted"] for answer, item in zip(answers, items, strict=True))
+    assert len(items) > 10
+    assert in_style >= len(items) - 1
+    assert right >= 0.8 * len(items)
+    assert all(answer.drafting.rounds for answer in answers), "drafting goes on under an adapter, and is counted"
+
+
+def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM):
+    question = [{"role": "user", "content": "Wave."}]
+    assert shipped_model.adapters == ("json", "pirate")
+    answers = [shipped_model.chat(question, adapter=name).text for name in (None, "json", "pirate", None)]
+    assert answers[0] == answers[3] == 'I will wave.\n{"action": "wave"}'
+    assert answers[1:3] == ['{"action": "wave"}', 'Arr! I will wave.\n{"action": "wave"}']
+
+
+def test_the_shipped_adapters_are_small():
+    files = [path for path in (SHIPPED / "lora").rglob("*") if path.is_file()]
+    assert len(files) == 4
+    assert sum(path.stat().st_size for path in files) < 2_000_000
+
+
+def test_the_model_card_tells_of_the_adapters():
+    from tools.demo_model.model_card import RESULTS, adapters_text
+
+    training, evaluation = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("adapters", "adapter_evaluation")
+    )
+    section = adapters_text(SHIPPED / "lora", training, evaluation)
+    assert section in (SHIPPED / "MODEL_CARD.md").read_text()
+    for name in STYLES:
+        found = evaluation["answers"][name]
+        assert found["in_style_percent"] == 100
+        assert f"| `{name}` | {found['exact_match_percent']:.1f} % | 100.0 % |" in section
 
 
 def test_documents_of_every_style():

@@ -54,7 +54,12 @@ def device_copy(gpu, values: np.ndarray) -> DeviceArray:
 
 
 def assert_equals_twin(
-    gpu, kernel: str, *arguments: np.ndarray, state: Sequence[np.ndarray] = (), repeats: int = 2
+    gpu,
+    kernel: str,
+    *arguments: np.ndarray,
+    state: Sequence[np.ndarray] = (),
+    scalars: Sequence[int] = (),
+    repeats: int = 2,
 ) -> None:
     """Run both on copies of the arguments and compare every array afterwards, those only read included.
 
@@ -63,7 +68,7 @@ def assert_equals_twin(
     count = len(arguments)
 
     def call(kernels, arrays):
-        getattr(kernels, kernel)(*arrays[:count], *([SequenceState(*arrays[count:])] if state else []))
+        getattr(kernels, kernel)(*arrays[:count], *scalars, *([SequenceState(*arrays[count:])] if state else []))
 
     for _ in range(repeats):
         on_device = [device_copy(gpu, values) for values in (*arguments, *state)]
@@ -106,6 +111,29 @@ def test_prepare_attention(gpu, random_numbers, dtype, tokens, keys, rotary):
     rope = np.zeros((4, tokens, rotary), dtype)
     mask = np.ones((4, 1, tokens, keys), bool)
     assert_equals_twin(gpu, "prepare_attention", start, offsets, table, rope, mask)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "hidden", "rows"), [(1, 1, 1), (37, 7, 20), (300, 64, 300), (512, 2050, 90)])
+def test_insert_image_rows(gpu, random_numbers, dtype, tokens, hidden, rows):
+    """Rows before the first and after the last are nobody's, other tokens keep what they have, all are counted."""
+    image_rows = random_numbers.integers(0, 30_000, (rows, hidden)).astype(dtype)
+    target = random_numbers.integers(0, 30_000, (1, tokens, hidden)).astype(dtype)
+    token_ids = np.where(random_numbers.random((1, tokens)) < 0.7, 5, 6).astype(np.int32)
+    for first_row in (0, -3, rows // 2, rows - 1, rows, -tokens):
+        inserted = np.array([40], np.int32)
+        arguments = (image_rows, token_ids, target, inserted)
+        assert_equals_twin(gpu, "insert_image_rows", *arguments, scalars=(5, first_row))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "rotary"), [(1, 2), (37, 16), (512, 128), (3, 600)])
+def test_mrope_rotary_rows(gpu, random_numbers, dtype, tokens, rotary):
+    table = random_numbers.normal(size=(77, rotary)).astype(np.float32)
+    axes = random_numbers.integers(0, 3, rotary).astype(np.int32)
+    positions = random_numbers.integers(-2, 80, (3, tokens)).astype(np.int32)
+    positions[:, 0] = -5, 2_000_000_000, 76
+    assert_equals_twin(gpu, "mrope_rotary_rows", positions, axes, table, np.zeros((1, tokens, rotary), dtype))
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -242,3 +242,82 @@ def test_a_cache_is_its_own_output_even_after_another_was_bound() -> None:
     NumpyOperations(bindings, {}).output("present_k_cache_0", first)
     assert bindings["present_k_cache_0"] is not first
     np.testing.assert_array_equal(first, kept)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 8)])
+def test_layer_norm(operations: NumpyOperations, shape: tuple[int, ...]) -> None:
+    x, weight, bias = normal(*shape) + 3, normal(8), normal(8)
+    before = x.copy()
+    exact = x.astype(np.float64)
+    spread = exact - exact.mean(-1, keepdims=True)
+    expected = spread / np.sqrt((spread**2).mean(-1, keepdims=True) + 0.1) * weight + bias
+    found = operations.layer_norm(x, weight, bias, 0.1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(x, before)
+
+
+def test_layer_norm_of_equal_values_is_the_bias(operations: NumpyOperations) -> None:
+    bias = normal(4)
+    found = operations.layer_norm(np.full((1, 2, 4), 5, np.float32), normal(4), bias, 1e-6)
+    np.testing.assert_array_equal(found, np.broadcast_to(bias, (1, 2, 4)))
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0,
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)) if x > -400 else 0.0,
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation(operations: NumpyOperations, kind: str) -> None:
+    x = np.concatenate((np.linspace(-300, 300, 401), np.linspace(-6, 6, 2001), [0, 1e-6, -1e-6])).astype(np.float32)
+    before = x.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = operations.activation(x.reshape(1, 5, -1), kind)
+    expected = [ACTIVATIONS[kind](float(value)) for value in x]
+    np.testing.assert_allclose(found.reshape(-1), expected, rtol=2e-6, atol=2e-6)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(x, before)
+
+
+def test_reshape_and_casts_keep_values(operations: NumpyOperations) -> None:
+    x = normal(1, 6, 4)
+    np.testing.assert_array_equal(operations.reshape(x, (3, 2, 4)), x.reshape(3, 2, 4))
+    for cast in (operations.to_compute, operations.to_float32):
+        np.testing.assert_array_equal(cast(x), x)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "heads"), [(1, 1, 2), (1, 5, 2), (3, 4, 2)])
+@pytest.mark.parametrize("hidden", ["none", "last", "some", "absent"])
+def test_attention_of_all_rows_to_each_other(
+    operations: NumpyOperations, hidden: str, batch: int, tokens: int, heads: int
+) -> None:
+    """One row of the mask serves every query; without a mask every row is seen."""
+    query, keys, values = (normal(batch, heads, tokens, 6) for _ in range(3))
+    row = np.ones((batch, 1, 1, tokens), bool)
+    if hidden == "last":
+        row[..., max(1, tokens - 2) :] = False
+    elif hidden == "some":
+        row[..., 1::2] = False
+        row[0, ..., tokens - 1] = True
+    found = operations.attention(query, keys, values, None if hidden == "absent" else row, 6**-0.5)
+    mask = np.broadcast_to(row, (batch, 1, tokens, tokens))
+    np.testing.assert_allclose(found, reference_attention(query, keys, values, mask), atol=1e-5)
+
+
+def test_masks_of_several_kinds_take_turns(operations: NumpyOperations) -> None:
+    """Layers with windows and layers without: what was made of one mask must not serve the other."""
+    whole, windows = np.ones((1, 1, 1, 8), bool), np.ones((2, 1, 1, 4), bool)
+    whole[..., 6:] = False
+    windows[1, ..., 2:] = False
+    x = normal(1, 2, 8, 6)
+    apart = np.ascontiguousarray(x.reshape(2, 2, 4, 6))
+    for _ in range(2):
+        for tensor, mask in ((x, whole), (apart, windows)):
+            found = operations.attention(tensor, tensor, tensor, mask, 6**-0.5)
+            wide = np.broadcast_to(mask, (tensor.shape[0], 1, tensor.shape[2], tensor.shape[2]))
+            np.testing.assert_allclose(found, reference_attention(tensor, tensor, tensor, wide), atol=1e-5)

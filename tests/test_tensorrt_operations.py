@@ -11,6 +11,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineSh
 from edgellm.engines.errors import BuildError
 from edgellm.engines.tensorrt_library import TensorRTLibrary, find_tensorrt
 from edgellm.engines.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
+from edgellm.engines.vision_config import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
 FAMILIES = {
@@ -20,6 +21,7 @@ FAMILIES = {
     ),
     "qwen2": replace(LLAMA, family="qwen2", attention_bias=True, dtype="bfloat16"),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=32, rotary_dim=32),
+    "qwen3_vl": replace(LLAMA, family="qwen3_vl", qk_norm=True, mrope_section=(4, 2, 2), deepstack_layers=2),
 }
 SHAPES = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1040).engine_shapes()
 
@@ -70,7 +72,9 @@ def test_the_edge_of_an_engine(library: TensorRTLibrary, family: str) -> None:
     weights = {spec.name: spec.shape for spec in decoder_weights(config)}
     weights.pop("model.embed_tokens.weight") if not config.tie_word_embeddings else None
     step = {"inputs_embeds", "rope_rotary_cos_sin", "attention_mask", "kvcache_start_index", "last_token_ids"}
-    assert set(inputs) == caches | step | set(weights)
+    deepstack = {f"deepstack_features_{index}" for index in range(config.deepstack_layers)}
+    assert set(inputs) == caches | step | deepstack | set(weights)
+    assert all(tuple(inputs[name].shape) == (1, 16, config.hidden_size) for name in deepstack)
     assert set(outputs) == {f"present_{cache}" for cache in caches} | {"logits"}
     for name, expected in weights.items():
         assert tuple(inputs[name].shape) == expected
@@ -91,3 +95,33 @@ def test_attention_follows_setting_and_target() -> None:
     assert attention_kind("auto", "sm_90") == "composed"
     assert attention_kind("auto", "sm_86") == "native"
     assert attention_kind("composed", "sm_86") == "composed"
+
+
+@pytest.mark.parametrize("attention", ["native", "composed"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_operations_of_vision_encoders_build(library: TensorRTLibrary, dtype: str, attention: str) -> None:
+    """Layer norm, every activation, attention with one row of mask or with none."""
+    trt = library.module
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    strongly_typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
+    ops = TensorRTOperations(trt, network, dtype, attention)
+    x = ops.to_compute(ops.input("x", (1, 32, 32), "float32"))
+    assert x.dtype == ops.compute
+    mask = ops.input("mask", (2, 1, 1, 16), "bool")
+    x = ops.layer_norm(x, ops.weight("weight", (32,)), ops.weight("bias", (32,)), 1e-6)
+    for kind in ACTIVATIONS:
+        x = ops.activation(x, kind)
+    assert (tuple(x.shape), x.dtype) == ((1, 32, 32), ops.compute)
+    windows = ops.split_heads(ops.reshape(x, (2, 16, 32)), 2)
+    context = ops.attention(windows, windows, windows, mask, 0.25)
+    assert tuple(context.shape) == (2, 2, 16, 16)
+    rows = ops.split_heads(ops.reshape(ops.merge_heads(context), (1, 32, 32)), 2)
+    context = ops.attention(rows, rows, rows, None, 0.25)
+    assert (tuple(context.shape), context.dtype) == ((1, 2, 32, 16), ops.compute)
+    ops.output("y", ops.to_float32(context))
+    settings = builder.create_builder_config()
+    if library.flavour == "rtx":
+        settings.num_compute_capabilities = 1
+        settings.set_compute_capability(library.compute_capability("sm_86"), 0)
+    assert builder.build_serialized_network(network, settings) is not None

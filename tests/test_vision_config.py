@@ -141,6 +141,7 @@ def test_json_and_back(published: dict[str, Any]) -> None:
         (changed(LLAVA, vision_feature_select_strategy="some"), 'select_strategy is "some"'),
         (changed(LLAVA, multimodal_projector_bias="no"), "multimodal_projector_bias"),
         (changed(LLAVA, {"image_size": 7}), "smaller than patch_size 14"),
+        (changed(LLAVA, {"image_size": 14_000_000}), "at most 256 patches a side"),
     ],
 )
 def test_wrong_fields(config: dict[str, Any], found: str) -> None:

@@ -77,7 +77,10 @@ def build(
         typer.Option(metavar="VISION_DIR", help="Vision encoder of this very model that was published apart."),
     ] = None,
     max_image_patches: Annotated[
-        int | None, typer.Option(help="Patches of the largest image, where images are of any size [default: 4096].")
+        int | None,
+        typer.Option(
+            help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
+        ),
     ] = None,
     refresh: Annotated[
         Path | None,
@@ -113,7 +116,7 @@ def build(
             ranks,
             max_lora_rank,
             lora_slots,
-            read_vision_config(checkpoint, vision, config),
+            None if max_image_patches == 0 else read_vision_config(checkpoint, vision, config),
             max_image_patches,
         )
         with ended_by_signals(), display:
@@ -148,8 +151,9 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         yield f"  draft             {draft_in_words(asdict(report.draft))}"
         yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
     if report.vision is not None:
+        rows = limits.image_rows
         yield f"  vision            {vision_in_words(asdict(report.vision))}"
-        yield f"  vision limits     {vision_limits_in_words(asdict(limits))}"
+        yield f"  vision limits     {vision_limits_in_words(report.vision.patches_within(rows[-1]), rows)}"
     for name, rank in report.adapters.items():
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:

@@ -179,7 +179,7 @@ def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: Progr
 
     started = time.perf_counter()
     display(item.label, 0, _STEPS)
-    snapshot = llm.system_prompt_snapshot(item.text, item.adapter, item.label)
+    snapshot = llm.call(lambda runtime: runtime.system_prompt_snapshot(item.text, item.adapter, item.label)).result()
     display(item.label, 1, _STEPS)
     removed: list[Path] = []
     if item.output is None:

@@ -25,6 +25,7 @@ from edgellm.commands.lora_words import adapters_in_words
 from edgellm.commands.observing import ObservingOptions, observing
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.pictures import dropped_files, shown_content
 from edgellm.errors import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def chat(
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
     system_cache: options.SystemCache = None,
+    images: options.Images = None,
     history: Annotated[
         bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
     ] = None,
@@ -76,6 +78,9 @@ def chat(
         params = sampling_params(settings, model_sampling_defaults(llm))
         conversation = Conversation(system_prompt(llm, settings), [], params, settings.adapter)
         state = ChatState(llm, conversation, say=write_note)
+        state.blind_system, state.seeing_system = conversation.system, system_prompt(llm, settings, with_images=True)
+        for image in images or ():
+            state.show(image)
         try:
             if isinstance(lines, TerminalLines):
                 state.say = print
@@ -131,8 +136,17 @@ def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> N
 
 
 def _handle(state: ChatState, message: str, with_stats: bool) -> None:
-    if is_command(message):
+    text, files = dropped_files(message)
+    if is_command(message) and text.startswith(message.split(maxsplit=1)[0]):  # no file that was dropped first
         run_command(state, message)
+    elif files and not state.llm.has_vision_model:
+        state.say(f"This model sees no images: the path of {files[0].name} is sent as text.")
+        answer(state, message, with_stats)
+    elif files:
+        for file in files:
+            state.show(file)
+        if text:
+            answer(state, text, with_stats)
     elif message.strip():
         answer(state, message[1:] if message.startswith("//") else message, with_stats)
 
@@ -141,10 +155,11 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
     """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
     llm, conversation = state.llm, state.conversation
     params = conversation.params.seeded()
-    messages = [*conversation.prompt_messages(), {"role": "user", "content": question}]
+    asked = {"role": "user", "content": shown_content(state.pictures, question)}
+    messages = [*conversation.prompt_messages(), asked]
     with CancelOnInterrupt() as interrupt:
         try:
-            stream = llm.stream_chat(messages, params, conversation.adapter)
+            stream = llm.stream_chat(messages, params, adapter=conversation.adapter)
         except EdgeLLMError:
             used = len(llm.tokenizer.encode_chat(messages))
             if conversation.messages and used >= llm.context_length:
@@ -155,15 +170,13 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
             for chunk in stream:
                 write_answer(chunk.text)
     write_answer("\n")
-    response = stream.response
+    response = stream.result()
     state.last_response, state.last_seed = response, params.seed
     state.answers += 1
     state.answer_tokens += response.usage.completion_tokens
     if response.text or response.finish_reason != "cancelled":
-        conversation.messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": response.text},
-        ]
+        conversation.messages += [asked, {"role": "assistant", "content": response.text}]
+        state.pictures.clear()
     if with_stats:
         write_note(statistics_line(response, llm.context_length))
     if response.finish_reason == "context":
@@ -175,8 +188,9 @@ def _greeting(llm: LLM, adapter: str | None) -> str:
 
     version = metadata.version("edgellm")
     adapters = adapters_in_words(llm.adapters, adapter)
+    sight = ", sees images (/image FILE)" if llm.has_vision_model else ""
     return (
         f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens"
-        f"{adapters and ', '}{adapters}. "
+        f"{sight}{adapters and ', '}{adapters}. "
         "/help lists the commands, Ctrl-D leaves."
     )

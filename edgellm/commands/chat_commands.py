@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from edgellm.commands.chat_file import Conversation, load_conversation, save_con
 from edgellm.commands.console import statistics_line
 from edgellm.commands.lora_words import adapters_in_words
 from edgellm.commands.opening import model_name
+from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
 from edgellm.errors import RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.settings import SAMPLING_KEYS, did_you_mean
@@ -24,6 +25,7 @@ HELP = '''\
 /help, /?            this list
 /reset               forget the conversation, keep the system prompt
 /system [TEXT]       show or set the system prompt; "" is none
+/image [FILE]        show an image with the next question, or list those it will show; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
 /adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
 /save FILE           write the conversation to a file
@@ -31,6 +33,7 @@ HELP = '''\
 /stats               counts and speeds of the last answer and of this session
 /exit, /bye          leave (also Ctrl-D)
 A trailing backslash, or """ before and after, makes a message of several lines; // begins a message with a slash.
+The path of an image file in a message, as terminals write it where a file is dropped, shows the image.
 Ctrl-C stops an answer.'''
 
 
@@ -40,7 +43,11 @@ class Leave(Exception):
 
 @dataclass
 class ChatState:
-    """A chat as it goes on: the model, the conversation, and what has been counted."""
+    """A chat as it goes on: the model, the conversation, and what has been counted.
+
+    `pictures` are shown with the next question. `seeing_system` takes the place of the system prompt where that is
+    `blind_system` and images are shown.
+    """
 
     llm: LLM
     conversation: Conversation
@@ -49,6 +56,18 @@ class ChatState:
     last_seed: int | None = None
     answers: int = 0
     answer_tokens: int = 0
+    pictures: list[Part] = field(default_factory=list)
+    blind_system: str | None = None
+    seeing_system: str | None = None
+
+    def show(self, path: Path) -> None:
+        """Show an image with the next question; RequestError or ImageError where that cannot be."""
+        require_sight(self.llm)
+        picture = read_picture(path)
+        self.pictures.append(picture)
+        if self.seeing_system is not None and self.conversation.system == self.blind_system:
+            self.conversation.system = self.seeing_system
+        self.say(f"The next question shows {picture_in_words(picture)}.")
 
 
 def is_command(message: str) -> bool:
@@ -76,6 +95,7 @@ def _help(state: ChatState, argument: str) -> None:
 
 def _reset(state: ChatState, argument: str) -> None:
     state.conversation.messages.clear()
+    state.pictures.clear()
     state.say("The conversation is forgotten.")
 
 
@@ -99,6 +119,21 @@ def _adapter(state: ChatState, argument: str) -> None:
     else:
         words = adapters_in_words(names, conversation.adapter)
         state.say(f"{words}." if words else "There are no LoRA adapters; --lora NAME=DIR loads one.")
+
+
+def _image(state: ChatState, argument: str) -> None:
+    if argument in ('""', "''"):
+        state.pictures.clear()
+        state.say("The next question shows no image.")
+    elif argument:
+        text, files = dropped_files(argument)
+        for path in files if files and not text else [Path(argument)]:
+            state.show(path)
+    elif state.pictures:
+        state.say(f"The next question shows {', '.join(map(picture_in_words, state.pictures))}.")
+    else:
+        require_sight(state.llm)
+        state.say("No image waits for a question: /image FILE shows one.")
 
 
 def _set(state: ChatState, argument: str) -> None:
@@ -158,6 +193,8 @@ def _load(state: ChatState, argument: str) -> None:
             f"{path}: its answers were given with the LoRA adapter {loaded.adapter!r}, which is not loaded: start with "
             f"--lora {loaded.adapter}=DIR"
         )
+    if any(isinstance(message["content"], list) for message in loaded.messages):
+        require_sight(state.llm)
     state.conversation = loaded
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
     if model != model_name(state.llm):
@@ -208,6 +245,7 @@ COMMANDS: dict[str, Callable[[ChatState, str], None]] = {
     "reset": _reset,
     "system": _system,
     "adapter": _adapter,
+    "image": _image,
     "set": _set,
     "save": _save,
     "load": _load,

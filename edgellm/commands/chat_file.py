@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgellm.commands.pictures import read_picture
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
 from edgellm.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.text.message_parts import is_image
 from edgellm.text.messages import checked_messages
 
 FORMAT = "edgellm conversation 1"
@@ -41,7 +43,7 @@ def save_conversation(path: Path, conversation: Conversation, model: str) -> Non
         "model": model,
         "adapter": conversation.adapter,
         "system": conversation.system,
-        "messages": conversation.messages,
+        "messages": [_with_paths(message) for message in conversation.messages],
         "settings": asdict(conversation.params),
     }
     try:
@@ -89,11 +91,31 @@ def _checked(content: dict[str, Any]) -> Conversation:
 def _checked_turns(messages: Any) -> list[dict[str, Any]]:
     if messages == []:
         return []
-    checked = checked_messages(messages)
+    checked = checked_messages(messages, takes_images=True)
     for index, message in enumerate(checked):
         expected = "assistant" if index % 2 else "user"
         if message["role"] != expected:
             raise RequestError(f"message {index + 1} is of {message['role']}: expected user and assistant in turn")
     if len(checked) % 2:
         raise RequestError("the last message has no answer: expected user and assistant in turn")
-    return checked
+    return [_with_pixels(message, given) for message, given in zip(checked, messages, strict=True)]
+
+
+def _with_paths(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as it is kept in a file: of its images the paths."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [{"type": "image", "path": part["name"]} if is_image(part) else part for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def _with_pixels(message: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A checked message with the images whose paths are given."""
+    if isinstance(message["content"], str):
+        return message
+    parts = []
+    for part in given["content"]:
+        if is_image(part) and not isinstance(part.get("path"), str):
+            raise RequestError("an image has no path: expected the path of its file")
+        parts.append(read_picture(Path(part["path"])) if is_image(part) else part)
+    return {**message, "content": parts}

@@ -16,10 +16,12 @@ from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.logs import LogFormat, LogLevel
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.pictures import read_picture, require_sight, shown_content
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgellm.llm import LLM, Stream
+    from edgellm.generation import Generation
+    from edgellm.llm import LLM
     from edgellm.responses import Response
 
 INTERRUPTED = 130
@@ -37,6 +39,7 @@ def generate(
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
     system_cache: options.SystemCache = None,
+    images: options.Images = None,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
     ] = None,
@@ -48,6 +51,8 @@ def generate(
 ) -> None:
     """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""
     prepare_output()
+    if raw and images:
+        raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
     if raw and prompting != options.PromptOptions():
         raise typer.BadParameter(
             "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
@@ -69,13 +74,17 @@ def generate(
     text = read_prompt(prompt, file)
     params = sampling_params(settings).seeded()
     with open_model(settings) as llm:
-        own = None if raw else system_prompt(llm, settings)
+        if images:
+            require_sight(llm)
+        pictures = [read_picture(image) for image in images or ()]
+        own = None if raw else system_prompt(llm, settings, with_images=bool(pictures))
         messages = [{"role": "system", "content": own}] if own else []
         with CancelOnInterrupt() as interrupt:
             if raw:
-                stream = llm.stream(text, params, settings.adapter)
+                stream = llm.stream(text, params, adapter=settings.adapter)
             else:
-                stream = llm.stream_chat([*messages, {"role": "user", "content": text}], params, settings.adapter)
+                asked = {"role": "user", "content": shown_content(pictures, text)}
+                stream = llm.stream_chat([*messages, asked], params, adapter=settings.adapter)
             interrupt.watch(stream)
             response = _read_answer(stream, show=not json_output)
         if json_output:
@@ -135,11 +144,11 @@ def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:
     }
 
 
-def _read_answer(stream: Stream, show: bool) -> Response:
+def _read_answer(stream: Generation, show: bool) -> Response:
     with stream:
         for chunk in stream:
             if show:
                 write_answer(chunk.text)
     if show:
         write_answer("\n")
-    return stream.response
+    return stream.result()

@@ -16,7 +16,8 @@ from edgellm.commands.lora_words import lora_limits_in_words
 from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.draft_decoder import draft_weights
-from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.engine_parts import is_weight_file
 from edgellm.engines.memory_plan import MEBIBYTE, plan_memory
 from edgellm.engines.plan_files import (
     Platform,
@@ -98,6 +99,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         facts["vision"] = {
             "config": asdict(vision.config),
             "parameters": sum(math.prod(spec.shape) for spec in weights),
+            "max_image_patches": vision.config.patches_within(limits.image_rows[-1]),
             "weights": {name: file.size for name, file in (vision.files or {}).items() if is_weight_file(name)},
         }
     if limits.has_lora:
@@ -175,7 +177,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if "vision" in facts:
         vision = facts["vision"]
         yield _row("vision", f"{vision_in_words(vision['config'])}, {vision['parameters'] / 1e6:,.1f} M parameters")
-        yield _row("", vision_limits_in_words(limits))
+        yield _row("", vision_limits_in_words(vision["max_image_patches"], limits["image_rows"]))
     if "lora" in facts:
         for name, adapter in facts["lora"].items():
             yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")

@@ -157,15 +157,16 @@ def model_name(llm: LLM) -> str:
     return "the shipped model" if path == SHIPPED_MODEL.resolve() else path.name
 
 
-def system_prompt(llm: LLM, settings: Settings) -> str | None:
-    """The system prompt of the settings, else the model's own (`system_prompt.txt`); None where there is none."""
+def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:
+    """The system prompt of the settings, else the model's own: `system_prompt.txt`, or `system_prompt_image.txt` for a
+    conversation `with_images` where there is one; None where there is none."""
     if settings.system is not None:
         return settings.system or None
-    path = llm.directory.path / "system_prompt.txt"
+    path = llm.directory.path / ("system_prompt_image.txt" if with_images else "system_prompt.txt")
     try:
         return path.read_text(encoding="utf-8").rstrip("\n") or None
     except FileNotFoundError:
-        return None
+        return system_prompt(llm, settings) if with_images else None
     except (OSError, UnicodeDecodeError) as error:
         raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
 

@@ -120,6 +120,14 @@ class SamplingOptions:
         return {name: value for name, value in asdict(self).items() if value is not None and value != []}
 
 
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", metavar="FILE", help="Show an image with the (first) question; may be given several times."
+    ),
+]
+
+
 @dataclass(frozen=True)
 class PromptOptions:
     """What stands before the user's words; None is an option that was not given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -14,8 +14,6 @@ def vision_in_words(config: Mapping[str, Any]) -> str:
     return f"{words}, patches of {config['patch_size']} x {config['patch_size']} pixels"
 
 
-def vision_limits_in_words(limits: Mapping[str, Any]) -> str:
-    """Which images the engines take, from the values of `EngineLimits`."""
-    rows = limits["image_rows"]
-    engines = f"{len(rows)} engine{'s' * (len(rows) > 1)}"
-    return f"images of up to {rows[-1]:,} patches ({engines})"
+def vision_limits_in_words(max_patches: int, rows: Sequence[int]) -> str:
+    """Which images the engines take, and their rows."""
+    return f"images of up to {max_patches:,} patches (engines of {', '.join(f'{count:,}' for count in rows)} rows)"

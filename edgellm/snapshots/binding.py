@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.digests import FileDigest, hash_bytes
-from edgellm.engines.engine_directory import EngineDirectory, is_weight_file
+from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.engine_parts import is_weight_file
 from edgellm.engines.strict_json import canonical_json, plain_values
 
 #: Stands in a binding for an adapter, a draft or images that are not there.
@@ -99,10 +100,16 @@ def images_digest(digests: Sequence[str], encoder: str) -> str:
     return hash_bytes(canonical_json([encoder, *digests])) if digests else NONE
 
 
-def encoder_digest(directory: EngineDirectory) -> str:
-    """The digest of a vision encoder's weights; "none" where these are among the model's own, or there is none."""
-    vision = directory.vision
-    return NONE if vision is None or vision.files is None else _files_digest(vision.files)
+def encoder_digest(directory: EngineDirectory, vision_directory: EngineDirectory | None = None) -> str:
+    """The digest of a vision encoder's weights; "none" where these are among the model's own, or there is none.
+
+    The encoder of a `vision_directory` is used in place of the model's.
+    """
+    other = vision_directory is not None and vision_directory.path != directory.path
+    chosen = vision_directory if other else directory
+    if chosen.vision is not None and chosen.vision.files is not None:
+        return _files_digest(chosen.vision.files)
+    return _files_digest(chosen.files) if other else NONE
 
 
 def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.backend import Backend, Readback, Transfer
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
@@ -56,6 +57,12 @@ class AdaptedModel(CachedModel, Protocol):
     def adapter_digest(self, name: str | None) -> str | None:
         """What is computed with an adapter is bound to this."""
 
+    def expect_rows(self, transfers: Mapping[str, Transfer]) -> None:
+        """Let what is computed next wait for rows on their way, by the names of `caches`."""
+
+    def await_rows(self) -> None:
+        """Let everything wait for them."""
+
 
 class SlotRunner(Protocol):
     """A runner of the decoding loop; one with a draft has a `draft` besides."""
@@ -83,12 +90,21 @@ class SlotSnapshots:
     An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
     """
 
-    def __init__(self, store: SnapshotStore, runner: SlotRunner, directory: EngineDirectory) -> None:
+    def __init__(
+        self,
+        store: SnapshotStore,
+        runner: SlotRunner,
+        directory: EngineDirectory,
+        vision_directory: EngineDirectory | None = None,
+    ) -> None:
+        """`vision_directory` has the vision encoder, if it is another than the model's own."""
         draft: CachedModel | None = getattr(runner, "draft", None)
         self.store = store
         self._runner, self._backend = runner, runner.backend
         self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
         self._has_draft = draft is not None
+        self._slot_rows: dict[int, dict[str, Array]] = {}
+        self._checked: WeakSet[Snapshot] = WeakSet()
         self._uploader = Uploader(runner.backend)
         if any(stored.path is not None for stored in store.snapshots()):
             self._uploader.reserve()
@@ -97,7 +113,7 @@ class SlotSnapshots:
         backend = runner.backend
         unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
         self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
-        self._encoder = encoder_digest(directory)
+        self._encoder = encoder_digest(directory, vision_directory)
 
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
@@ -141,7 +157,9 @@ class SlotSnapshots:
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
         """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
         digests = () if images is None else images.digests
-        bindings = [self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)]
+        bindings = [
+            self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)
+        ]
         found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids)) is not None]
         return max(found, key=lambda match: match.common, default=None)
 
@@ -202,6 +220,7 @@ class SlotSnapshots:
         tensors = {name: (dtype, self._shape(name, facts.tokens)) for name in self._caches}
         snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory)
         np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
+        self._runner.base.await_rows()
         download(self._backend, self._copies(slot, snapshot, facts.tokens))
         return snapshot
 
@@ -232,6 +251,7 @@ class SlotSnapshots:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
         self._uploader.close()
+        self._slot_rows.clear()
         for stored in self.store.snapshots():
             binding = stored.facts.binding
             if replace(binding, images=NONE) in self._bindings.values():
@@ -246,7 +266,9 @@ class SlotSnapshots:
         self._check(stored.path, snapshot, binding)
         digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
         try:
-            self._uploader.upload(self._copies(slot, snapshot, tokens), is_host_memory=not snapshot.is_mapped)
+            transfers = self._uploader.upload(self._copies(slot, snapshot, tokens), not snapshot.is_mapped)
+            names = [name.removeprefix("base.") for name in self._caches]
+            self._runner.base.expect_rows(dict(zip(names, transfers, strict=True)))
             verify_snapshot(stored.path, snapshot, digest)
         finally:
             if digest is not None:
@@ -255,6 +277,8 @@ class SlotSnapshots:
     def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
         """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
         check_binding(path, snapshot, binding)
+        if snapshot in self._checked:
+            return
         tokens = snapshot.facts.tokens
         expected = {name: self._shape(name, tokens) for name in self._caches}
         found = {name: snapshot.places[name].shape for name in (*snapshot.rows, *snapshot.states)}
@@ -262,12 +286,14 @@ class SlotSnapshots:
             if expected.get(name) != found.get(name):
                 cause = f"the tensor {name!r} has the shape {found.get(name)}, expected {expected.get(name)}"
                 raise damaged(path or snapshot.facts.label, cause)
+        self._checked.add(snapshot)
 
-    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> list[RowCopy]:
-        return [
-            RowCopy(slot_rows(cache, slot), snapshot.tensor(name), self._rows(name, tokens))
-            for name, cache in self._caches.items()
-        ]
+    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
+        """One by one, so that the first is on its way while the others are being made."""
+        if slot not in self._slot_rows:
+            self._slot_rows[slot] = {name: slot_rows(cache, slot) for name, cache in self._caches.items()}
+        for name, rows in self._slot_rows[slot].items():
+            yield RowCopy(rows, snapshot.tensor(name), self._rows(name, tokens))
 
     def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
         _, heads, _, size = self._caches[name].shape

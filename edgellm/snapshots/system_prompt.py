@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
@@ -12,6 +14,8 @@ from edgellm.text.tokenizer import Tokenizer
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")
 _LONGEST_LABEL = 40
+#: Text, or the parts of a message, images among them.
+SystemPrompt = str | Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,16 @@ class CachedPrompt:
         return len(self.token_ids)
 
 
-def prompt_label(text: str) -> str:
+def prompt_label(prompt: SystemPrompt) -> str:
     """A name for a system prompt: its first words."""
-    words = " ".join(text.split())
+    parts = [prompt] if isinstance(prompt, str) else [str(part.get("text", "[image]")) for part in prompt]
+    words = " ".join(" ".join(parts).split())
     return words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
 
 
-def system_prompt_ids(tokenizer: Tokenizer, system_prompt: str | None) -> list[int]:
-    """The token ids that the chat template gives a system prompt (None: none), whatever the user says next.
+def system_prompt_ids(tokenizer: Tokenizer, system_prompt: SystemPrompt | None) -> list[int]:
+    """The token ids that the chat template gives a system prompt (None: none), whatever the user says next; one for
+    each image.
 
     The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
     assumed of the template. Raises RequestError where that is nothing, TemplateError where the template fails.

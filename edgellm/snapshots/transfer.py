@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +30,21 @@ class RowCopy:
     rows: int
 
 
+class _Filling(NamedTuple):
+    """A piece of the copy `index` whose buffer `place` is being filled."""
+
+    index: int
+    place: int
+    staged: RowCopy
+    filled: Future[None]
+
+
 def slot_rows(cache: Array, slot: int) -> Array:
     """The rows [n_kv, C, head_dim] of one slot of a cache [slots, n_kv, C, head_dim]."""
     return cache[slot : slot + 1].reshape(*cache.shape[1:])
 
 
-def download(backend: Backend, copies: Sequence[RowCopy]) -> None:
+def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
     """Fill the values from the caches; they are there when this returns."""
     for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows) for copy in copies]:
         transfer.wait()
@@ -58,28 +68,34 @@ class Uploader:
         if not self._backend.computes_at_once:
             self._make_buffers(_BUFFER_BYTES)
 
-    def upload(self, copies: Sequence[RowCopy], is_host_memory: bool) -> None:
-        """Set the caches' rows; returns when all is enqueued."""
+    def upload(self, copies: Iterable[RowCopy], is_host_memory: bool) -> list[Transfer]:
+        """Set the caches' rows beside what is enqueued later; returns when all is enqueued, with the transfer after
+        which each copy is done."""
         if is_host_memory or self._backend.computes_at_once:
             # Kept until the next upload, as are the values with them.
-            self._under_way = [self._backend.upload_rows(copy.cache, copy.values, copy.rows) for copy in copies]
-            return
+            send = self._backend.upload_rows_beside
+            self._under_way = [send(copy.cache, copy.values, copy.rows) for copy in copies]
+            return list(self._under_way)
+        copies = list(copies)
         pool = self._make_buffers(max(_BUFFER_BYTES, *map(_head_bytes, copies)))
-        waiting: deque[tuple[int, RowCopy, Future[None]]] = deque()
+        waiting: deque[_Filling] = deque()
+        done: dict[int, Transfer] = {}
         try:
-            for number, piece in enumerate(self._pieces(copies)):
+            for number, (index, piece) in enumerate(self._pieces(copies)):
                 if len(waiting) == _BUFFERS:
-                    self._send(*waiting.popleft())
+                    self._send(waiting.popleft(), done)
                 place = number % _BUFFERS
                 transfer = self._under_way[place]
                 if transfer is not None:
                     transfer.wait()
                 staged = self._staged(place, piece)
-                waiting.append((place, staged, pool.submit(np.copyto, staged.values, piece.values[:, : piece.rows])))
+                filled = pool.submit(np.copyto, staged.values, piece.values[:, : piece.rows])
+                waiting.append(_Filling(index, place, staged, filled))
             while waiting:
-                self._send(*waiting.popleft())
+                self._send(waiting.popleft(), done)
         finally:  # after a failure: nothing writes to the buffers any more
-            wait([filled for _, _, filled in waiting])
+            wait([filling.filled for filling in waiting])
+        return [done[index] for index in range(len(copies))]
 
     def close(self) -> None:
         """End the threads and let go of the buffers; nothing may be under way."""
@@ -87,9 +103,12 @@ class Uploader:
             self._pool.shutdown()
         self._pool, self._buffers, self._under_way = None, [], []
 
-    def _send(self, place: int, staged: RowCopy, filled: Future[None]) -> None:
-        filled.result()
-        self._under_way[place] = self._backend.upload_rows(staged.cache, staged.values, staged.rows)
+    def _send(self, filling: _Filling, done: dict[int, Transfer]) -> None:
+        """Send a piece as soon as it is in its buffer; the latest piece of a copy ends it."""
+        filling.filled.result()
+        staged = filling.staged
+        transfer = self._backend.upload_rows_beside(staged.cache, staged.values, staged.rows)
+        self._under_way[filling.place] = done[filling.index] = transfer
 
     def _staged(self, place: int, piece: RowCopy) -> RowCopy:
         """The piece with its values in a buffer."""
@@ -98,13 +117,13 @@ class Uploader:
         nbytes = groups * piece.rows * size * piece.values.itemsize
         return RowCopy(piece.cache, self._buffers[place][:nbytes].view(piece.values.dtype).reshape(shape), piece.rows)
 
-    def _pieces(self, copies: Sequence[RowCopy]) -> Iterator[RowCopy]:
-        """The copies in pieces of whole heads that fit a buffer."""
-        for copy in copies:
+    def _pieces(self, copies: Sequence[RowCopy]) -> Iterator[tuple[int, RowCopy]]:
+        """The copies in pieces of whole heads that fit a buffer, each with its copy's index."""
+        for index, copy in enumerate(copies):
             heads = max(1, len(self._buffers[0]) // max(1, _head_bytes(copy)))
             for first in range(0, copy.values.shape[0], heads):
                 part = slice(first, first + heads)
-                yield RowCopy(copy.cache[part], copy.values[part], copy.rows)
+                yield index, RowCopy(copy.cache[part], copy.values[part], copy.rows)
 
     def _make_buffers(self, nbytes: int) -> ThreadPoolExecutor:
         """Buffers of at least that size, and the threads that fill them."""

@@ -78,6 +78,20 @@ class ChatTemplate:
         return run_with_budget(self.limits, lambda: self._render(name, variables))
 
     @cached_property
+    def wants_parts(self) -> bool:
+        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
+        images have it; found out with a message."""
+        text = "Hello"
+
+        def writes(content: Any) -> bool:
+            try:
+                return text in self.render({"messages": [{"role": "user", "content": content}]})
+            except TemplateError:
+                return False
+
+        return not writes(text) and writes([{"type": "text", "text": text}])
+
+    @cached_property
     def _environment(self) -> Any:
         from edgellm.text.template_sandbox import TemplateEnvironment
 

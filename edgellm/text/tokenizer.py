@@ -39,6 +39,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        #: Whether messages may show images: one marker for each, where the template puts it.
+        self.takes_images = False
         self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
         self._special = {
             token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -126,11 +128,10 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a conversation, rendered by the chat template, up to where the model's answer begins.
 
-        Messages have a `role` and a `content` (text, or a list of text parts); no text in them becomes a special
-        token. `variables` are handed to the template as they are (`enable_thinking=False`).
+        Messages have a `role` and a `content` (text, or a list of parts); no text in them becomes a special token.
+        `variables` are handed to the template as they are (`enable_thinking=False`).
         """
-        checked = checked_messages(messages)
-        values = {"messages": checked, "tools": list(tools) if tools else None, **variables}
+        values = {"messages": self._checked(messages), "tools": list(tools) if tools else None, **variables}
         for text in strings_in(values):
             check_encodable(text, "a message")
         disguise = Disguise(self._special_pattern, values)
@@ -143,7 +144,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation as the chat template writes it; to look at, as `encode_chat` is what is safe."""
-        values = {"messages": checked_messages(messages), "tools": None}
+        values = {"messages": self._checked(messages), "tools": None}
         return self._required_template().render(
             values, self.special_tokens, add_generation_prompt=add_generation_prompt
         )
@@ -156,6 +157,13 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new streaming detokenizer."""
         return Detokenizer(self._token_text, skip_special_tokens)
+
+    def _checked(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them."""
+        checked = checked_messages(messages, self.takes_images)
+        if self.takes_images and self._required_template().wants_parts:
+            return [_with_parts(message) for message in checked]
+        return checked
 
     @cached_property
     def _anchored(self) -> AnchoredTokenizer:
@@ -184,6 +192,12 @@ class Tokenizer:
         ]
         if missing:
             self._tokenizer.add_special_tokens(missing)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A checked message whose content is a list, also where it is text alone."""
+    content = message["content"]
+    return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
 def check_encodable(text: str, what: str) -> None:

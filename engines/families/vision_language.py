@@ -44,7 +44,7 @@ _QWEN2_5_VL = {
 _QWEN3_VL = _QWEN2 | {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 #: What LLaVA's language model may be: its reader, and what its files leave out.
 _INSIDE: dict[str, tuple[Callable[[ConfigFields, str | None], DecoderConfig], dict[str, Any]]] = {
-    "llama": (llama.read, _LLAMA),
+    "llama": (llama.read, _LLAMA | {"bos_token_id": 1, "eos_token_id": 2}),
     "qwen2": (qwen2.read, _QWEN2),
     "qwen3": (qwen3.read, _QWEN2),
 }

@@ -7,6 +7,7 @@ namespace decode {
 
 constexpr int WARPS = SLICES;
 constexpr int THREADS = 32 * WARPS;
+constexpr int SUM_STRIDE = WARPS + 1;  // floats between the sums of two rows, against bank conflicts
 
 // Of the thread's lane: the row of activations that it multiplies (and the one 8 further), and which 8 of 32 columns.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
@@ -82,7 +83,7 @@ template <typename T, int PARTS> struct NormInputs {
     }
 };
 
-// Each warp puts its slice of all rows, normalized, into `activations`; all warps call it. `sums` [PARTS, rows, WARPS];
+// Each warp puts its slice of all rows, normalized, into `activations`; all warps call it. `sums` [PARTS, rows, SUM_STRIDE];
 // `weights` [columns] holds the norms' weights when the threads' oldest group of copies has come. As many lanes serve a
 // row as it has chunks of 8 columns in the slice, up to 32, so that few rows are no more work than they must be. HELD: so
 // many chunks of a lane stay in registers, more are read twice.
@@ -121,25 +122,34 @@ __device__ __forceinline__ void stage_normalized(
             for (int part = 0; part < PARTS; ++part) {
                 float sum = PARTS == 1 || inputs.in_last(column) == (part == 1) ? squares : 0.f;
                 for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-                float* total = sums + (part * ROWS + row) * WARPS + warp;
+                float* total = sums + (part * ROWS + row) * SUM_STRIDE + warp;
                 if (own_chunk == 0 && row < batch) *total = (first + i) % groups == 0 ? sum : *total + sum;
             }
         }
     }
     wait_for_copies<G::STAGES - 1>();
     __syncthreads();
+    float factor_of_row[PARTS] = {};  // of row `lane`
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        if (lane >= batch) continue;
+        float total = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total += sums[(part * ROWS + lane) * SUM_STRIDE + w];
+        factor_of_row[part] = rsqrtf(total / inputs.width + inputs.epsilon);
+    }
     for (int first = 0; first < count; first += HELD) {
         if (count > HELD) load(first);
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             if (first + i >= count) break;
             const int row = row_of(first + i), chunk = chunk_of(first + i), column = (warp * chunks + chunk) * 8;
+            float factor = __shfl_sync(FULL_WARP, factor_of_row[0], row);
+            if (PARTS == 2) {
+                const float last = __shfl_sync(FULL_WARP, factor_of_row[PARTS - 1], row);
+                if (inputs.in_last(column)) factor = last;
+            }
             if (row >= batch || chunk >= chunks) continue;
-            const float* squares = sums + ((inputs.in_last(column) ? PARTS - 1 : 0) * ROWS + row) * WARPS;
-            float total = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) total += squares[w];
-            const float factor = rsqrtf(total / inputs.width + inputs.epsilon);
             float factors[8] = {};
             if (column < columns) unpack8<T>(*reinterpret_cast<const uint4*>(weights + column), factors);
             float normalized[8];

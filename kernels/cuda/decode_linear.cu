@@ -146,8 +146,8 @@ __device__ __forceinline__ void norm_linear(
     extern __shared__ __align__(16) char shared[];
     char* ring = shared;                                                                 // [DEPTH, THREADS] of 16 bytes
     float* partial = reinterpret_cast<float*>(ring + G::STAGES * G::TILES * THREADS * 16);  // [2, WARPS, PARTIALS]
-    float* sums = partial + 2 * WARPS * G::PARTIALS;                                     // [PARTS, rows, WARPS]
-    T* norm_weights = reinterpret_cast<T*>(sums + PARTS * G::HALVES * 8 * WARPS);        // [WARPS, steps, 32]
+    float* sums = partial + 2 * WARPS * G::PARTIALS;                                     // [PARTS, rows, SUM_STRIDE]
+    T* norm_weights = reinterpret_cast<T*>(sums + PARTS * G::HALVES * 8 * SUM_STRIDE);   // [WARPS, steps, 32]
     char* activations = reinterpret_cast<char*>(norm_weights + WARPS * steps * 32);      // [WARPS, steps, batch, 64 bytes]
 
     if (next_early) launch_next_kernel();

@@ -13,8 +13,8 @@ struct OneRow {
 template <typename T>
 __device__ __forceinline__ void norm(NormInputs<T, 1> inputs, T* output, int columns, int steps, bool next_early) {
     extern __shared__ __align__(16) char shared[];
-    float* sums = reinterpret_cast<float*>(shared);                  // [8, WARPS]
-    T* norm_weights = reinterpret_cast<T*>(sums + 8 * WARPS);        // [columns]
+    float* sums = reinterpret_cast<float*>(shared);                 // [8, SUM_STRIDE]
+    T* norm_weights = reinterpret_cast<T*>(sums + 8 * SUM_STRIDE);  // [columns]
     const size_t row = blockIdx.y;
     if (next_early) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);

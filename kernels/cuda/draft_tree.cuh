@@ -8,7 +8,7 @@
 namespace draft {
 
 constexpr unsigned THREADS = 128;       // of blocks that call best_keys
-constexpr unsigned KEYS_A_THREAD = 32;  // at most, in best_keys
+constexpr unsigned KEYS_A_THREAD = 4096 / THREADS;  // at most, in best_keys
 constexpr unsigned MAXIMUM_TOP_K = 64;
 
 // Index of the first candidate of a level.
@@ -28,7 +28,7 @@ __device__ inline unsigned long long existing_key(float value, unsigned id) {
 __device__ inline unsigned key_id(unsigned long long key) { return 0xffffffffu - unsigned(key); }
 
 // Lanes whose maxima best_keys compares as one: the fewer comparisons, the more keys are left to be ranked.
-__device__ inline unsigned group_lanes(unsigned top_k) { return top_k <= 16 ? 4 : 1; }
+__device__ inline unsigned group_lanes(unsigned top_k) { return top_k <= 16 ? THREADS / 32 : THREADS / 128; }
 
 // Keys that best_keys needs shared memory for.
 __device__ inline unsigned gathered_keys(unsigned top_k) { return group_lanes(top_k) * KEYS_A_THREAD * top_k; }

@@ -12,6 +12,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.numpy_backend import NumpyBackend
 from edgellm.errors import EngineError, RequestError
 from edgellm.llm import LLM
+from edgellm.request import Request
 from edgellm.sampling_params import SamplingParams
 
 TREE = DraftingConfig(4, 4, 16)
@@ -63,7 +64,7 @@ def test_answers_are_the_same_and_the_response_says_what_drafting_did(plain: LLM
         assert statistics.drafted_tokens >= statistics.accepted_tokens
         assert statistics.mean_acceptance_length == tokens / statistics.rounds
         assert min(statistics.draft_seconds, statistics.verify_seconds, statistics.seconds) > 0
-        if drafted._runner.backend.steps_ahead == 0:  # else rounds behind the end are timed, too
+        if drafted._runtime._runner.backend.steps_ahead == 0:  # else rounds behind the end are timed, too
             assert statistics.draft_seconds + statistics.verify_seconds < statistics.seconds
         shares = statistics.acceptance_by_position
         assert list(shares) == sorted(shares, reverse=True)
@@ -126,11 +127,13 @@ def test_the_context_ends_in_the_middle_of_a_round(plain: LLM, drafted: LLM) -> 
 def test_an_answer_cancelled_inside_a_round_leaves_only_its_own_tokens(plain: LLM, drafted: LLM) -> None:
     whole = plain.generate(PROMPT, GREEDY).token_ids
     for count in range(1, 8):
-        with drafted.stream(PROMPT, GREEDY) as stream:
-            taken = [token for _ in range(count) for token in next(stream).token_ids]
-        assert stream.response.finish_reason == "cancelled"
-        assert tuple(taken) == stream.response.token_ids == whole[:count]
-        follow_up = [*drafted.tokenizer.encode(PROMPT), *taken, 9]
+        with drafted.stream(PROMPT, GREEDY) as generation:
+            for _ in range(count):
+                generation.next_chunk()
+        response = generation.result()
+        taken = response.token_ids
+        assert taken == whole[: len(taken)]
+        follow_up = [*drafted.tokenizer.encode(PROMPT), *taken[:count], 9]
         assert drafted.generate(follow_up, SAMPLED).token_ids == plain.generate(follow_up, SAMPLED).token_ids
 
 
@@ -153,13 +156,11 @@ def test_the_same_prompt_again_reuses_all_but_its_end(plain: LLM, drafted: LLM) 
 
 
 def test_a_failing_request_leaves_the_model_usable(plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = drafted.stream(PROMPT, GREEDY)
-    next(stream)
     with monkeypatch.context() as patch:
-        acceptance = drafted._runner.backend.acceptance
+        acceptance = drafted._runtime._runner.backend.acceptance
         patch.setattr(acceptance, "compact_kv", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
-        with pytest.raises(MemoryError):
-            stream.finish()
+        with pytest.raises(EngineError, match="MemoryError: no more"):
+            drafted.generate(PROMPT, GREEDY)
     assert drafted.generate(PROMPT, SAMPLED).token_ids == plain.generate(PROMPT, SAMPLED).token_ids
 
 
@@ -173,8 +174,9 @@ def test_a_batch_gives_each_prompt_its_own_answer(plain: LLM, drafted: LLM) -> N
         SamplingParams(ignore_eos=True),
     ):
         expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
-        assert [response.token_ids for response in plain.generate_batch(prompts, params)] == expected
-        assert [response.token_ids for response in drafted.generate_batch(prompts, params)] == expected
+        requests = [Request(prompt, None, params) for prompt in prompts]
+        assert [response.token_ids for response in plain.handle(requests)] == expected
+        assert [response.token_ids for response in drafted.handle(requests)] == expected
     assert drafted.generate(PROMPT, GREEDY).token_ids == plain.generate(PROMPT, GREEDY).token_ids
 
 
@@ -188,15 +190,15 @@ def test_drafting_can_be_changed_between_requests(plain: LLM, directory: EngineD
             assert response.token_ids == expected
             assert (response.drafting.rounds == 0) == (config is None)
         assert llm.drafting_report is None
-        with llm.stream(PROMPT, GREEDY) as stream:
-            next(stream)
-            with pytest.raises(RequestError, match="another request"):
-                llm.use_drafting(TREE)
+        with llm.stream(PROMPT, GREEDY) as under_way:
+            llm.use_drafting(TREE)  # in turn: the request before it is answered as it was asked
+        assert under_way.result().drafting.rounds == 0
+        assert llm.generate(PROMPT, SAMPLED).drafting.rounds > 0
 
 
 def test_without_drafting_no_draft_is_loaded(plain: LLM, drafted: LLM) -> None:
-    assert not any("draft" in item for item in plain._runner.base.memory_plan.items)
-    assert any("draft" in item for item in drafted._runner.base.memory_plan.items)
+    assert not any("draft" in item for item in plain._runtime._runner.base.memory_plan.items)
+    assert any("draft" in item for item in drafted._runtime._runner.base.memory_plan.items)
     with pytest.raises(RequestError, match="no draft model is loaded"):
         plain.use_drafting(TREE)
 

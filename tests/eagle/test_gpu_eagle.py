@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_drafting import answers, assert_explained
 
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.engines.comparison import LOGIT_TOLERANCES
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_choices import choices_plan
 from edgellm.engines.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.engines.verified_tree import VerifiedTree
 from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.request import Request
 from edgellm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -37,9 +38,6 @@ PLANS = [
 GREEDY = SamplingValues()
 SAMPLED = SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 11))]
-COUNT = 40
-#: Logits of one tree and of single steps may differ by so many spacings of the dtype.
-SPACINGS = 4
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -59,55 +57,6 @@ def directory(
 def runner(directory: EngineDirectory, open_eagle: Callable[..., object]) -> Iterator[EagleRunner]:
     with open_eagle(directory, "tensorrt") as opened:
         yield opened
-
-
-def answers(
-    runner: EagleRunner,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingValues],
-    plan: DraftPlan | None,
-    count: int = COUNT,
-) -> list[list[int]]:
-    """The first `count` tokens of each slot, with one step in flight while the one before is read."""
-    found = [
-        runner.start(slot, prompt, 0, sampling).wait().tolist()
-        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    under_way = runner.step(len(prompts), plan)
-    while True:
-        following = runner.step(len(prompts), plan)
-        for tokens, emitted in zip(found, under_way.wait(), strict=True):
-            tokens.extend(emitted)
-        under_way = following
-        if min(map(len, found)) >= count:
-            break
-    under_way.wait()
-    for slot in range(len(prompts)):
-        runner.stop(slot)
-    return [tokens[:count] for tokens in found]
-
-
-def assert_explained(
-    directory: EngineDirectory,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingValues],
-    expected: Sequence[Sequence[int]],
-    found: Sequence[Sequence[int]],
-    what: str,
-) -> int:
-    """Each first difference lies where the draw was within rounding; returns how many answers differ."""
-    different = [first_difference(one, other) for one, other in zip(expected, found, strict=True)]
-    for index, place in enumerate(different):
-        if place is None:
-            continue
-        with open_runner("tensorrt", directory) as base:
-            answer = list(expected[index][: place + 1])
-            logits = teacher_forced_logits(base, prompts[index], answer)[-1]
-        gap = draw_gap(logits, prompts[index], answer[:-1], samplings[index], answer[-1], found[index][place])
-        allowed = SPACINGS * spacing(np.abs(logits).max(), directory.dtype)
-        print(f"\n{what}: answer {index} differs at token {place}: gap {gap:.4g}, allowed {allowed:.4g}")
-        assert gap < allowed
-    return sum(place is not None for place in different)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -222,7 +171,7 @@ def test_conversations_with_reuse_and_the_end_of_the_context(directory: EngineDi
         assert_explained(directory, [text], [GREEDY], [again.token_ids], [reused.token_ids], "with reuse")
         whole = llm.generate([5] * 100, SamplingParams(ignore_eos=True))
         assert (whole.finish_reason, whole.usage.completion_tokens) == ("context", 28)
-        batch = llm.generate_batch([PROMPTS[0], PROMPTS[1], PROMPTS[3]], params)
+        batch = llm.handle([Request(PROMPTS[index], None, params) for index in (0, 1, 3)])
         assert [response.usage.completion_tokens for response in batch] == [20, 20, 20]
 
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fixed_shape_backend import host_view
-from tiny_multimodal import FAMILIES, prompt_with_images, tiny_image
+from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
+from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.prompt_images import PromptImages
+from edgellm.engines.prompt_images import PromptImages, place_images
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.request import Request
+from edgellm.runtime import SpecDecodeRuntime
+from edgellm.sampling_params import SamplingParams
 
 LIMITS = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 GREEDY, SAMPLED = SamplingValues(), SamplingValues(0.8, 40, 0.9, 0.01, seed=77)
-COUNT = 24
+COUNT = 18
 MROPE = {family: FAMILIES[family]["rope_scaling"] for family in ("qwen2_5_vl", "qwen3_vl")}
 
 
@@ -74,9 +79,10 @@ def answers(runner: EagleRunner, prompts: list, sampling: SamplingValues, plan: 
     return [tokens[:COUNT] for tokens in found], steps
 
 
-@pytest.mark.parametrize("backend", ["numpy", "fixed"])
-@pytest.mark.parametrize("agreeing", [True, False])
-@pytest.mark.parametrize("generation", [1, 3])
+@pytest.mark.parametrize(
+    ("generation", "agreeing", "backend"),
+    [(1, True, "numpy"), (1, False, "numpy"), (3, True, "numpy"), (3, False, "numpy"), (3, True, "fixed")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_give_the_tokens_of_plain_decoding(
     make_seeing_engines: Callable[..., EngineDirectory],
@@ -151,6 +157,69 @@ def extended(images: PromptImages, tokens: int) -> PromptImages:
         return images
     following = np.arange(images.positions.shape[1], tokens) + images.position_delta
     return replace(images, positions=np.concatenate([images.positions, np.tile(following, (3, 1))], 1).astype(np.int32))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "fixed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_of_embeddings_are_text(
+    make_seeing_engines: Callable[..., EngineDirectory],
+    open_eagle: Callable[..., object],
+    family: str,
+    backend: str,
+) -> None:
+    """Images that are rows of the embedding table, at the positions of text, leave the rows of a text: in base and
+    draft, wherever chunks cut and reuse begins."""
+    scaling = {"rope_scaling": MROPE[family]} if family in MROPE else {}
+    # An image of one token stands where a text's token would; without M-RoPE an image of several does, too.
+    sizes = (
+        {3: 1, 4: 1, 9: 1, 14: 4, 29: 7} if family == "llava" else dict.fromkeys((3, 4, 9, 15, 16, 17, 31, 32, 38), 1)
+    )
+    text = [(11 * index + 5) % 200 for index in range(40)]
+    ids = list(text)
+    with open_eagle(make_seeing_engines(family, 3, False, **scaling), backend) as runner:
+        base, merge, images = runner.base, runner.config.spatial_merge_size, []
+        for place, count in sizes.items():
+            first = text[place]
+            text[place : place + count] = range(first, first + count)
+            ids[place : place + count] = [IMAGE_TOKEN] * count
+            zeros = [runner.backend.zeros((count, base.config.hidden_size), "compute")] * base.config.deepstack_layers
+            rows = base.embedding[first : first + count]
+            images.append(TinyImage(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
+        placed = place_images(ids, images, IMAGE_TOKEN, base.config)
+        runner.start(0, text, 0, GREEDY).wait()
+        expected = [cache[0, :, : len(text) - 1].copy() for cache in host_caches(runner)]
+        for reused in (0, 4, 15, 16, 30, 39):
+            for cache in host_caches(runner):
+                cache[0, :, reused:] = 0
+            runner.start(0, ids, reused, GREEDY, placed).wait()
+            for rows, cache in zip(expected, host_caches(runner), strict=True):
+                np.testing.assert_allclose(cache[0, :, : len(text) - 1], rows, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_answers_to_pictures_are_the_plain_ones(
+    make_tiny_pair: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str
+) -> None:
+    """From pixels to tokens, with follow-up questions that reuse the pictures' rows."""
+    changes = {"rope_scaling": MROPE[family]} if family in MROPE else {}
+    base, head = make_tiny_pair(3, True, changes, **_untied(family))
+    rows = 9 if family == "llava" else 64
+    limits = EngineLimits(1, 16, 256, draft_top_k=4, draft_steps=4, verify_tree_size=16, image_rows=(rows,))
+    build_engine_directory(base, tmp_path / "engines", limits, [], draft=head)
+    pictures = np.random.default_rng(1).integers(0, 256, (2, 24, 20, 3), np.uint8)
+    answers = []
+    for drafting in (None, DraftingConfig(4, 4, 16)):
+        with SpecDecodeRuntime(tmp_path / "engines", drafting=drafting, backend="numpy") as runtime:
+            messages: list[dict[str, Any]] = []
+            for picture in pictures:
+                shown = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+                messages.append({"role": "user", "content": shown})
+                params = SamplingParams(max_tokens=16, ignore_eos=True)
+                response = runtime.handle_request(Request(messages=messages, params=params))
+                answers.append((response.token_ids, response.usage.prompt_tokens))
+                messages.append({"role": "assistant", "content": "It is a cup."})
+            assert response.usage.reused_tokens > rows // 4
+    assert answers[:2] == answers[2:]
 
 
 def test_a_text_only_head_sees_the_image_token(

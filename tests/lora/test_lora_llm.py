@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import LLM, SamplingParams
+from edgellm import LLM, Request, SamplingParams
 from edgellm.decoding import KVContents
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.errors import AdapterError, RequestError
+from edgellm.errors import AdapterError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(30)] for seed in range(5)]
@@ -62,7 +62,7 @@ def test_a_batch_with_more_adapters_than_places(llm: LLM) -> None:
     expected = {(index, name): fresh(llm, prompt, name) for index, prompt in enumerate(PROMPTS) for name in NAMES}
     for shift in range(len(NAMES)):
         names = [NAMES[(index + shift) % len(NAMES)] for index in range(len(PROMPTS))]
-        found = llm.generate_batch(PROMPTS, PARAMS, names)
+        found = llm.handle([Request(prompt, None, PARAMS, name) for prompt, name in zip(PROMPTS, names, strict=True)])
         assert [response.token_ids for response in found] == [expected[pair] for pair in enumerate(names)]
 
 
@@ -75,11 +75,10 @@ def test_acceptance_is_reported_under_an_adapter(llm: LLM) -> None:
 
 
 def test_what_is_refused(llm: LLM, tiny_engines: Path, tiny_adapters: dict[str, Path]) -> None:
-    for call in (lambda: llm.generate([1], adapter="json"), lambda: llm.generate_batch([[1]], None, ["json"])):
-        with pytest.raises(AdapterError, match=r"no adapter 'json'.*'wide', 'attention', 'mlp'"):
-            call()
-    with pytest.raises(RequestError, match="1 adapters are named for 2 prompts"):
-        llm.generate_batch([[1], [2]], PARAMS, ["wide"])
+    with pytest.raises(AdapterError, match=r"no adapter 'json'.*'wide', 'attention', 'mlp'"):
+        llm.generate([1], adapter="json")
+    refused, answered = llm.handle([Request([1], adapter="json"), Request([1], None, PARAMS, "mlp")])
+    assert isinstance(refused, AdapterError) and len(answered.token_ids) == 16
     assert len(llm.generate([1], PARAMS, "wide").token_ids) == 16
     with pytest.raises(AdapterError, match="without LoRA adapters: build them with --lora"):
         LLM(tiny_engines, backend="numpy", adapters=tiny_adapters)
@@ -90,16 +89,17 @@ def test_what_is_refused(llm: LLM, tiny_engines: Path, tiny_adapters: dict[str, 
 
 
 def test_a_request_that_fails_leaves_no_adapter_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = llm._open_runner().base
+    base = llm._runtime._open_runner().base
     expected = fresh(llm, PROMPTS[0], "mlp")
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of order")
 
     for name in ("wide", "attention"):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        with monkeypatch.context() as patch:
             patch.setattr(base.sampling, "set", fail)
-            llm.generate_batch([PROMPTS[1]] * 3, PARAMS, [name] * 3)
+            failed = llm.handle([Request(PROMPTS[1], None, PARAMS, name)] * 3)
+        assert [type(error.__cause__) for error in failed] == [RuntimeError] * 3
         assert not base.adapts(slice(0, 3))
     assert llm.generate(PROMPTS[0], PARAMS, "mlp").token_ids == expected
 
@@ -107,7 +107,7 @@ def test_a_request_that_fails_leaves_no_adapter_behind(llm: LLM, monkeypatch: py
 def test_no_adapters_are_loaded_where_none_is_wanted(tiny_lora_engines: Path) -> None:
     with LLM(tiny_lora_engines, backend="numpy", adapters=None) as llm:
         assert llm.adapters == ()
-        assert "LoRA adapters" not in llm._open_runner().base.memory_plan.items
+        assert "LoRA adapters" not in llm._runtime._open_runner().base.memory_plan.items
 
 
 def test_a_damaged_adapter_of_the_directory(

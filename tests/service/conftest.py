@@ -15,7 +15,7 @@ from edgellm import LLM, SamplingParams
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.service import Request, ServedLLM
+from edgellm.request import Request
 
 SLOTS = 4
 DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)
@@ -36,9 +36,9 @@ def drafting(request: pytest.FixtureRequest) -> DraftingConfig | None:
 
 
 @pytest.fixture
-def served(serving_engines: Path) -> Iterator[ServedLLM]:
+def served(serving_engines: Path) -> Iterator[LLM]:
     """The model without its draft, with a short queue."""
-    with ServedLLM(serving_engines, backend="numpy", drafting=None, queue_limit=8) as opened:
+    with LLM(serving_engines, backend="numpy", drafting=None, queue_limit=8) as opened:
         yield opened
 
 
@@ -76,11 +76,11 @@ def alone(serving_engines: Path) -> tuple[list[Request], list[tuple[tuple[int, .
 
 
 @pytest.fixture
-def paused() -> Callable[[ServedLLM], object]:
+def paused() -> Callable[[LLM], object]:
     """A context in which the model's thread waits, so that requests queue up."""
 
     @contextmanager
-    def pause(served: ServedLLM) -> Iterator[None]:
+    def pause(served: LLM) -> Iterator[None]:
         reached, go_on = threading.Event(), threading.Event()
         result = served.call(lambda _: (reached.set(), go_on.wait()))
         reached.wait()
@@ -94,11 +94,11 @@ def paused() -> Callable[[ServedLLM], object]:
 
 
 @pytest.fixture
-def slowed() -> Callable[[ServedLLM], None]:
+def slowed() -> Callable[[LLM], None]:
     """Lets each round of a model take a while, so that what a test does meanwhile comes in time on a busy machine."""
 
-    def slow_down(served: ServedLLM) -> None:
-        runner = served._llm._runner
+    def slow_down(served: LLM) -> None:
+        runner = served._runtime._runner
         step = runner.step
 
         def slow_step(batch: int, plan: object) -> object:

@@ -13,7 +13,8 @@ from edgellm import SamplingParams
 from edgellm.asynchronous import AsyncLLM
 from edgellm.drafting import DraftingConfig
 from edgellm.errors import EngineError, RequestError
-from edgellm.service import Request, ServedLLM
+from edgellm.llm import LLM
+from edgellm.request import Request
 
 LONG = SamplingParams(max_tokens=80, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -71,7 +72,7 @@ def test_streams_errors_and_the_loop_staying_free(serving_engines: Path) -> None
     asyncio.run(talk())
 
 
-def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Callable[[ServedLLM], None]) -> None:
+def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Callable[[LLM], None]) -> None:
     async def give_up() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)

@@ -15,7 +15,8 @@ import pytest
 from edgellm.drafting import DraftingConfig
 from edgellm.errors import EngineError, QueueFullError
 from edgellm.generation import Generation
-from edgellm.service import Request, ServedLLM
+from edgellm.llm import LLM
+from edgellm.request import Request
 
 Answers = tuple[list[Request], list[tuple[tuple[int, ...], str, str]]]
 THREADS = 16
@@ -24,7 +25,7 @@ THREADS = 16
 class Caller:
     """Asks one request after another, cancels some, lets some be late, some fail; checks each answer."""
 
-    def __init__(self, served: ServedLLM, answers: Answers, seed: int, count: int) -> None:
+    def __init__(self, served: LLM, answers: Answers, seed: int, count: int) -> None:
         self._served, self._answers, self._random, self._count = served, answers, random.Random(seed), count
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[object] = []
@@ -89,7 +90,7 @@ def test_cancellations_deadlines_and_errors_among_many_threads(
     serving_engines: Path, alone: Answers, count: int, drafting: DraftingConfig | None
 ) -> None:
     threads_before = threading.active_count()
-    with ServedLLM(serving_engines, backend="numpy", drafting=drafting, queue_limit=12) as served:
+    with LLM(serving_engines, backend="numpy", drafting=drafting, queue_limit=12) as served:
         served.handle(alone[0][:8])
         callers = [Caller(served, alone, seed, count // THREADS) for seed in range(THREADS)]
         threads = [threading.Thread(target=caller.run) for caller in callers]
@@ -109,7 +110,7 @@ def test_cancellations_deadlines_and_errors_among_many_threads(
         assert ended["accepted"] == count + 8 == sum(ended["finished"].values()) + ended["failed"]
         assert (ended["failed"], ended["refused"]) == (outcomes["failed"], refused)
         assert (metrics["requests_waiting"], metrics["requests_running"]) == (0, 0)
-        assert served.call(lambda llm: llm._runner.base.lengths).result() == [0] * 4
+        assert served.call(lambda runtime: runtime._runner.base.lengths).result() == [0] * 4
         after = served.handle(alone[0][:8])
         assert [response.token_ids for response in after] == [ids for ids, _, _ in alone[1][:8]]
     assert threading.active_count() == threads_before
@@ -119,7 +120,7 @@ def test_cancellations_deadlines_and_errors_among_many_threads(
 
 @pytest.mark.parametrize("rounds", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_memory_stays_flat_over_many_rounds(serving_engines: Path, alone: Answers, rounds: int) -> None:
-    with ServedLLM(serving_engines, backend="numpy", drafting=None) as served:
+    with LLM(serving_engines, backend="numpy", drafting=None) as served:
         requests, expected = alone
         seconds, objects, memory = time.perf_counter(), [], []
         done, step = 0, rounds // 10

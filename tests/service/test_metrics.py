@@ -8,8 +8,8 @@ import re
 import pytest
 
 from edgellm import SamplingParams
+from edgellm.llm import LLM
 from edgellm.metrics import Histogram
-from edgellm.service import ServedLLM
 
 LINE = re.compile(r'edgellm_[a-z_]+(\{[a-z_]+="[^"\\\n]*"\})? (\+Inf|[0-9.e+-]+)')
 
@@ -25,7 +25,7 @@ def test_quantiles_are_bucket_bounds() -> None:
     assert (histogram.count, histogram.total) == (5, 15.0)
 
 
-def test_counts_of_a_served_model(served: ServedLLM) -> None:
+def test_counts_of_a_served_model(served: LLM) -> None:
     for _ in range(2):
         served.generate([1, 2, 3, 4], SamplingParams(max_tokens=5, ignore_eos=True))
     snapshot = served.metrics()
@@ -38,7 +38,7 @@ def test_counts_of_a_served_model(served: ServedLLM) -> None:
     assert snapshot["rounds"] == 10
 
 
-def test_the_text_form(served: ServedLLM) -> None:
+def test_the_text_form(served: LLM) -> None:
     served.generate([1, 2, 3, 4], SamplingParams(max_tokens=5, ignore_eos=True))
     text = served.metrics_text()
     assert text.endswith("\n")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.llm import SHIPPED_MODEL
-from edgellm.service import ServedLLM
+from edgellm.llm import LLM, SHIPPED_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def example(repository: Path) -> Iterator[ModuleType]:
 def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: ModuleType) -> None:
     said: list[str] = []
     acted: list[dict[str, Any]] = []
-    with ServedLLM(backend="numpy") as llm:
+    with LLM(backend="numpy") as llm:
         system_prompt = (SHIPPED_MODEL / "system_prompt.txt").read_text(encoding="utf-8").strip()
         llm.cache_system_prompt(system_prompt)
         robot = example.Robot(llm, system_prompt, said.append, acted.append)

@@ -17,14 +17,14 @@ from edgellm import LLM, SamplingParams
 from edgellm.drafting import DraftingConfig
 from edgellm.errors import AdapterError, EngineError, QueueFullError, RequestError
 from edgellm.generation import UNREAD_CHUNKS
+from edgellm.request import Request
 from edgellm.responses import Response
-from edgellm.service import Request, ServedLLM
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 Answers = tuple[list[Request], list[tuple[tuple[int, ...], str, str]]]
-Pause = Callable[[ServedLLM], object]
-Slow = Callable[[ServedLLM], None]
+Pause = Callable[[LLM], object]
+Slow = Callable[[LLM], None]
 
 
 def answer(response: Response) -> tuple[tuple[int, ...], str, str]:
@@ -35,7 +35,7 @@ def test_answers_equal_those_of_single_requests_in_every_order(
     serving_engines: Path, alone: Answers, drafting: DraftingConfig | None
 ) -> None:
     requests, expected = alone
-    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
+    with LLM(serving_engines, backend="numpy", drafting=drafting) as served:
         for seed, group in ((0, 60), (1, 8), (2, 3)):
             order = list(range(len(requests)))
             random.Random(seed).shuffle(order)
@@ -55,8 +55,8 @@ def test_steps_launched_ahead_change_nothing(
 ) -> None:
     """As on a GPU: the next step is under way when the tokens of one are read, and when requests come and go."""
     requests, expected = alone
-    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
-        served.call(lambda llm: setattr(llm._runner.backend, "steps_ahead", 1)).result()
+    with LLM(serving_engines, backend="numpy", drafting=drafting) as served:
+        served.call(lambda runtime: setattr(runtime._runner.backend, "steps_ahead", 1)).result()
         generations = []
         for index, request in enumerate(requests):
             generations.append(served.submit(request))
@@ -69,7 +69,7 @@ def test_steps_launched_ahead_change_nothing(
 
 def test_chunks_are_the_answer(serving_engines: Path, alone: Answers, drafting: DraftingConfig | None) -> None:
     requests, expected = alone
-    with ServedLLM(serving_engines, backend="numpy", drafting=drafting) as served:
+    with LLM(serving_engines, backend="numpy", drafting=drafting) as served:
         generations = [served.submit(request) for request in requests[:20]]
         for generation, (ids, text, reason) in zip(generations, expected, strict=False):
             chunks = list(generation)
@@ -85,7 +85,7 @@ def test_chunks_are_the_answer(serving_engines: Path, alone: Answers, drafting: 
 
 
 def test_drafted_tokens_are_named() -> None:
-    with ServedLLM(backend="numpy", drafting=DraftingConfig(1, 5, 6, kind="chain")) as served:
+    with LLM(backend="numpy", drafting=DraftingConfig(1, 5, 6, kind="chain")) as served:
         generation = served.stream_chat(
             [{"role": "user", "content": "What can you do?"}], SamplingParams(max_tokens=40)
         )
@@ -99,7 +99,7 @@ def test_drafted_tokens_are_named() -> None:
     assert len(chunks) == 1 + statistics.rounds + statistics.plain_steps
 
 
-def test_a_request_joins_while_another_runs(served: ServedLLM, slowed: Slow) -> None:
+def test_a_request_joins_while_another_runs(served: LLM, slowed: Slow) -> None:
     slowed(served)
     expected = served.generate("short", SHORT)
     long = served.stream("a long story", SamplingParams(max_tokens=80, ignore_eos=True))
@@ -110,7 +110,7 @@ def test_a_request_joins_while_another_runs(served: ServedLLM, slowed: Slow) -> 
     assert long.result().usage.completion_tokens == 80
 
 
-def test_requests_are_served_in_their_order(served: ServedLLM, paused: Pause) -> None:
+def test_requests_are_served_in_their_order(served: LLM, paused: Pause) -> None:
     with paused(served):
         generations = [served.stream("x", SHORT) for _ in range(8)]
     for generation in generations:
@@ -119,7 +119,7 @@ def test_requests_are_served_in_their_order(served: ServedLLM, paused: Pause) ->
     assert started == sorted(started)
 
 
-def test_a_full_queue_refuses_by_name(served: ServedLLM, paused: Pause) -> None:
+def test_a_full_queue_refuses_by_name(served: LLM, paused: Pause) -> None:
     with paused(served):
         generations = [served.stream("x", SHORT) for _ in range(8)]
         with pytest.raises(QueueFullError, match="8 requests are waiting"):
@@ -134,7 +134,7 @@ def test_a_full_queue_refuses_by_name(served: ServedLLM, paused: Pause) -> None:
 
 
 @pytest.mark.parametrize("from_another_thread", [False, True])
-def test_cancelling_ends_an_answer_at_the_next_round(served: ServedLLM, from_another_thread: bool) -> None:
+def test_cancelling_ends_an_answer_at_the_next_round(served: LLM, from_another_thread: bool) -> None:
     expected = served.generate("hello", LONG)
     generation = served.stream("hello", LONG)
 
@@ -154,7 +154,7 @@ def test_cancelling_ends_an_answer_at_the_next_round(served: ServedLLM, from_ano
     assert served.generate("hello", LONG).token_ids == expected.token_ids
 
 
-def test_cancelling_what_waits_is_immediate(served: ServedLLM, paused: Pause) -> None:
+def test_cancelling_what_waits_is_immediate(served: LLM, paused: Pause) -> None:
     with paused(served):
         generation = served.stream("x", LONG)
         generation.cancel()
@@ -163,7 +163,7 @@ def test_cancelling_what_waits_is_immediate(served: ServedLLM, paused: Pause) ->
         assert list(generation) == []
 
 
-def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: ServedLLM, slowed: Slow) -> None:
+def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: LLM, slowed: Slow) -> None:
     slowed(served)
     with pytest.raises(ZeroDivisionError), served.stream("x", LONG) as generation:
         generation.next_chunk()
@@ -178,7 +178,7 @@ def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: ServedL
     assert answering.response.finish_reason == "cancelled"
 
 
-def test_deadlines(served: ServedLLM, paused: Pause, slowed: Slow) -> None:
+def test_deadlines(served: LLM, paused: Pause, slowed: Slow) -> None:
     slowed(served)
     with paused(served):
         late = served.stream("x", LONG, deadline=0.01)
@@ -197,7 +197,7 @@ def test_deadlines(served: ServedLLM, paused: Pause, slowed: Slow) -> None:
             served.stream("x", LONG, deadline=wrong)
 
 
-def test_a_reader_that_stops_blocks_nobody(served: ServedLLM) -> None:
+def test_a_reader_that_stops_blocks_nobody(served: LLM) -> None:
     unread = served.stream("unread", SamplingParams(max_tokens=85, ignore_eos=True))
     assert served.generate("x", SHORT).finish_reason == "length"
     response = unread.result()
@@ -210,7 +210,7 @@ def test_a_reader_that_stops_blocks_nobody(served: ServedLLM) -> None:
         served.stream("x", LONG).result(timeout=0)
 
 
-def test_a_failing_request_does_not_touch_the_others(served: ServedLLM, alone: Answers, paused: Pause) -> None:
+def test_a_failing_request_does_not_touch_the_others(served: LLM, alone: Answers, paused: Pause) -> None:
     requests, expected = alone
     with paused(served):
         good = [served.submit(request) for request in requests[:5]]
@@ -237,7 +237,7 @@ def test_a_failing_request_does_not_touch_the_others(served: ServedLLM, alone: A
 
 
 def test_rows_of_a_snapshot_survive_a_failing_prompt_and_the_steps_of_others(
-    served: ServedLLM, serving_engines: Path, slowed: Slow
+    served: LLM, serving_engines: Path, slowed: Slow
 ) -> None:
     """Steps for three sequences compute an idle fourth slot, too, which writes the row after its latest sequence."""
     system = served.cache_system_prompt("a system prompt of some length")
@@ -259,7 +259,7 @@ def test_rows_of_a_snapshot_survive_a_failing_prompt_and_the_steps_of_others(
     assert response.token_ids == expected
 
 
-def test_a_listener_that_fails_cancels_its_own_request(served: ServedLLM) -> None:
+def test_a_listener_that_fails_cancels_its_own_request(served: LLM) -> None:
     generation = served.stream("x", LONG)
     calls = []
 
@@ -274,10 +274,10 @@ def test_a_listener_that_fails_cancels_its_own_request(served: ServedLLM) -> Non
 
 
 def test_a_failing_step_fails_what_runs_and_nothing_else(
-    served: ServedLLM, alone: Answers, paused: Pause, monkeypatch: pytest.MonkeyPatch
+    served: LLM, alone: Answers, paused: Pause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, expected = alone
-    kernels = served._llm._runner.backend.kernels
+    kernels = served._runtime._runner.backend.kernels
     prepare, left = kernels.prepare_step, [3]
 
     def fail_once(*arguments: object) -> None:
@@ -306,15 +306,15 @@ def list_of_ids(generation: object) -> list[int]:
 def test_a_crash_of_the_thread_is_told_to_everybody(
     serving_engines: Path, paused: Pause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = ServedLLM(serving_engines, backend="numpy", drafting=None)
+    served = LLM(serving_engines, backend="numpy", drafting=None)
 
     def fail(*_: object) -> None:
         raise OSError("the device is gone")
 
     with paused(served):
         generations = [served.stream("x", LONG) for _ in range(6)]
-        monkeypatch.setattr(served._llm._runner, "step", fail)
-        monkeypatch.setattr(served._llm._runner, "stop", fail)
+        monkeypatch.setattr(served._runtime._runner, "step", fail)
+        monkeypatch.setattr(served._runtime._runner, "stop", fail)
         call = served.call(lambda llm: llm.adapters)
     for generation in generations:
         with pytest.raises(EngineError, match="the device is gone") as caught:
@@ -330,7 +330,7 @@ def test_a_crash_of_the_thread_is_told_to_everybody(
 
 def test_closing_is_prompt_and_ends_everything(serving_engines: Path, slowed: Slow) -> None:
     before = threading.active_count()
-    served = ServedLLM(serving_engines, backend="numpy", drafting=None)
+    served = LLM(serving_engines, backend="numpy", drafting=None)
     slowed(served)
     generations = [served.stream("x", LONG) for _ in range(20)]
     generations[0].next_chunk()
@@ -341,7 +341,7 @@ def test_closing_is_prompt_and_ends_everything(serving_engines: Path, slowed: Sl
     assert {generation.result(0).finish_reason for generation in generations} <= {"cancelled", "length"}
     assert generations[-1].result(0).finish_reason == "cancelled"
     assert threading.active_count() == before
-    assert served._llm._runner is None
+    assert served._runtime._runner is None
     for use in (
         lambda: served.generate("x"),
         lambda: served.call(lambda llm: llm),
@@ -354,9 +354,9 @@ def test_closing_is_prompt_and_ends_everything(serving_engines: Path, slowed: Sl
 def test_a_model_that_cannot_be_opened(tmp_path: Path, serving_engines: Path) -> None:
     before = threading.active_count()
     with pytest.raises(Exception, match=str(tmp_path)):
-        ServedLLM(tmp_path)
+        LLM(tmp_path)
     with pytest.raises(RequestError, match="queue_limit is 0"):
-        ServedLLM(serving_engines, queue_limit=0)
+        LLM(serving_engines, queue_limit=0)
     deadline = time.perf_counter() + 5
     while threading.active_count() > before and time.perf_counter() < deadline:
         time.sleep(0.01)
@@ -366,10 +366,10 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path, serving_engines: Path) ->
 FORK = """
 import os, sys, time
 from edgellm import EdgeLLMError, SamplingParams
-from edgellm.service import ServedLLM
-served = ServedLLM(sys.argv[1], backend="numpy", drafting=None)
-step = served._llm._runner.step
-served._llm._runner.step = lambda *arguments: (time.sleep(0.005), step(*arguments))[1]
+from edgellm.llm import LLM
+served = LLM(sys.argv[1], backend="numpy", drafting=None)
+step = served._runtime._runner.step
+served._runtime._runner.step = lambda *arguments: (time.sleep(0.005), step(*arguments))[1]
 running = served.stream("x", SamplingParams(max_tokens=80, ignore_eos=True))
 waiting = [served.stream("x") for _ in range(10)]
 running.next_chunk()
@@ -397,7 +397,7 @@ def test_use_in_a_forked_process_is_a_clear_error(serving_engines: Path) -> None
     assert found.stdout.split() == ["0", "length"], found.stderr
 
 
-def test_calls_have_the_model_for_themselves(served: ServedLLM) -> None:
+def test_calls_have_the_model_for_themselves(served: LLM) -> None:
     generation = served.stream("x", LONG)
     assert served.call(lambda llm: (threading.current_thread().name, served._thread.running)).result() == (
         "edgellm-engine",
@@ -409,7 +409,7 @@ def test_calls_have_the_model_for_themselves(served: ServedLLM) -> None:
     assert served.generate("x", SHORT).finish_reason == "length"
 
 
-def test_a_cached_system_prompt_is_reused_by_sessions(served: ServedLLM) -> None:
+def test_a_cached_system_prompt_is_reused_by_sessions(served: LLM) -> None:
     system = "be brief"
     session = served.create_session(system, SHORT)
     plain = session.send("one")
@@ -418,7 +418,7 @@ def test_a_cached_system_prompt_is_reused_by_sessions(served: ServedLLM) -> None
     assert again.send("one").token_ids == plain.token_ids
 
 
-def test_a_session_remembers_what_was_said(served: ServedLLM, serving_engines: Path, paused: Pause) -> None:
+def test_a_session_remembers_what_was_said(served: LLM, serving_engines: Path, paused: Pause) -> None:
     session = served.create_session("be brief", SHORT)
     first = session.send("one")
     expected = [{"role": "system", "content": "be brief"}]
@@ -445,8 +445,8 @@ def test_logging_is_quiet_by_default_and_structured_on_request(
     serving_engines: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = (
-        "import sys\nfrom edgellm.service import ServedLLM\n"
-        "served = ServedLLM(sys.argv[1], backend='numpy', drafting=None)\n"
+        "import sys\nfrom edgellm import LLM\n"
+        "served = LLM(sys.argv[1], backend='numpy', drafting=None)\n"
         "generation = served.stream([5000])\n"
         "try:\n    generation.result()\nexcept Exception as error:\n    print(type(error).__name__)\n"
     )
@@ -456,7 +456,7 @@ def test_logging_is_quiet_by_default_and_structured_on_request(
     assert (found.stdout, found.stderr) == ("EngineError\n", "")
     with (
         caplog.at_level(logging.INFO, "edgellm.serving"),
-        ServedLLM(serving_engines, backend="numpy", drafting=None) as served,
+        LLM(serving_engines, backend="numpy", drafting=None) as served,
     ):
         served.generate("x", SHORT)
     (record,) = [record for record in caplog.records if record.name == "edgellm.serving"]

@@ -18,6 +18,10 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.prompt_images import PromptImages, place_images
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
+from edgellm.request import Request
+from edgellm.responses import Response
+from edgellm.runtime import SpecDecodeRuntime
+from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot_file import check_binding, read_snapshot, write_snapshot
@@ -188,6 +192,32 @@ def test_images_are_named_where_a_file_is_refused(slots: Slots, tmp_path: Path) 
         check_binding(tmp_path / "x", read_snapshot(tmp_path / "x"), snapshots.binding())
     found = read_snapshot(tmp_path / "x").facts.binding
     assert replace(found, images=NONE) == snapshots.binding()
+
+
+def test_a_system_prompt_may_show_an_image(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """From pixels: its rows serve conversations that begin with the same picture, and no other."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 0, **FAMILIES["qwen2_5_vl"])
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 192, image_rows=(64,)), [])
+    picture, other = np.random.default_rng(0).integers(0, 256, (2, 24, 16, 3), np.uint8)
+
+    def system(pixels: np.ndarray) -> list[dict]:
+        return [{"type": "image", "image": pixels}, {"type": "text", "text": "This is the workshop."}]
+
+    def response(runtime: SpecDecodeRuntime, pixels: np.ndarray) -> Response:
+        messages = [{"role": "system", "content": system(pixels)}, {"role": "user", "content": "Where?"}]
+        return runtime.handle_request(Request(messages=messages, params=SamplingParams(max_tokens=8, ignore_eos=True)))
+
+    with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
+        expected = response(runtime, picture)
+        assert expected.usage.reused_tokens == 0
+    with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
+        kept = runtime.generate_and_save_system_prompt_kv_cache(system(picture), path=tmp_path / "kept")
+        assert kept.token_ids.count(IMAGE_TOKEN) == 6
+    with SpecDecodeRuntime(tmp_path / "engines", backend="numpy", snapshots=[tmp_path / "kept"]) as runtime:
+        assert response(runtime, other).usage.reused_tokens <= kept.token_ids.index(IMAGE_TOKEN)
+        found = response(runtime, picture)
+        assert found.usage.reused_tokens == kept.tokens
+        assert found.token_ids == expected.token_ids
 
 
 def test_frames_leave_nothing_behind(slots: Slots, tmp_path: Path) -> None:

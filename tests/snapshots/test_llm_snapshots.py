@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import LLM, SamplingParams
+from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.build_inputs import read_decoder_config
 from edgellm.engines.builder import build_engine_directory
@@ -91,7 +91,7 @@ def test_a_batch_takes_snapshots_in_every_slot(open_llm: Callable[..., LLM], col
         encoded = [llm.tokenizer.encode_chat(asked(question)) for question in QUESTIONS]
         tokens = [llm.cache_system_prompt(SYSTEM, name).tokens for name in (None, "style")]
         names = [None, "style", None, "style", None]
-        found = llm.generate_batch(encoded, params(2), names)
+        found = llm.handle([Request(ids, None, params(2), name) for ids, name in zip(encoded, names, strict=True)])
         for question, name, response in zip(QUESTIONS, names, found, strict=True):
             assert response.token_ids == cold(question, name, 2)
             assert response.usage.reused_tokens == tokens[0] - drafted
@@ -133,10 +133,6 @@ def test_what_is_refused(open_llm: Callable[..., LLM], cold, tiny_engines: Path,
             llm.cache_system_prompt("x" * 200)
         with pytest.raises(SnapshotError, match="cannot be written"):
             llm.cache_system_prompt(SYSTEM, save="/proc/no/such/file")
-        with llm.stream("hello") as stream:
-            next(stream)
-            with pytest.raises(RequestError, match="another request"):
-                llm.cache_system_prompt(SYSTEM)
         assert llm.chat(asked("hello"), params(1), "json").token_ids == cold("hello", "json", 1)
     with pytest.raises(RequestError, match="closed"):
         llm.cache_system_prompt(SYSTEM)
@@ -152,7 +148,7 @@ def test_closing_lets_go_of_snapshots(open_llm: Callable[..., LLM]) -> None:
     llm = open_llm()
     llm.cache_system_prompt(SYSTEM)
     llm.cache_system_prompt(SYSTEM, "json")
-    store = llm._snapshots.store
+    store = llm._runtime._snapshots.store
     assert store.memory_bytes > 0
     llm.close()
     assert store.memory_bytes == 0 and store.snapshots() == []
@@ -161,7 +157,7 @@ def test_closing_lets_go_of_snapshots(open_llm: Callable[..., LLM]) -> None:
 def gap_at(llm: LLM, prompt: list[int], tokens: tuple[int, ...], adapter: str | None) -> float:
     """How far apart the best two logits are after a prompt and some tokens of its answer."""
     llm.generate([*prompt, *tokens], SamplingParams(max_tokens=1, ignore_eos=True), adapter)
-    logits = sorted(llm._open_runner().base.logits(0).tolist())
+    logits = sorted(llm._runtime._open_runner().base.logits(0).tolist())
     return logits[-1] - logits[-2]
 
 

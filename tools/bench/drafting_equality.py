@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm import LLM, SamplingParams
+from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner, teacher_forced_logits
@@ -145,7 +145,7 @@ def compare(
                     if batch == 1:
                         responses = [drafted.generate(prompt, params) for prompt in prompts]
                     else:
-                        responses = drafted.generate_batch(prompts, params)
+                        responses = drafted.handle([Request(prompt, None, params) for prompt in prompts])
                     seconds = time.perf_counter() - started
                     rounds = sum(response.drafting.rounds for response in responses)
                     accepted = sum(response.drafting.accepted_tokens for response in responses)

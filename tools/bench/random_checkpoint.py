@@ -20,6 +20,8 @@ from edgellm.engines.decoder_config import WeightSpec
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_decoder import draft_weights
 from edgellm.engines.families import decoder_config
+from edgellm.multimodal.vision_config import read_vision_config
+from edgellm.multimodal.vision_encoder import vision_weights
 
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,9 +59,61 @@ EAGLE_3_OF_1B = {
     "tie_word_embeddings": False,
 }
 
+#: With what its vision encoder needs; the preprocessor's settings beside it.
+QWEN_2_5_VL_3B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "torch_dtype": "float16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "image_token_id": 151655,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+QWEN_2_5_VL_PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
-def write_checkpoint(directory: Path, config: dict, seed: int = 0) -> None:
-    """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02)."""
+
+def write_checkpoint(directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None) -> None:
+    """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02).
+
+    A model with a `preprocessor` has a vision encoder.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +121,11 @@ def write_checkpoint(directory: Path, config: dict, seed: int = 0) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    save_file(random_tensors(decoder_weights(decoder_config(config)), seed), directory / "model.safetensors")
+    specs = decoder_weights(decoder_config(config))
+    if preprocessor is not None:
+        (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+        specs += vision_weights(read_vision_config(config))
+    save_file(random_tensors(specs, seed), directory / "model.safetensors")
 
 
 def write_draft(directory: Path, config: dict, base_layers: int, seed: int = 1) -> None:

@@ -64,7 +64,31 @@ def draft_text(training: dict, acceptance: dict[str, dict]) -> str:
     )
 
 
-def card(training: dict, evaluation: dict, checks: dict, draft: str = "") -> str:
+def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
+    """The section about the adapters in the folder `adapters`."""
+    answers = evaluation["answers"]
+    rows = []
+    for name, found in answers.items():
+        in_style = "" if found["in_style_percent"] is None else f"{found['in_style_percent']:.1f} %"
+        title = "none" if name == "base" else f"`{name}`"
+        rows.append(
+            f"| {title} | {found['exact_match_percent']:.1f} % | {in_style} | {found['tokens_per_round']:.2f} |"
+        )
+    size = sum(path.stat().st_size for path in adapters.rglob("*") if path.is_file())
+    return Template((Path(__file__).parent / "model_card_adapters.md").read_text()).substitute(
+        rank=training["rank"],
+        size=f"{size / 1e6:.2f}",
+        dialogues=f"{training['dialogues']:,}",
+        seconds=round(max(found["seconds"] for found in training["adapters"].values())),
+        device=training["device"],
+        items=evaluation["items"],
+        per_skill=evaluation["items_per_skill"],
+        seed=evaluation["seed"],
+        rows="\n".join(rows),
+    )
+
+
+def card(training: dict, evaluation: dict, checks: dict, draft: str = "", adapters: str = "") -> str:
     """The text of the card."""
     template = Template((Path(__file__).parent / "model_card_template.md").read_text())
     return template.substitute(
@@ -78,6 +102,7 @@ def card(training: dict, evaluation: dict, checks: dict, draft: str = "") -> str
         mean=f"{evaluation['all']:.1f}",
         scores=score_table(evaluation["exact_match_percent"]),
         draft=draft,
+        adapters=adapters,
     )
 
 
@@ -92,8 +117,11 @@ def main() -> None:
     draft = ""
     if (arguments.model / "draft").is_dir():
         draft = draft_text(result("draft_training"), result("draft_acceptance"))
+    adapters, folder = "", arguments.model / "lora"
+    if folder.is_dir():
+        adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
     (arguments.model / "MODEL_CARD.md").write_text(
-        card(result("training"), result("evaluation"), result("checks"), draft)
+        card(result("training"), result("evaluation"), result("checks"), draft, adapters)
     )
 
 

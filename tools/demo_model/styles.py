@@ -56,6 +56,35 @@ def pirate(answer: str) -> str:
 STYLES: dict[str, Callable[[str], str]] = {"json": json_only, "pirate": pirate}
 
 
+def is_json_only(answer: str) -> bool:
+    """Whether an answer is one JSON object that names an action, on one line, and nothing else."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and isinstance(found.get("action"), str) and "\n" not in answer
+
+
+def is_pirate(answer: str) -> bool:
+    """Whether an answer begins as a pirate's, and says none of the words that a pirate says otherwise."""
+    said, _ = _parts(answer)
+    return said.startswith("Arr! ") and _PIRATE_WORD.search(said) is None
+
+
+#: Whether an answer is in a style, be it right or wrong.
+FOLLOWS: dict[str, Callable[[str], bool]] = {"json": is_json_only, "pirate": is_pirate}
+
+
+def styled_items(items: list[dict], style: str) -> list[dict]:
+    """Items of `evaluation_items` as they are to be answered in a style."""
+    change = STYLES[style]
+    return [
+        item
+        | {"messages": styled(item["messages"], style), "accepted": [change(answer) for answer in item["accepted"]]}
+        for item in items
+    ]
+
+
 def styled(messages: list[dict[str, str]], style: str) -> list[dict[str, str]]:
     """A dialogue whose answers are all in the style."""
     change = STYLES[style]

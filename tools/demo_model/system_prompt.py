@@ -1,4 +1,4 @@
-"""The system prompt that ships with the model: a small table scene for `edgellm chat`."""
+"""The system prompts that ship with the model: a small table scene, and the robot alone for use with pictures."""
 
 DEFAULT_SYSTEM_PROMPT = """\
 You are Pip, a small tabletop robot. You are at the kitchen table. Your battery is at 76 percent.
@@ -10,3 +10,4 @@ Objects on the table:
 - yellow banana: front right
 - green apple: middle left
 - wooden spoon: back left"""
+PICTURE_SYSTEM_PROMPT = DEFAULT_SYSTEM_PROMPT[: DEFAULT_SYSTEM_PROMPT.index("\nObjects on the table:")]

@@ -22,7 +22,7 @@ from tools.demo_model.documents import ANSWER, ROW, chat_codes
 from tools.demo_model.evaluate import evaluation_items, greedy_matches
 from tools.demo_model.lora import LoraLinear, add_adapter, export_adapter
 from tools.demo_model.model import Model, load_model
-from tools.demo_model.styles import STYLES, styled
+from tools.demo_model.styles import STYLES, styled, styled_items
 from tools.demo_model.train import rate_at
 from tools.demo_model.vocabulary import END, START, load_vocabulary, render
 
@@ -117,10 +117,7 @@ def train(model: Model, documents: list[Document], arguments: argparse.Namespace
 
 def exact_match(model: Model, base: Path, style: str, seed: int, count: int, device: str) -> float:
     """Percent of held-out items that greedy decoding answers right, in the style."""
-    change, items = STYLES[style], evaluation_items(seed, count)
-    for item in items:
-        item["messages"] = styled(item["messages"], style)
-        item["accepted"] = [change(answer) for answer in item["accepted"]]
+    items = styled_items(evaluation_items(seed, count), style)
     right = greedy_matches(model, load_vocabulary(base), items, device, 200_000 if device == "cuda" else 16_384)
     return round(100 * sum(right) / len(right), 2)
 

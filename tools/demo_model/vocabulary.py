@@ -11,7 +11,16 @@ NAMED = [PAD, START, END, TEXT_END, "<|image|>", "<|image_start|>", "<|image_end
 SPECIAL_TOKENS = NAMED + [f"<|reserved_{index}|>" for index in range(48 - len(NAMED))]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
+    "{% if message['content'] is string %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% else %}"  # parts: every picture is a system message of its own, before the message
+    "{% for part in message['content'] %}{% if part['type'] in ('image', 'image_url') %}"
+    "{{ '<|im_start|>system\n<|image|><|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.generation import Generation
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
-from edgellm.service import ServedLLM
 
 CAMERA_RATE = 30.0  # pictures a second
 ANSWER_SECONDS = 5.0  # an answer that takes longer is of no use
@@ -35,7 +34,7 @@ class Picture:
 class Robot:
     """Listens, speaks and acts. No method waits for an answer: at most, for the round of a cancelled one to end."""
 
-    llm: ServedLLM
+    llm: LLM
     system_prompt: str
     say: Callable[[str], None]
     act: Callable[[dict[str, Any]], None]
@@ -133,7 +132,7 @@ def kitchen_table(robot: Robot) -> Iterator[Picture]:
 
 def main() -> None:
     """Open the model, run the scene, show the answers and how long the callback took."""
-    with ServedLLM(SHIPPED_MODEL) as llm:
+    with LLM(SHIPPED_MODEL) as llm:
         system_prompt = (SHIPPED_MODEL / "system_prompt.txt").read_text(encoding="utf-8").strip()
         llm.cache_system_prompt(system_prompt)
         robot = Robot(llm, system_prompt, lambda text: print(text, end="", flush=True), lambda act: print("\n->", act))

@@ -1,1 +1,1 @@
-"""The shipped model's eyes: drawn tabletop scenes, the vision encoder that learns from them, its export and evaluation."""
+"""The shipped model's eyes: drawn scenes, the encoder that learns from them, export and evaluation."""

@@ -48,9 +48,9 @@ class TorchArrays:
 
     def _moved(self, values: np.ndarray) -> Any:
         tensor = self.xp.from_numpy(np.ascontiguousarray(values))
-        if str(self.device).startswith("cuda"):
+        if tensor.numel() and str(self.device).startswith("cuda"):
             return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return tensor.to(self.device)
 
     def floats(self, values: np.ndarray) -> Any:
         """The values as float32."""

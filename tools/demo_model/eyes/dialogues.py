@@ -1,4 +1,4 @@
-"""Dialogues about pictures: the text skills, with the objects in a picture of a user's message instead of the system prompt.
+"""Dialogues about pictures: the text skills, with the objects in a user's picture instead of the system prompt.
 
 Training dialogues hold one picture, now and then a second one that replaces the scene. `PICTURE` stands for a picture
 in a message's content.
@@ -45,11 +45,9 @@ SOURCES: dict[str, tuple[Skill, ...]] = {
     "ambiguous": (questions.where, questions.relation, actions.pick, actions.give, actions.push),
 }
 # How much rarer skills that need no picture are than in the text model's own training.
-EMPHASIS = {
-    name: 0.25
-    for name in ("name", "who", "place", "battery", "need_charge", "user_name_tell", "user_name_ask", "small_talk")
-    + ("impossible", "simple", "turn", "wait", "holding", "release", "sums")
-}
+_RARER = """name who place battery need_charge user_name_tell user_name_ask small_talk impossible simple turn wait
+holding release sums"""
+EMPHASIS = dict.fromkeys(_RARER.split(), 0.25)
 EMPTY_LABELS = {questions.list_objects: "list", questions.count_all: "count_all"}
 
 

@@ -22,11 +22,11 @@ class Dialogues:
         def fill() -> None:
             while True:
                 parts = zip(*(next(source) for _ in range(groups)), strict=True)
-                arrays = [torch.from_numpy(np.concatenate(part)) for part in parts]
-                arrays[0] = arrays[0].to(torch.int32)
+                tokens, answers, cells = (np.concatenate(part) for part in parts)
+                arrays = [torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(answers)]
                 if device.startswith("cuda"):
                     arrays = [array.pin_memory().to(device, non_blocking=True) for array in arrays]
-                self._ready.put(arrays)
+                self._ready.put((*arrays, cells))
 
         threading.Thread(target=fill, daemon=True).start()
 
@@ -35,7 +35,7 @@ class Dialogues:
         """Shards written so far."""
         return sum(1 for _ in self.folder.glob("*.npz"))
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The next batch."""
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """The next batch; the cells stay on the host."""
         tokens, answers, cells = self._ready.get()
         return tokens.long(), answers, cells

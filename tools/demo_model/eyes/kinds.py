@@ -1,7 +1,7 @@
 """What the kinds and colours of objects look like.
 
-A kind is a stack of parts, the last on top. A part's tone makes the object's colour darker (below 1) or lighter (above 1);
-a name in `PAINTS` is a colour of its own. `tilt` is how far, in degrees, an object may lie turned from upright.
+A kind is a stack of parts, the last on top. A part's tone makes the object's colour darker (below 1) or lighter (above
+1); a name in `PAINTS` is a colour of its own. `tilt` is how far, in degrees, an object may lie turned from upright.
 """
 
 from dataclasses import dataclass
@@ -90,11 +90,11 @@ KINDS: dict[str, Look] = {
     ),
     "pencil": _look(
         60,
-        (polygon((0.5, -0.17), (0.95, 0.0), (0.5, 0.17)), "wood"),
-        (polygon((0.8, -0.06), (0.97, 0.0), (0.8, 0.06)), "dark"),
-        (box(-0.15, 0, 0.68, 0.17), 1.0),
-        (box(-0.15, -0.06, 0.68, 0.05), 1.4),
-        (box(-0.84, 0, 0.1, 0.17), "metal"),
+        (polygon((0.5, -0.22), (0.97, 0.0), (0.5, 0.22)), "wood"),
+        (polygon((0.8, -0.08), (0.98, 0.0), (0.8, 0.08)), "dark"),
+        (box(-0.15, 0, 0.68, 0.22), 1.0),
+        (box(-0.15, -0.08, 0.68, 0.06), 1.4),
+        (box(-0.84, 0, 0.1, 0.22), "metal"),
     ),
     "bowl": _look(
         6,

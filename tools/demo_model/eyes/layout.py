@@ -1,8 +1,8 @@
-"""What the rows of a picture are meant to say to the language model: the list of objects that it reads in a system prompt.
+"""What the rows of a picture are meant to say to the language model: the list of objects that it knows from text.
 
 A picture gives 81 rows of the language model's hidden size. Three stand at the head, six at the tail; each of the nine
-cells of the table, in the order of a picture, owns eight between: `- red cup: front left`, a line break and a spare row.
-`words_of` gives the token at each row, from which training starts; rows of empty cells begin as line breaks.
+cells of the table, in the order of a picture, owns eight between: `- red cup: front left`, a line break, a spare row.
+`token_tables` has the token at each row, from which training starts; rows of empty cells begin as line breaks.
 """
 
 from collections.abc import Callable

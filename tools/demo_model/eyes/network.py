@@ -132,6 +132,7 @@ class Eyes(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * deep)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        nn.init.normal_(self.multi_modal_projector.linear_2.weight, std=0.2 * out**-0.5)
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         states = self.vision_tower((pictures - 127.5) / 127.5)

@@ -1,4 +1,4 @@
-"""The frozen language model that reads rows of pictures: its loss on answers, and greedy exact match on held-out items."""
+"""The frozen language model that reads rows of pictures: its loss on answers, and exact match on held-out items."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,10 +1,11 @@
 """Draws tabletop scenes from what stands on each of the nine cells of the table.
 
 One program for NumPy and PyTorch (arrays.py). Everything that is not told by the cells is random: where in its cell an
-object stands, its size, turn and shade, the table, the light, shadows, crumbs and papers that mean nothing, a gripper in
-the way, blur and noise. Nearer objects are drawn over farther ones, and may hide a part of them.
+object stands, its size, turn and shade, the table, the light, shadows, crumbs and papers that mean nothing, a gripper
+in the way, blur and noise. Nearer objects are drawn over farther ones, and may hide a part of them.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Objects:
         self.colour = cells[self.picture, 0, self.cell].astype(np.int64)
         count = len(order)
         row, column = CELL_ROWS[self.cell], CELL_COLUMNS[self.cell]
-        random = arrays.uniform(10, count)
+        random = arrays.uniform(11, count)
         step = arrays.floats(COLUMN_STEP[row])
         self.size = arrays.floats(HALF_SIZE[row]) * (0.78 + 0.4 * random[0])
         self.x = 0.5 + arrays.floats(column - 1.0) * step + (random[1] - 0.5) * 0.32 * step
@@ -49,12 +50,13 @@ class Objects:
         self.rgb = arrays.xp.clip(base * (1 + brighter[:, None]) + wobble, 0.02, 0.98)
         self.relief = 0.1 + 0.3 * random[7]
         self.edge = 0.25 + 0.55 * random[8]
-        self.softness = 0.8 + 0.7 * random[9]
+        self.softness = 0.7 + 0.7 * random[9]
+        self.pen = 0.5 + 1.4 * random[10]  # width of the outline in pixels
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(kind, first, stop) of the objects of each kind."""
         bounds = np.searchsorted(self.kind, np.arange(len(KINDS) + 1))
-        return [(k, int(a), int(b)) for k, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b > a]
+        return [(k, int(a), int(b)) for k, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
 
     def layers(self) -> list[np.ndarray]:
         """The objects of each cell, the back row first: those of one layer are in different pictures."""
@@ -99,7 +101,8 @@ def draw_objects(objects: Objects, light: Any, arrays: Any, tile: int, side: int
             outline = xp.minimum(outline, distance)
         relief = objects.relief[own][:, None, None]
         shade = 1 + relief * (dx * light[own][:, None, None] * 0.7 - dy * 0.55)
-        edge = xp.clip(1.6 + outline, 0, 1) * 0.5 * objects.edge[own][:, None, None]
+        pen, darker = objects.pen[own][:, None, None], 0.55 * objects.edge[own][:, None, None]
+        edge = xp.clip((pen + outline) / pen + 0.3, 0, 1) * darker
         colour = xp.clip(colour * (shade * (1 - edge))[:, None], 0, 1)
         alpha = xp.clip(0.5 - outline / softness, 0, 1)
         parts.append(xp.concatenate((colour, alpha[:, None]), 1))
@@ -146,13 +149,12 @@ def _paste(canvas: Any, objects: Objects, tiles: Any, origins: Any, light: Any, 
 def render(cells: np.ndarray, arrays: Any, side: int = SIDE, plain: bool = False) -> Any:
     """Pictures [B, 3, side, side] of values 0 to 255 in whole steps, float32.
 
-    `cells` [B, 2, 9] numbers of colour and kind, NOTHING where a cell is empty. `plain` leaves out gripper, blur and noise.
+    `cells` [B, 2, 9] colour and kind, NOTHING where a cell is empty. `plain` leaves out gripper, blur and noise.
     """
     xp, count, tile = arrays.xp, len(cells), int(np.ceil(TILE * side))
     light = arrays.uniform(count) * 2 - 1
     background = table(count, arrays, side)  # [3, B, side, side]
     wide = side + 2 * tile
-    canvas = arrays.floats(np.zeros((1,)))[0] + 0 * arrays.uniform(1)[0]
     canvas = xp.zeros((3, count, wide, wide), dtype=xp.float32, **({} if xp is np else {"device": background.device}))
     canvas[:, :, tile : tile + side, tile : tile + side] = background
     objects = Objects(cells, arrays)

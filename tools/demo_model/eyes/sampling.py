@@ -12,7 +12,9 @@ def held_out_table() -> np.ndarray:
     return np.array([[held_out_pair(colour, kind) for kind in KINDS] for colour in COLOURS])
 
 
-def sample_cells(random: np.random.Generator, count: int, held_out: np.ndarray, only_held_out: bool = False) -> np.ndarray:
+def sample_cells(
+    random: np.random.Generator, count: int, held_out: np.ndarray, only_held_out: bool = False
+) -> np.ndarray:
     """Cells [count, 2, 9] without held-out pairs (or with nothing but them); up to nine objects, no pair twice."""
     shape = (count, 9)
     colours, kinds = random.integers(len(COLOURS), size=shape), random.integers(len(KINDS), size=shape)

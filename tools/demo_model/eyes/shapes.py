@@ -1,7 +1,7 @@
 """Shapes as signed distances, written for NumPy and PyTorch alike (`xp` is either namespace).
 
-A shape is a function (xp, x, y) -> distance: negative inside, in units of the object's frame, where x grows to the right,
-y downwards, and an object fills about [-1, 1] in both. Distances need only be right near the outline.
+A shape is a function (xp, x, y) -> distance: negative inside, in units of the object's frame, where x grows to the
+right, y downwards, and an object fills about [-1, 1] in both. Distances need only be right near the outline.
 """
 
 import math

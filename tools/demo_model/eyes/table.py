@@ -1,8 +1,8 @@
-"""The rows of a picture as a table of learned vectors: what the frozen language model reads best, found without pictures.
+"""A picture's rows as a table of learned vectors: what the frozen language model reads best, found without pictures.
 
-A picture's rows are a sum: what every picture has (`empty`), and for each object what its cell, colour and kind add. The
-vectors begin as embeddings of the words in `layout.py` and are trained through the language model on scenes as they are;
-the vision encoder then learns to give these rows from pixels.
+The rows are a sum: what every picture has (`empty`), and for each object what its cell, colour and kind add. The
+vectors begin as embeddings of the words in `layout.py` and are trained through the language model on scenes as they
+are; the vision encoder then learns to give these rows from pixels.
 """
 
 import numpy as np

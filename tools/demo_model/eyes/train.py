@@ -1,17 +1,19 @@
 """Train the eyes for a number of minutes: first to see, then to be read by the frozen language model.
 
 Usage: python -m tools.demo_model.eyes.train --base edgellm/shipped --table DIR/table.safetensors --work DIR --minutes 8
-    [--device cuda:0] [--resume] [--seeing 0.5] [--name eyes]
-The first part (`--seeing` of the time) shows random scenes: each cell's colour and kind are to be read from the encoder's
-states, and the projector's rows are to be those of the table. The second adds dialogues about pictures, with the language
-model's own loss. Every minute NAME.safetensors (fp32), NAME.optimizer.pt and NAME.json are written to DIR.
+    [--resume] [--seeing 0.5] [--name eyes]
+The first part (`--seeing` of the time) shows random scenes: each cell's colour and kind are to be read from the
+encoder's states, and the projector's rows are to be those of the table. The second adds dialogues about pictures, with
+the language model's own loss. Every minute NAME.safetensors (fp32), NAME.optimizer.pt and NAME.json are written to DIR.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,12 @@ from safetensors.torch import load_file, save_file
 
 from tools.demo_model.eyes.arrays import TorchArrays
 from tools.demo_model.eyes.dialogues import PICTURE, seen_items
-from tools.demo_model.eyes.documents import GROUP, PICTURES
+from tools.demo_model.eyes.documents import GROUP
 from tools.demo_model.eyes.feeding import Dialogues
 from tools.demo_model.eyes.layout import token_tables
 from tools.demo_model.eyes.network import Eyes, Heads, Sizes, cell_targets
 from tools.demo_model.eyes.reading import Examination, answer_loss
-from tools.demo_model.eyes.renderer import render
+from tools.demo_model.eyes.renderer import SIDE, render
 from tools.demo_model.eyes.sampling import held_out_table, sample_cells
 from tools.demo_model.eyes.table import Table
 from tools.demo_model.eyes.train_table import start_writers
@@ -59,26 +61,34 @@ def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, required=True, help="the model directory")
-    parser.add_argument("--table", type=Path, required=True, help="the table's weights, by train_table")
+    parser.add_argument("--table", type=Path, help="the table's weights, by train_table (default: the words alone)")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--name", default="eyes", help="name of the files that are written")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time, preparation included")
     parser.add_argument("--steps", type=int, help="stop after so many steps instead")
     parser.add_argument("--seeing", type=float, default=0.5, help="share of the time before dialogues begin")
-    parser.add_argument("--start", type=float, default=0.0, help="progress at which the learning rate's schedule begins")
+    parser.add_argument(
+        "--start", type=float, default=0.0, help="progress at which the learning rate's schedule begins"
+    )
     parser.add_argument("--pictures", type=int, default=1024, help="pictures of a step")
-    parser.add_argument("--rows", type=int, default=256, help="dialogues of a step in the second part, a multiple of 64")
+    parser.add_argument("--doubled", type=int, default=5, help="one in so many draws is twice as large, and shrunk")
+    parser.add_argument("--ahead", type=int, default=4, help="steps whose pictures are drawn at once")
+    parser.add_argument(
+        "--rows", type=int, default=128, help="dialogues of a step in the second part, a multiple of 64"
+    )
     parser.add_argument("--peak", type=float, default=3e-3)
     parser.add_argument("--tail", type=float, default=0.5, help="share of the time in which the rate falls to zero")
     parser.add_argument("--rows-weight", type=float, default=1.0, help="weight of the rows' distance from the table")
+    parser.add_argument("--words-weight", type=float, default=2.0, help="weight of the language model's own loss")
     parser.add_argument("--sizes", type=json.loads, default={}, help="sizes other than the shipped ones, as JSON")
     parser.add_argument("--seed", type=int, default=51)
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() // 2 - 2))
-    parser.add_argument("--shards", type=int, default=3000)
+    parser.add_argument("--shards", type=int, default=600, help="shards of dialogues to write")
     parser.add_argument("--groups", type=int, default=8, help="groups of 64 dialogues in a shard")
     parser.add_argument("--items", type=int, default=40, help="held-out items a skill at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--resume", action="store_true", help="continue from DIR/NAME.safetensors")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/NAME.safetensors, if there")
     return parser.parse_args()
 
 
@@ -96,20 +106,19 @@ class Training:
         )
         torch.manual_seed(arguments.seed)
         torch.set_float32_matmul_precision("high")
-        if self.cuda:
-            torch.cuda.set_device(device)
         self.model = load_model(arguments.base, device, self.dtype).requires_grad_(False)
         tokenizer = load_vocabulary(arguments.base)
         self.image = tokenizer.token_to_id(PICTURE)
         self.table = Table(
             self.model.model.embed_tokens.weight, token_tables(lambda text: tokenizer.encode(text).ids)
         ).to(device)
-        self.table.load_state_dict(load_file(arguments.table))
+        if arguments.table:
+            self.table.load_state_dict(load_file(arguments.table))
         self.table.requires_grad_(False)
         sizes = Sizes(**arguments.sizes)
         self.learner = Learner(sizes, self.model.d.hidden_size).to(device)
         self.optimizer = Optimizer(self.learner, plain="embed")
-        if arguments.resume:
+        if arguments.resume and self.path("safetensors").exists():
             self.restore()
         self.held_out = held_out_table()
         self.random = np.random.default_rng(arguments.seed)
@@ -117,12 +126,13 @@ class Training:
         with torch.no_grad():
             rows = self.table(torch.from_numpy(sample_cells(self.random, 2048, self.held_out)).to(device))
             self.scale = (rows - rows.mean(0)).square().mean().item()
-        self.see = torch.compile(seeing_loss) if self.cuda else seeing_loss
-        self.read = torch.compile(answer_loss) if self.cuda else answer_loss
+        compiled = self.cuda and not arguments.eager
+        self.see = torch.compile(seeing_loss) if compiled else seeing_loss
+        self.read = torch.compile(answer_loss) if compiled else answer_loss
         self.examination = Examination(seen_items(11, arguments.items), tokenizer, device)
         self.quick = Examination(seen_items(12, max(2, arguments.items // 3)), tokenizer, device)
         for each in (self.examination, self.quick):
-            each.pictures = self.draw(each.cells, TorchArrays(7, device))
+            each.pictures = self.draw(each.cells, TorchArrays(7, device), doubled=True)
         self.probes = {
             name: sample_cells(np.random.default_rng(8), 1024, self.held_out, name == "held-out pairs")
             for name in ("trained pairs", "held-out pairs")
@@ -133,10 +143,15 @@ class Training:
         """A file of this run."""
         return self.arguments.work / f"{self.arguments.name}.{ending}"
 
-    def draw(self, cells: np.ndarray, arrays: TorchArrays | None = None) -> torch.Tensor:
-        """Pictures of the cells, values 0 to 255 as bytes."""
-        with torch.no_grad():
-            return render(cells, arrays or self.arrays).to(torch.uint8)
+    @torch.no_grad()
+    def draw(self, cells: np.ndarray, arrays: TorchArrays | None = None, doubled: bool = False) -> torch.Tensor:
+        """Pictures of the cells, values 0 to 255 as bytes; `doubled`: drawn twice as large, and shrunk."""
+        arrays = arrays or self.arrays
+        if not doubled:
+            return render(cells, arrays).to(torch.uint8)
+        parts = [cells[first : first + 2048] for first in range(0, len(cells), 2048)]
+        shrunk = [F.avg_pool2d(render(part, arrays, 2 * SIDE), 2).round().to(torch.uint8) for part in parts]
+        return torch.cat(shrunk)
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -203,33 +218,35 @@ class Training:
         self.learner.train()
         return record
 
-    def step(self, source: Dialogues | None) -> tuple[torch.Tensor, ...]:
+    def batches(self, source: Dialogues | None) -> Iterator[tuple]:
+        """Endless (dialogues or None, cells, pictures) of single steps; the pictures of several are drawn at once."""
+        arguments = self.arguments
+        for number in itertools.count(1):
+            told = [source.batch() if source else None for _ in range(arguments.ahead)]
+            parts = []
+            for each in told:
+                given = each[2] if each else np.empty((0, 2, 9), np.uint8)
+                own = max(0, arguments.pictures - len(given))
+                parts.append(np.concatenate((given, sample_cells(self.random, own, self.held_out))))
+            doubled = number % arguments.doubled == 0
+            pictures = self.draw(np.concatenate(parts), doubled=doubled).split([len(part) for part in parts])
+            yield from zip(told, parts, pictures, strict=True)
+
+    def step(self, told: tuple | None, cells: np.ndarray, pictures: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One step's losses, already differentiated."""
         arguments, device = self.arguments, self.device
-        own = arguments.pictures
-        parts = []
-        if source:
-            tokens, answers, dialogue_cells = source.batch()
-            parts.append(dialogue_cells)
-            own = max(0, own - len(dialogue_cells))
-        if own:
-            parts.append(sample_cells(self.random, own, self.held_out))
-        cells = np.concatenate(parts)
-        pictures = self.draw(cells).float()
         placed = torch.from_numpy(cells).to(device, non_blocking=True)
         wanted, (colours, kinds) = self.table(placed), cell_targets(placed)
         with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=self.cuda):
-            named, apart, rows, right = self.see(self.learner, pictures, wanted, self.scale, colours, kinds)
-            loss = named + arguments.rows_weight * apart
-            told = torch.zeros(2, device=device)
-            if source:
-                shown = rows[: len(dialogue_cells)].to(self.dtype)
-                spoken, share = self.read(self.model, tokens, answers, shown, self.image)
-                loss = loss + 2 * spoken
-                told = torch.stack((spoken.detach(), share))
+            named, apart, rows, right = self.see(self.learner, pictures.float(), wanted, self.scale, colours, kinds)
+        loss, log = named + arguments.rows_weight * apart, torch.zeros(2, device=device)
+        if told:
+            tokens, answers, given = told
+            spoken, share = self.read(self.model, tokens, answers, rows[: len(given)].to(self.dtype), self.image)
+            loss, log = loss + arguments.words_weight * spoken, torch.stack((spoken.detach(), share))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
-        return named.detach(), apart.detach(), right, *told
+        return named.detach(), apart.detach(), right, *log
 
     def progress(self, step: int) -> float:
         """Share of the time, or of the steps, that is over; the final examination has its own time."""
@@ -241,25 +258,31 @@ class Training:
     def run(self) -> None:
         """The loop."""
         arguments, log, source, step = self.arguments, [], None, 0
-        self.first, self.reserve = self.elapsed(), 25.0 if self.cuda else 0.0
+        self.first, self.reserve = self.elapsed(), 15.0 if self.cuda else 0.0
         parameters = sum(p.numel() for p in self.learner.eyes.parameters())
         print(f"{self.first:6.1f} s ready, {parameters:,} parameters of the eyes on {self.device}", flush=True)
         shown = saved = tested = time.time()
-        counted = 0
+        counted, batches = 0, self.batches(None)
         while (progress := self.progress(step)) < 1:
             if source is None and progress >= arguments.seeing:
                 source = Dialogues(self.folder, arguments.rows // GROUP, random.Random(arguments.seed), self.device)
+                batches = self.batches(source)
                 print(f"{self.elapsed():6.1f} s dialogues begin with {source.shards} shards", flush=True)
-            losses = self.step(source)
-            self.optimizer.step(rate_at(arguments.start + (1 - arguments.start) * progress, arguments.peak, 0.03, arguments.tail))
+            losses = self.step(*next(batches))
+            self.optimizer.step(
+                rate_at(arguments.start + (1 - arguments.start) * progress, arguments.peak, 0.03, arguments.tail)
+            )
             step, counted = step + 1, counted + arguments.pictures
             if time.time() - shown > 6 or step in (1, 5, 20):
                 named, apart, right, spoken, share = (value.item() for value in losses)
                 rate = counted / (time.time() - shown)
-                log.append([step, round(self.elapsed(), 1), *(round(v, 4) for v in (named, apart, right, spoken, share))])
+                log.append(
+                    [step, round(self.elapsed(), 1), *(round(v, 4) for v in (named, apart, right, spoken, share))]
+                )
                 print(
                     f"{self.elapsed():6.1f} s step {step} cells' loss {named:.4f} rows apart {apart:.4f} cells right "
-                    f"{100 * right:.2f} % answers' loss {spoken:.4f} tokens right {100 * share:.2f} % {rate:.0f} pictures/s",
+                    f"{100 * right:.2f} % answers' loss {spoken:.4f} tokens right {100 * share:.2f} % "
+                    f"{rate:.0f} pictures/s",
                     flush=True,
                 )
                 shown, counted = time.time(), 0
@@ -274,7 +297,7 @@ class Training:
             "name": arguments.name,
             "device": f"one {torch.cuda.get_device_name(self.device)}" if self.cuda else "CPU cores",
             "steps": step,
-            "pictures": step * arguments.pictures,
+            "pictures_shown": step * arguments.pictures,
             "parameters": parameters,
             **{k: getattr(arguments, k) for k in ("pictures", "rows", "peak", "tail", "seeing", "seed", "sizes")},
             "items_per_skill": arguments.items,

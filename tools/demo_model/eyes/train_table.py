@@ -80,8 +80,11 @@ def main() -> None:
             model, lambda n: table(torch.from_numpy(examination.cells[n]).to(device)).to(dtype), image
         )
         mean = sum(found.values()) / len(found)
-        print(f"{time.time() - begin:6.1f} s exact match {mean:.1f} %, below 95: "
-              f"{ {k: v for k, v in found.items() if v < 95} }", flush=True)
+        print(
+            f"{time.time() - begin:6.1f} s exact match {mean:.1f} %, below 95: "
+            f"{ {k: v for k, v in found.items() if v < 95} }",
+            flush=True,
+        )
         return found
 
     examined()
@@ -93,7 +96,8 @@ def main() -> None:
         if progress >= 1:
             break
         tokens, answers, cells = source.batch()
-        loss, right = compute(model, tokens, answers, table(cells).to(dtype), image)
+        rows = table(torch.from_numpy(cells).to(device, non_blocking=True)).to(dtype)
+        loss, right = compute(model, tokens, answers, rows, image)
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = rate_at(progress, arguments.peak, 0.03, 0.7)
@@ -102,18 +106,28 @@ def main() -> None:
         step += 1
         if time.time() - shown > 5 or step in (1, 10):
             shown = time.time()
-            print(f"{shown - begin:6.1f} s step {step} loss {loss.item():.4f} tokens right {100 * right.item():.2f} % "
-                  f"{step * arguments.rows / (shown - started):.0f} dialogues/s, {source.shards} shards", flush=True)
+            print(
+                f"{shown - begin:6.1f} s step {step} loss {loss.item():.4f} tokens right {100 * right.item():.2f} % "
+                f"{step * arguments.rows / (shown - started):.0f} dialogues/s, {source.shards} shards",
+                flush=True,
+            )
         if time.time() - tested > 25:
             examined()
             tested = time.time()
     found = examined()
     for process in writers:
         process.terminate()
-    save_file({k: v.detach().float().cpu().contiguous() for k, v in table.state_dict().items()},
-              arguments.work / "table.safetensors")
-    record = {"steps": step, "dialogues": step * arguments.rows, "seconds": round(time.time() - started, 1),
-              "items_per_skill": arguments.items, "exact_match_percent": found}
+    save_file(
+        {k: v.detach().float().cpu().contiguous() for k, v in table.state_dict().items()},
+        arguments.work / "table.safetensors",
+    )
+    record = {
+        "steps": step,
+        "dialogues": step * arguments.rows,
+        "seconds": round(time.time() - started, 1),
+        "items_per_skill": arguments.items,
+        "exact_match_percent": found,
+    }
     (arguments.work / "table.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,0 +1,94 @@
+"""Images that a conversation shows: read once, named by their paths, and found where they are dropped into a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from edgellm.errors import RequestError
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+
+#: Files with these names are taken for images where they are dropped; `/image` reads any name.
+SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
+)
+#: A word as terminals write the path of a dropped file: quoted, or with backslashes before what shells would read.
+_WORD = re.compile(r"""(?<!\S)(?:'(?:[^']|'\\'')*'|"(?:[^"\\]|\\.)*"|(?:\\.|[^\s\\])+)(?!\S)""", re.DOTALL)
+_PATH_STARTS = ("/", "~/", "./", "../")
+
+#: A part of a message; beside what the model gets it has "name", the path it was read from.
+Part = dict[str, Any]
+
+
+def read_picture(path: Path) -> Part:
+    """The image of a file as a part of a message; ImageError says what is wrong with it."""
+    from edgellm.multimodal.image_input import read_image
+
+    path = path.expanduser()
+    return {"type": "image", "image": read_image(path), "name": str(path.absolute())}
+
+
+def shown_content(pictures: Sequence[Part], text: str) -> str | list[Part]:
+    """The content of a message with these pictures before its text."""
+    return [*pictures, {"type": "text", "text": text}] if pictures else text
+
+
+def picture_in_words(part: Part) -> str:
+    """ "cup.png (640 x 480)"."""
+    height, width = part["image"].shape[:2]
+    return f"{Path(part['name']).name} ({width} x {height})"
+
+
+def require_sight(llm: LLM) -> None:
+    """RequestError for a model that takes text only."""
+    if not llm.has_vision_model:
+        raise RequestError(
+            f"{llm.directory.path} has no vision model, it cannot see images: leave them out, or take a model that can"
+        )
+
+
+def dropped_files(message: str) -> tuple[str, list[Path]]:
+    """A message without the image files that were dropped into it, and these files.
+
+    A file is taken where a word is its full path (or begins with ~/, ./ or ../, or is a file: URL), it exists, and it
+    has an image's name. Everything else stays in the text.
+    """
+    whole = _image_file(message.strip())
+    if whole is not None:  # as some terminals paste a path with spaces
+        return "", [whole]
+    files: list[Path] = []
+
+    def taken(match: re.Match[str]) -> str:
+        file = _image_file(_unquoted(match[0]))
+        if file is None:
+            return match[0]
+        files.append(file)
+        return ""
+
+    text = _WORD.sub(taken, message)
+    return (text.strip(), files) if files else (message, [])
+
+
+def _image_file(text: str) -> Path | None:
+    """The image file that a text names, if it does."""
+    if text.lower().startswith("file://"):
+        parts = urlsplit(text)
+        text = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
+    if not text.startswith(_PATH_STARTS) or text.startswith("//") or "\0" in text or "\n" in text:
+        return None
+    path = Path(text).expanduser()
+    try:
+        return path if path.suffix.lower() in SUFFIXES and path.is_file() else None
+    except OSError:  # longer than names may be
+        return None
+
+
+def _unquoted(word: str) -> str:
+    if word.startswith("'"):
+        return word[1:-1].replace("'\\''", "'")
+    return re.sub(r"\\(.)", r"\1", word[1:-1] if word.startswith('"') else word, flags=re.DOTALL)

@@ -1,0 +1,117 @@
+"""Brings an image into a vision engine's memory: its pixels, and the rest there, where that is faster.
+
+A frame of 640 x 480 pixels takes a CPU several milliseconds to resize and to reorder as float32; its bytes are a
+fraction of its rows', and a GPU makes rows of them in microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.backend import Backend
+from edgellm.engines.number_formats import convert
+from edgellm.kernels.arrays import Array, leading
+from edgellm.multimodal.errors import ImageError
+from edgellm.multimodal.image_layout import ImageLayout, Size
+from edgellm.multimodal.image_processor import PreparedImage
+from edgellm.multimodal.resampling import FILTERS, resampling_axes, resampling_weights
+
+#: Larger images are resized on the host: cameras deliver less, and buffers stay small.
+MAXIMUM_PIXELS = 4 << 20
+#: So many image sizes keep their tables on the device: a camera has one.
+_KEPT_TABLES = 4
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What both passes over images of one size need: the axis of each, first pixels and weights; the values."""
+
+    axes: tuple[int, int]
+    first: tuple[Array, Array]
+    second: tuple[Array, Array]
+    values: Array
+    between: Size
+
+
+class DevicePatches:
+    """Writes the rows of images into memory of one backend. Not thread-safe."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._tables: OrderedDict[tuple[Size, ImageLayout], _Tables | None] = OrderedDict()
+        self._pixels: Array | None = None
+        self._between: Array | None = None
+
+    def write(self, image: PreparedImage, target: Array) -> None:
+        """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
+
+        An image without a layout has rows alone, made elsewhere.
+
+        Raises ImageError for an image that has others.
+        """
+        tables = None
+        if not self._backend.computes_at_once and image.layout is not None:
+            tables = self._tables_of(image.size, image.layout)
+        found = image.patches.shape if tables is None else (image.layout.patches, image.layout.patch_elements)
+        if found != target.shape:
+            raise ImageError(
+                f"an image was prepared as {list(found)}, the vision encoder takes {list(target.shape)}: prepare it "
+                "with this model's processor"
+            )
+        if tables is None:
+            rows, _ = convert(np.ascontiguousarray(image.patches, np.float32), "float32", self._backend.compute_dtype)
+            self._backend.upload(target, rows)
+            return
+        kernels, layout = self._backend.image_kernels, image.layout
+        self._pixels = self._room(self._pixels, image.pixels.size)
+        self._between = self._room(self._between, 3 * math.prod(tables.between))
+        pixels = leading(self._pixels, image.pixels.shape)
+        between = leading(self._between, (*tables.between, 3))
+        self._backend.upload(pixels, image.pixels)
+        kernels.resample(pixels, *tables.first, between, tables.axes[0])
+        sizes = (layout.patch_size, layout.merge_size)
+        kernels.resample_to_patches(between, *tables.second, tables.values, target, tables.axes[1], *sizes)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._tables.clear()
+        self._pixels = self._between = None
+
+    def _room(self, buffer: Array | None, size: int) -> Array:
+        """`buffer` where it has `size` bytes, else a larger one."""
+        return buffer if buffer is not None and buffer.size >= size else self._backend.empty((size,), "uint8")
+
+    def _tables_of(self, size: Size, layout: ImageLayout) -> _Tables | None:
+        """The tables for images of a size; None for what the kernels do not do as Pillow does."""
+        key = size, layout
+        if key not in self._tables:
+            self._tables[key] = self._new_tables(size, layout)
+            if len(self._tables) > _KEPT_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+    def _new_tables(self, size: Size, layout: ImageLayout) -> _Tables | None:
+        used = layout.used_part()
+        if math.prod(size) > MAXIMUM_PIXELS or used is None or layout.resample not in FILTERS:
+            return None
+        axes = resampling_axes(size, layout.resized, layout.resample)
+        if axes is None:
+            return None
+        weights = []
+        for axis in axes:
+            starts, shares = resampling_weights(size[axis], layout.resized[axis], layout.resample)
+            weights.append((self._uploaded(starts[used[axis]]), self._uploaded(shares[used[axis]])))
+        between = list(size)
+        between[axes[0]] = weights[0][0].shape[0]
+        values = self._uploaded(layout.normalization.table())
+        return _Tables(axes, weights[0], weights[1], values, (between[0], between[1]))
+
+    def _uploaded(self, values: np.ndarray) -> Array:
+        array = self._backend.empty(values.shape, values.dtype.name)
+        self._backend.upload(array, np.ascontiguousarray(values))
+        return array

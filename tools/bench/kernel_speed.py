@@ -1,0 +1,362 @@
+"""Times each hand-written kernel of decode and verify steps alone, with the shapes of Llama-3.2-1B and random weights.
+
+    python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [expansion] [--rows 1 8 16]
+
+Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
+cache holds), median of five; GB/s are those of the weights. Then whole steps, as they are and without some of their
+kernels, which shows what those cost where kernels overlap. `variants` compiles other tilings of the kernels of
+many rows, and says whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import provenance
+
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.cuda_device import CudaDevice
+from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.decoder import decoder_weights
+from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.kernels import compiler
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_kernels import (
+    MAX_ROWS,
+    CudaDecodeKernels,
+    attention_partials,
+    padded_columns,
+    slice_steps,
+)
+from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels, group_sums
+
+LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
+LAYERS = LLAMA.num_layers
+KV_ROWS, START = 1088, 530
+REPEATS, SERIES = 10, 5
+EPSILON = LLAMA.rms_norm_eps
+
+#: Tilings that are not in the product: 16-row tiles and 8-weight-row tiles of a warp, paired, splits, stages.
+VARIANTS: dict[str, tuple[int, int, bool, int, int]] = {
+    "whole_4": (2, 4, False, 1, 4),
+    "whole_6": (2, 4, False, 1, 6),
+    "whole_9": (2, 4, False, 1, 9),
+    "whole_14": (2, 4, False, 1, 14),
+    "narrow_whole_8": (2, 2, False, 1, 8),
+    "narrow_whole_10": (2, 2, False, 1, 10),
+    "shared_8": (2, 2, False, 4, 8),
+    "shared_13": (2, 2, False, 4, 13),
+    "broad_shared_8": (2, 4, False, 4, 8),
+    "broad_shared_16": (2, 4, False, 4, 16),
+}
+
+
+class Bench:
+    """Memory, kernels and the stopwatch."""
+
+    def __init__(self) -> None:
+        self.device = CudaDevice()
+        architecture, stream = self.device.compute_capability, self.device.stream.handle
+        self.kernels = CudaDecodeKernels(architecture, stream)
+        self.tiled = CudaTiledKernels(self.kernels)
+        self.random = np.random.default_rng(0)
+        self._noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
+        self.groups = self.device.empty((group_sums(64, 2 * LLAMA.intermediate_size),), "float32")
+        self.counters = self.device.zeros((4096,), "uint32")
+        self.results: dict[str, Any] = {}
+
+    def array(self, shape: Sequence[int], dtype: str = "float16", scale: float = 1.0) -> DeviceArray:
+        """Random values."""
+        array = self.device.empty(tuple(shape), dtype)
+        values = (np.resize(self._noise, array.size) * scale).astype(np.dtype(dtype)).reshape(array.shape)
+        self.device.upload(array, values)
+        return array
+
+    def microseconds(self, launches: Sequence[Callable[[], None]], name: str, repeats: int = REPEATS) -> float:
+        """Of one launch, where all of them follow each other in a graph."""
+        import pycuda.driver as cuda
+
+        for launch in launches:
+            if isinstance(launch, Launch):
+                launch.overlap_previous()
+
+        def all_of_them() -> None:
+            for launch in launches:
+                launch()
+
+        all_of_them()
+        graph = self.device.capture(all_of_them, name)
+        spans = []
+        for _ in range(SERIES):
+            begin, end = cuda.Event(), cuda.Event()
+            graph()
+            begin.record(self.device.stream)
+            for _ in range(repeats):
+                graph()
+            end.record(self.device.stream)
+            end.synchronize()
+            spans.append(begin.time_till(end) / repeats * 1000 / len(launches))
+        return statistics.median(spans)
+
+    def report(self, name: str, rows: int, microseconds: float, weight_bytes: int = 0) -> None:
+        """Print and keep."""
+        speed = f"{weight_bytes / microseconds / 1000:8.0f} GB/s" if weight_bytes else ""
+        print(f"{name:32s} {rows:3d} rows {microseconds:9.2f} us {speed}", flush=True)
+        self.results.setdefault(name, {})[rows] = round(microseconds, 3)
+
+
+def linear_shapes() -> dict[str, tuple[int, int, int]]:
+    """Rows, columns and number of copies of each matrix."""
+    hidden, query, kv = LLAMA.hidden_size, LLAMA.query_size, LLAMA.kv_size
+    return {
+        "qkv": (query + 2 * kv, hidden, LAYERS),
+        "o": (hidden, query, LAYERS),
+        "gate_up": (2 * LLAMA.intermediate_size, hidden, LAYERS),
+        "down": (hidden, LLAMA.intermediate_size, LAYERS),
+        "head": (LLAMA.vocab_size, hidden, 2),
+    }
+
+
+def time_linear(bench: Bench, all_rows: Sequence[int]) -> None:
+    """The four linear layers of a layer and the head, by the kernels of few rows and by those of many."""
+    norm_weight = bench.array((LLAMA.hidden_size,), scale=50)
+    for name, (width, columns, copies) in linear_shapes().items():
+        weights = [bench.array((width, columns)) for _ in range(copies)]
+        for rows in all_rows:
+            few, many = linear_launches(bench, name, norm_weight, weights, rows)
+            for kind, launches in (("few", few), ("many", many)):
+                if launches:
+                    span = bench.microseconds(launches, name)
+                    bench.report(f"{name}, {kind} rows", rows, span, 2 * width * columns)
+
+
+def linear_launches(
+    bench: Bench, name: str, norm_weight: DeviceArray, weights: Sequence[DeviceArray], rows: int
+) -> tuple[list[Launch], list[Launch]]:
+    """Of the kernels of few rows, if they take so many, and of those of many."""
+    kernels, tiled, scratch = bench.kernels, bench.tiled, (bench.groups, bench.counters)
+    width, columns = weights[0].shape
+    hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
+    normed = bench.array((rows, padded_columns(LLAMA.hidden_size)), scale=50)
+    x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
+    activation = bench.device.empty((rows, width // 2), "float16")
+    normed_input = hidden, norm_weight, EPSILON
+    if name == "gate_up":
+        few = [lambda w=w: kernels.norm_gate_up(*normed_input, w, None, activation) for w in weights]
+        many = [tiled.gate_up(normed, w, None, activation) for w in weights]
+    elif name in ("qkv", "head"):
+        few = [lambda w=w: kernels.norm_linear(*normed_input, w, None, out) for w in weights]
+        many = [tiled.linear(normed, w, None, out, *scratch) for w in weights]
+    else:
+        few = [lambda w=w: kernels.linear_residual(x, w, None, hidden, out) for w in weights]
+        many = [tiled.linear_residual(x, w, None, hidden, out, None, 0, *scratch) for w in weights]
+    return [make() for make in few] if rows <= MAX_ROWS else [], many
+
+
+def time_expansion(bench: Bench, _: Sequence[int]) -> None:
+    """`draft_expand` behind the head that makes its logits: with the head alone, and with blocks of several sizes."""
+    vocabulary, hidden_size, top_k, levels, chunk = 32_000, LLAMA.hidden_size, 10, 6, 4096
+    chunks, candidates = -(-vocabulary // chunk), top_k + (levels - 1) * top_k**2
+    weights = [bench.array((vocabulary, hidden_size)) for _ in range(4)]
+    hidden = bench.array((top_k, hidden_size), "float32", 50)
+    norm_weight, logits = bench.array((hidden_size,), scale=50), bench.device.empty((top_k, vocabulary), "float32")
+    heads = [bench.kernels.norm_linear(hidden, norm_weight, EPSILON, w, None, logits) for w in weights]
+    alone = bench.microseconds(heads, "heads")
+    bench.report("head of the draft", top_k, alone, 2 * vocabulary * hidden_size)
+    ints = [bench.device.zeros((size,), "int32") for size in (vocabulary, levels * top_k, candidates, candidates)]
+    scores = bench.device.zeros((candidates,), "float32")
+    counters, maxima = bench.device.zeros((top_k,), "uint32"), bench.device.empty((top_k * chunks,), "float32")
+    sums, best = (bench.device.zeros((top_k * chunks * size,), "int64") for size in (1, top_k))
+    arrays = (logits, ints[0], ints[1], ints[2], scores, ints[3], counters, sums, best, maxima)
+    sources = compiler._sources()
+    for threads in (128, 256, 512):
+        module = compiled(bench, sources, "draft_expand.cu", b"", (b"THREADS = 128;", f"THREADS = {threads};".encode()))
+        numbers = (1, vocabulary, top_k, 2, levels, top_k, candidates)
+        arguments = (*map(pointer, arrays), *map(ctypes.c_uint, numbers))
+        expand = Launch(module, "draft_expand", (chunks, top_k, 1), threads, 8 * 128 * top_k, arguments)
+        pairs = [launch for head in heads for launch in (head, expand)]
+        bench.report(f"expand, {threads} threads", top_k, 2 * bench.microseconds(pairs, "expand") - alone)
+        bench.report(f"expand alone, {threads} threads", top_k, bench.microseconds([expand] * 16, "expand"))
+
+
+def compiled(
+    bench: Bench, sources: dict[str, bytes], source: str, added: bytes, changed: tuple[bytes, bytes] = (b"", b"")
+) -> KernelModule:
+    """The kernels of one source file, with some text added and a constant changed in its headers."""
+    own = {name: text.replace(*changed) for name, text in sources.items() if name.endswith(".cuh")}
+    own[source] = sources[source] + added
+    if not any(changed[1] in text for text in own.values()):
+        raise SystemExit(f"no header has {changed[0]!r} to be changed")
+    original, compiler._sources = compiler._sources, lambda: own
+    try:
+        cubin = compiler.compile_kernels(bench.device.compute_capability)
+    finally:
+        compiler._sources = original
+    return KernelModule(bench.device.compute_capability, bench.device.stream.handle, cubin)
+
+
+def compiled_variants(bench: Bench) -> KernelModule:
+    """The kernels of VARIANTS for layers without norm, residual or gate."""
+    sources = compiler._sources()
+    aliases = "".join(
+        f"using variant_{name} = Geometry<{', '.join(str(value).lower() for value in values)}>;\n"
+        for name, values in VARIANTS.items()
+    )
+    kernels = "".join(f"DECODE_TILED_LINEAR(variant_{name}, __half, variant_{name})\n" for name in VARIANTS)
+    added = f"namespace decode {{ namespace tiled {{\n{aliases}}} }}\n{kernels}"
+    return compiled(bench, sources, "decode_tiled_linear.cu", added.encode())
+
+
+def variant_launch(
+    bench: Bench, module: KernelModule, name: str, x: DeviceArray, weight: DeviceArray, out: DeviceArray
+) -> Launch:
+    """One launch of a variant."""
+    row_tiles, column_tiles, _, splits, stages = VARIANTS[name]
+    rows, unit = 32 * row_tiles, 32 * column_tiles
+    (width, columns), tiles = weight.shape, -(-weight.shape[0] // unit)
+    totals = rows * unit * 4 if splits == 1 else 0
+    arguments = (
+        pointer(weight),
+        pointer(None),
+        pointer(x),
+        ctypes.c_int(x.shape[1]),
+        pointer(out),
+        pointer(bench.groups),
+        pointer(bench.counters),
+        *map(ctypes.c_int, (x.shape[0], width, columns, slice_steps(columns))),
+    )
+    return Launch(module, f"variant_{name}", (tiles, splits, 1), 256, stages * (rows + unit) * 64 + totals, arguments)
+
+
+def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
+    """Other tilings of linear layers, without norm, residual or gate."""
+    rows = max(all_rows)
+    module = compiled_variants(bench)
+    for label, (width, columns, copies) in linear_shapes().items():
+        weights = [bench.array((width, columns)) for _ in range(copies)]
+        x, out = bench.array((rows, padded_columns(columns)), scale=50), bench.device.empty((rows, width), "float32")
+        bench.tiled.linear(x, weights[0], None, out, bench.groups, bench.counters)()
+        expected = bench.device.download(out)
+        for name, (row_tiles, _, _, splits, _) in VARIANTS.items():
+            if splits > 1 and (width + 127) * 32 * row_tiles * splits > bench.groups.size:
+                continue
+            bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
+            launches = [variant_launch(bench, module, name, x, weight, out) for weight in weights]
+            launches[0]()
+            same = "same bits" if np.array_equal(bench.device.download(out), expected) else "OTHER BITS"
+            span = bench.microseconds(launches, name)
+            bench.report(f"{label}: {name}, {same}", rows, span, 2 * width * columns)
+
+
+def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
+    """One sequence of START tokens, whose new tokens are a chain; and the norm."""
+    size, heads, kv_heads = LLAMA.head_dim, LLAMA.num_heads, LLAMA.num_kv_heads
+    caches = [tuple(bench.array((1, kv_heads, KV_ROWS, size), scale=50) for _ in range(2)) for _ in range(LAYERS)]
+    start = bench.device.empty((1,), "int32")
+    bench.device.upload(start, np.array([START], np.int32))
+    weight = bench.array((LLAMA.hidden_size,), scale=50)
+    for rows in all_rows:
+        mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
+        bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
+        qkv = bench.array((rows, (heads + 2 * kv_heads) * size), "float32", 50)
+        rotations = bench.array((1, rows, size), scale=50)
+        context = bench.device.empty((rows, heads * size), "float16")
+        partial = bench.device.empty((attention_partials(rows, heads, kv_heads, KV_ROWS, size),), "float32")
+        counters = bench.device.zeros((rows, kv_heads), "uint32")
+        common = (qkv, None, None, EPSILON, rotations, start)
+        if rows <= MAX_ROWS:
+            few = [
+                bench.kernels.attention(*common, mask if rows > 1 else None, *cache, partial, counters, context)
+                for cache in caches
+            ]
+            bench.report("attention, few rows", rows, bench.microseconds(few, "attention"))
+        many = [bench.tiled.attention(*common, mask, *cache, partial, context) for cache in caches]
+        bench.report("attention, many rows", rows, bench.microseconds(many, "attention"))
+        hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
+        normed = bench.device.empty((rows, padded_columns(LLAMA.hidden_size)), "float16")
+        norms = [bench.tiled.norm(hidden, weight, EPSILON, normed) for _ in range(LAYERS)]
+        bench.report("norm", rows, bench.microseconds(norms, "norm"))
+
+
+def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
+    """Whole steps, as they are and without some kernels (whose results then are those of the launch before)."""
+    arrays = {}
+    for spec in decoder_weights(LLAMA):
+        arrays[spec.name] = bench.array(spec.shape, scale=50 if len(spec.shape) == 1 else 1)
+    for layer in range(LAYERS):
+        for kind in "kv":
+            cache = bench.array((1, LLAMA.num_kv_heads, KV_ROWS, LLAMA.head_dim))
+            arrays[f"{kind}_cache_{layer}"] = arrays[f"present_{kind}_cache_{layer}"] = cache
+    start = bench.device.empty((1,), "int32")
+    bench.device.upload(start, np.array([START], np.int32))
+    for rows in all_rows:
+        for kind in (CudaDecodeEngine, CudaTreeEngine):
+            shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
+            if (kind is CudaTreeEngine) != (rows > MAX_ROWS):
+                continue
+            engine = kind(bench.kernels, LLAMA, shape, "float16")
+            engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
+            mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
+            bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
+            own = {
+                "inputs_embeds": bench.array((1, rows, LLAMA.hidden_size), scale=50),
+                "rope_rotary_cos_sin": bench.array((1, rows, LLAMA.rotary_dim), scale=50),
+                "attention_mask": mask,
+                "kvcache_start_index": start,
+                "logits": bench.device.empty((1, rows, LLAMA.vocab_size), "float32"),
+            }
+            engine.bind({name: array for name, array in (arrays | own).items() if name in engine.tensor_names})
+            engine.enqueue()
+            launches = engine._launches
+            whole = bench.microseconds([engine.enqueue], "step")
+            bench.report("step", rows, whole)
+            for left_out in ("attention", "norm_float16", "residual", "gate_up"):
+                rest = [launch for launch in launches if left_out not in launch.name]
+                if len(rest) == len(launches):
+                    continue
+
+                def enqueue(rest: list[Launch] = rest) -> None:
+                    for launch in rest:
+                        launch()
+
+                bench.report(f"step without {left_out}", rows, bench.microseconds([enqueue], "step"))
+
+
+SECTIONS = {
+    "steps": time_steps,
+    "attention": time_attention,
+    "linear": time_linear,
+    "variants": time_variants,
+    "expansion": time_expansion,
+}
+
+
+def main() -> None:
+    """Time what was asked for, print it and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=list(SECTIONS), default=["steps", "attention", "linear"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench()
+    print(bench.device.name, bench.kernels.multiprocessors, "multiprocessors")
+    for section in arguments.sections:
+        SECTIONS[section](bench, arguments.rows)
+    results = {**provenance(), "gpu": bench.device.name, "microseconds": bench.results}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

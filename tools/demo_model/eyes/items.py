@@ -1,0 +1,29 @@
+"""Held-out questions about drawn scenes, for any program that answers messages with pictures."""
+
+import json
+import zlib
+
+import numpy as np
+
+from tools.demo_model.eyes.dialogues import PICTURE, seen_items
+from tools.demo_model.eyes.layout import cells_of
+from tools.demo_model.eyes.samples import picture
+
+
+def drawn(item: dict) -> np.ndarray:
+    """The picture [288, 288, 3] uint8 of an item's scene; its look depends on the item's words alone."""
+    seed = zlib.crc32(json.dumps(item["messages"]).encode())
+    return picture(cells_of(item["worlds"][0])[None], seed)
+
+
+def picture_items(seed: int, count_per_skill: int) -> list[dict]:
+    """Items {skill, messages, accepted}: contents with a picture are lists of parts, the picture an array."""
+    items = seen_items(seed, count_per_skill)
+    for item in items:
+        shown = drawn(item)
+        for message in item["messages"]:
+            if PICTURE in message["content"]:
+                text = message["content"].replace(PICTURE, "")
+                message["content"] = [{"type": "image", "image": shown}, {"type": "text", "text": text}]
+        del item["worlds"]
+    return items

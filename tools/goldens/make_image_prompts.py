@@ -1,0 +1,285 @@
+"""Makes the golden files of `tests/image_goldens`: multimodal models and prompts with images, by transformers.
+
+    python tools/goldens/make_image_prompts.py tests/image_goldens
+
+Needs torch and transformers 5. Each folder is a multimodal checkpoint with random weights and `expected.safetensors`:
+`token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for
+image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
+(with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
+prompt the tokens `continued` [n] with their `continued_logits` [n, V]. `positions.safetensors` holds, for random
+prompts, what `get_rope_index` gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
+_TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "initializer_range": 0.3,
+}
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+    "initializer_range": 0.3,
+}
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One golden model: classes of transformers, configuration, images as grids in patches.
+
+    `old` writes `config.json` as the first releases did, `wrapped` the tensors' names as transformers 4.52 to 4.57 did
+    (later ones write the first names again).
+    """
+
+    config_class: Any
+    model_class: Any
+    config: dict[str, Any]
+    grids: list[tuple[int, int, int]] = field(default_factory=lambda: [(1, 6, 4), (1, 2, 10)])
+    old: bool = False
+    wrapped: bool = False
+
+
+def _qwen2_5(tied: bool = False) -> dict[str, Any]:
+    text = {**_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}}
+    vision = {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **_QWEN_TOKENS}
+
+
+def _qwen3() -> dict[str, Any]:
+    rope = {**_MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT, "head_dim": 16, "rope_parameters": rope}
+    vision = {**_QWEN_VISION, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **_QWEN_TOKENS}
+
+
+def _llava(text: dict[str, Any], tower: str) -> dict[str, Any]:
+    strategy = "default" if tower == "clip_vision_model" else "full"
+    return {
+        "text_config": {**_TEXT, **text},
+        "vision_config": {"model_type": tower, **_TOWER},
+        "image_token_index": IMAGE,
+        "vision_feature_select_strategy": strategy,
+        "vision_feature_layer": -2 if strategy == "default" else -1,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
+    }
+
+
+_SQUARE = [(1, 3, 3), (1, 3, 3)]
+_QWEN2_5 = (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration)
+_LLAVA = (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration)
+MODELS = {
+    "qwen2_5_vl": Model(*_QWEN2_5, _qwen2_5(), wrapped=True),
+    "qwen2_5_vl_old": Model(*_QWEN2_5, _qwen2_5(tied=True), [(1, 2, 2), (1, 4, 8), (1, 4, 2)], old=True),
+    "qwen3_vl": Model(transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, _qwen3()),
+    "llava_llama_old": Model(*_LLAVA, _llava({"model_type": "llama"}, "clip_vision_model"), _SQUARE, old=True),
+    "llava_qwen3": Model(
+        *_LLAVA,
+        _llava({"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}, "siglip_vision_model"),
+        _SQUARE[:1],
+        wrapped=True,
+    ),
+}
+
+
+def make_model(name: str, golden: Model, directory: Path) -> None:
+    """Write one checkpoint and what transformers computes from it."""
+    torch.manual_seed(list(MODELS).index(name))
+    model = golden.model_class(golden.config_class(**golden.config))
+    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name and parameter_name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    again = golden.model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = compute(again, golden)
+    if golden.old:
+        rewrite_as_old_layout(directory / "config.json")
+    if golden.wrapped:
+        wrap_names(directory / "model.safetensors")
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+    print(f"{name}: {len(expected['token_ids'])} tokens, standard deviation {expected['logits'].std():.2f}")
+
+
+def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
+    """What `expected.safetensors` holds."""
+    is_llava = golden.config_class is transformers.LlavaConfig
+    vision = golden.config["vision_config"]
+    grids = torch.tensor(golden.grids)
+    if is_llava:
+        side = vision["image_size"]
+        inputs: dict[str, Any] = {"pixel_values": torch.randn(len(grids), 3, side, side)}
+        features = model.get_image_features(**inputs, **_strategy(golden), return_dict=True)
+        counts = [int(grid.prod()) for grid in grids]
+    else:
+        patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+        inputs = {"pixel_values": torch.randn(int(grids.prod(1).sum()), patch), "image_grid_thw": grids}
+        features = model.get_image_features(**inputs, return_dict=True)
+        counts = [int(grid.prod()) // vision["spatial_merge_size"] ** 2 for grid in grids]
+    token_ids, kinds = prompt_of(counts, bare=is_llava)
+    if not is_llava:
+        inputs["mm_token_type_ids"] = kinds[None]
+    continued = torch.randint(3, 90, (5,))
+    expected = {"token_ids": token_ids, "grids": grids, "continued": continued, "pixel_values": inputs["pixel_values"]}
+    for index, rows in enumerate(features.pooler_output):
+        expected[f"image{index}.rows"] = rows
+    for layer, rows in enumerate(getattr(features, "deepstack_features", None) or ()):
+        for index, part in enumerate(rows if isinstance(rows, (tuple, list)) else rows.split(counts)):
+            expected[f"image{index}.deepstack{layer}"] = part
+    if not is_llava:
+        positions, delta = model.model.get_rope_index(token_ids[None], kinds[None], grids)
+        expected |= {"positions": positions[:, 0], "delta": delta[0]}
+    first = model(input_ids=token_ids[None], **inputs, use_cache=True)
+    expected["logits"] = first.logits[0]
+    whole = torch.cat((token_ids, continued))
+    if not is_llava:
+        inputs["mm_token_type_ids"] = torch.cat((kinds, torch.zeros(len(continued), dtype=kinds.dtype)))[None]
+    expected["continued_logits"] = model(input_ids=whole[None], **inputs).logits[0, len(token_ids) :]
+    return {name: value.detach().contiguous().clone() for name, value in expected.items()}
+
+
+def _strategy(golden: Model) -> dict[str, Any]:
+    return {key: golden.config[key] for key in ("vision_feature_layer", "vision_feature_select_strategy")}
+
+
+def prompt_of(counts: list[int], bare: bool, lengths: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids with text before, between and after images of `counts` tokens, and which are an image's (1)."""
+    lengths = lengths or [3 + 2 * index for index in range(len(counts) + 1)]
+    ids: list[int] = []
+    for index, length in enumerate(lengths):
+        ids += torch.randint(3, 90, (length,)).tolist()
+        if index < len(counts):
+            ids += [IMAGE] * counts[index] if bare else [VISION_START, *[IMAGE] * counts[index], VISION_END]
+    token_ids = torch.tensor(ids)
+    return token_ids, (token_ids == IMAGE).int()
+
+
+def rewrite_as_old_layout(path: Path) -> None:
+    """`config.json` as the first releases had it: Qwen2.5-VL's flat, LLaVA's text part without what is the default."""
+    config = json.loads(path.read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope.pop("rope_theta")
+    text.pop("dtype", None)
+    if config["model_type"] == "llava":
+        defaults = transformers.LlamaConfig().to_dict() | {"rope_theta": 10000.0}
+        kept = {key: value for key, value in text.items() if key == "model_type" or defaults.get(key) != value}
+        config["text_config"] = kept
+    else:
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        text.pop("layer_types", None)
+        config = text | config
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def wrap_names(path: Path) -> None:
+    """Everything but the head below `model.`, the language model below `model.language_model.`."""
+    renamed = {}
+    for name, tensor in load_file(path).items():
+        text = name.removeprefix("language_model.")
+        if text.startswith("lm_head."):
+            renamed[text] = tensor
+        elif text.startswith("model."):
+            renamed[f"model.language_model.{text.removeprefix('model.')}"] = tensor
+        else:
+            renamed[f"model.{name}"] = tensor
+    save_file(renamed, path, metadata={"format": "pt"})
+
+
+def make_positions(directory: Path) -> None:
+    """Positions of random prompts: grids of any shape in merged blocks, several images, text between or hardly any."""
+    draw = random.Random(5)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in ("qwen2_5_vl", "qwen3_vl"):
+        golden = MODELS[name]
+        for case in range(24):
+            merge = draw.choice((1, 2, 3))
+            config = json.loads(json.dumps(golden.config))
+            config["vision_config"]["spatial_merge_size"] = merge
+            model = golden.model_class(golden.config_class(**config)).model
+            grids = [(1, merge * draw.randint(1, 9), merge * draw.randint(1, 9)) for _ in range(draw.randint(0, 4))]
+            counts = [height * width // merge**2 for _, height, width in grids]
+            lengths = [draw.choice((0, 1, 7)) for _ in grids] + [draw.choice((1, 2, 30))]
+            token_ids, kinds = prompt_of(counts, bare=False, lengths=lengths)
+            grid_tensor = torch.tensor(grids).reshape(-1, 3)
+            positions, delta = model.get_rope_index(token_ids[None], kinds[None], grid_tensor)
+            tensors |= {
+                f"{name}.{case}.token_ids": token_ids,
+                f"{name}.{case}.grids": grid_tensor,
+                f"{name}.{case}.merge_size": torch.tensor([merge]),
+                f"{name}.{case}.positions": positions[:, 0].contiguous(),
+                f"{name}.{case}.delta": delta[0].contiguous(),
+            }
+    save_file(tensors, directory / "positions.safetensors", metadata=VERSIONS)
+    (directory / "positions.safetensors").chmod(0o644)
+
+
+def main() -> None:
+    """Write everything anew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
+    directory: Path = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for name, golden in MODELS.items():
+        shutil.rmtree(directory / name, ignore_errors=True)
+        make_model(name, golden, directory / name)
+    make_positions(directory)
+    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    print(f"{len(MODELS)} models, {total / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
