@@ -81,7 +81,7 @@ class AsyncGeneration:
 class AsyncLLM:
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `LLM`'s.
 
-    Opening, answering and closing leave the event loop free; prompts are tokenized in it.
+    Opening, reading images, answering and closing leave the event loop free; prompts are tokenized in it.
     """
 
     def __init__(
@@ -105,6 +105,8 @@ class AsyncLLM:
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
         await self.open()
+        if request.shows_images:  # reading them would keep the event loop waiting
+            return AsyncGeneration(await asyncio.to_thread(self.served.submit, request))
         return AsyncGeneration(self.served.submit(request))
 
     async def generate(

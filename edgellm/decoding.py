@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from edgellm.decoding_sequence import Clock, DecodingSequence
 from edgellm.drafting import PlanChooser
 from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.prompt_images import PromptImages
+from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.kv_contents import KVContents, SnapshotSource
 from edgellm.runner import PlainRunner, Runner
+from edgellm.slot_choice import choose_slot
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -55,8 +56,8 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots; `chooser` picks plans (None: no drafting);
-    `look` encodes the images of a prompt.
+    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them;
+    `chooser` picks plans (None: no drafting); `look` encodes the images of a prompt.
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.
@@ -65,7 +66,7 @@ class DecodingLoop:
     def __init__(
         self,
         runner: Runner,
-        contents: Sequence[KVContents],
+        contents: list[KVContents],
         chooser: PlanChooser | None = None,
         snapshots: SnapshotSource | None = None,
         look: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
@@ -125,12 +126,13 @@ class DecodingLoop:
         sequence.clock.started, restored = time.perf_counter(), 0
         if sequence.prepared_images and self._look is not None:
             sequence.images = self._look(sequence.prompt_ids, sequence.prepared_images)
-        contents, prompt_ids, tokens = self._contents[slot], sequence.prompt_ids, sequence.identities
+        prompt_ids, tokens = sequence.prompt_ids, sequence.identities
         if sequence.tally is not None:
             sequence.tally.start()
         try:
             base.set_adapter(slot, sequence.adapter)
             sequence.adapter_digest = base.adapter_digest(sequence.adapter)
+            contents = self._bring_rows(slot, tokens, sequence.adapter_digest)
             contents.bind(sequence.adapter_digest)
             if self._snapshots is not None:
                 digest, images = sequence.adapter_digest, sequence.images
@@ -256,9 +258,24 @@ class DecodingLoop:
         last = len(self._running) - 1
         if slot < last:
             runner.move(last, slot)
+            self._exchange_contents(last, slot)
             self._running[slot] = self._running[last]
-            self._forget(last)
         self._running.pop()
+
+    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], adapter: str | None) -> KVContents:
+        """Let the next slot hold the rows that are best for a prompt, of all that idle slots hold."""
+        taken, copied = choose_slot(self._contents, range(slot, len(self._contents)), tokens, adapter)
+        if taken != slot:
+            self._runner.swap_rows(taken, slot)
+            self._exchange_contents(taken, slot)
+        if copied is not None:
+            copied = taken if copied == slot else copied
+            self._runner.copy_rows(copied, slot)
+            self._contents[slot].copy_from(self._contents[copied])
+        return self._contents[slot]
+
+    def _exchange_contents(self, first: int, second: int) -> None:
+        self._contents[first], self._contents[second] = self._contents[second], self._contents[first]
 
     def _forget(self, slot: int) -> None:
         """Reuse nothing of a slot's rows."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
 
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
+
+#: Stands for whatever adapter the rows are bound to.
+_BOUND = "\0bound"
+_uses = count(1)
 
 
 class KVContents:
@@ -21,15 +26,25 @@ class KVContents:
         self._ids: list[TokenIdentity] = []
         self._draft_rows: int | None = None
         self._adapter: str | None = None
+        #: A number that is the larger the later the rows were used; 0 where there are none.
+        self.last_use = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def bind(self, adapter: str | None) -> None:
         """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
         if adapter != self._adapter:
-            self._ids, self._adapter = [], adapter
+            self._ids, self._adapter, self.last_use = [], adapter, 0
             self._draft_rows = None if self._draft_rows is None else 0
 
-    def reusable(self, prompt_ids: Sequence[TokenIdentity]) -> int:
-        """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token."""
+    def reusable(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None = _BOUND) -> int:
+        """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token.
+
+        They are none for an adapter's digest (None: no adapter) that they are not bound to, where one is given.
+        """
+        if adapter not in (_BOUND, self._adapter):
+            return 0
         longest = min(len(self._ids), len(prompt_ids))
         common = longest
         if self._ids[:longest] != list(prompt_ids[:longest]):  # the usual case is decided at once
@@ -42,6 +57,12 @@ class KVContents:
     def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
         self._ids, self._draft_rows = list(token_ids), draft_rows
+        self.last_use = next(_uses) if self._ids else 0
+
+    def copy_from(self, other: KVContents) -> None:
+        """The rows of another slot were copied here."""
+        self._ids, self._draft_rows, self._adapter = list(other._ids), other._draft_rows, other._adapter
+        self.last_use = next(_uses)
 
 
 class SnapshotSource(Protocol):

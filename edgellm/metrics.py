@@ -6,7 +6,7 @@ import bisect
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgellm.responses import Response
@@ -110,6 +110,7 @@ class Metrics:
         self.vanilla_generation = VanillaGenerationMetrics()
         self.eagle_generation = EagleGenerationMetrics()
         self.multimodal = MultimodalMetrics()
+        self.adapters: dict[str, EagleGenerationMetrics] = {}
         self._histograms = {name: Histogram() for name in _HISTOGRAMS}
 
     def accepted(self) -> None:
@@ -136,8 +137,8 @@ class Metrics:
             counts.seconds += seconds
             counts.reused_images += reused
 
-    def ended(self, response: Response | None) -> None:
-        """A request has ended with a response, or failed."""
+    def ended(self, response: Response | None, adapter: str | None = None) -> None:
+        """A request, which was asked of a LoRA adapter (None: of none), has ended with a response, or failed."""
         with self._lock:
             if response is None:
                 self._requests["failed"] += 1
@@ -145,31 +146,33 @@ class Metrics:
             reason = response.finish_reason
             self._finished[reason] = self._finished.get(reason, 0) + 1
             if response.usage.completion_tokens:
-                self._count(response)
+                self._count(response, adapter)
             self._histograms["request_seconds"].add(response.timings.total_seconds)
 
-    def _count(self, response: Response) -> None:
+    def _count(self, response: Response, adapter: str | None) -> None:
         usage, timings, drafting = response.usage, response.timings, response.drafting
         self.prefill.prompt_tokens += usage.prompt_tokens
         self.prefill.reused_tokens += usage.reused_tokens
         self.prefill.seconds += timings.prefill_seconds
-        generation = self.vanilla_generation if drafting is None else self.eagle_generation
-        generation.requests += 1
-        generation.tokens += usage.completion_tokens
-        generation.seconds += timings.decode_seconds
-        if drafting is not None:
-            eagle = self.eagle_generation
-            eagle.rounds += drafting.rounds
-            eagle.plain_steps += drafting.plain_steps
-            eagle.drafted_tokens += drafting.drafted_tokens
-            eagle.accepted_tokens += drafting.accepted_tokens
+        counted = [self.vanilla_generation if drafting is None else self.eagle_generation]
+        if adapter is not None:
+            counted.append(self.adapters.setdefault(adapter, EagleGenerationMetrics()))
+        for generation in counted:
+            generation.requests += 1
+            generation.tokens += usage.completion_tokens
+            generation.seconds += timings.decode_seconds
+            if drafting is not None and isinstance(generation, EagleGenerationMetrics):
+                generation.rounds += drafting.rounds
+                generation.plain_steps += drafting.plain_steps
+                generation.drafted_tokens += drafting.drafted_tokens
+                generation.accepted_tokens += drafting.accepted_tokens
         self._histograms["queue_seconds"].add(timings.queue_seconds)
         self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
         for gap in timings.step_gaps:
             self._histograms["step_gap_seconds"].add(gap)
 
     def snapshot(self) -> dict[str, Any]:
-        """All counts: requests, rounds, the stages, and times."""
+        """All counts: requests, rounds, the stages, generation under each LoRA adapter, and times."""
         with self._lock:
             return {
                 "requests": {**self._requests, "finished": dict(self._finished)},
@@ -178,6 +181,7 @@ class Metrics:
                 "vanilla_generation": asdict(self.vanilla_generation),
                 "eagle_generation": asdict(self.eagle_generation),
                 "multimodal": asdict(self.multimodal),
+                "adapters": {name: asdict(counts) for name, counts in sorted(self.adapters.items())},
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
             }
 
@@ -211,6 +215,11 @@ class Metrics:
             for name, value in asdict(counts).items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
                 yield from _family(f"{group}_{name}_total", "counter", text, [("", value)])
+        labels = {name: f'{{adapter="{_escaped(name)}"}}' for name in sorted(self.adapters)}
+        for field in fields(EagleGenerationMetrics) if labels else ():
+            text = f"{field.name.replace('_', ' ').capitalize()} of generation under a LoRA adapter."
+            samples = [(label, getattr(self.adapters[name], field.name)) for name, label in labels.items()]
+            yield from _family(f"adapter_{field.name}_total", "counter", text, samples)
 
     def _histogram_lines(self) -> Iterable[str]:
         for name, histogram in self._histograms.items():
@@ -227,6 +236,11 @@ def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]
     """The lines of one metric; each sample is what follows its name, and its value."""
     lines = [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} {kind}"]
     return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples]
+
+
+def _escaped(value: str) -> str:
+    """A value as it stands between quotes in a label."""
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

@@ -69,7 +69,7 @@ class ObservedRunner:
 
     def __init__(self, runner: Runner, observer: Observer) -> None:
         self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
-        self.draft_rows = runner.draft_rows
+        self.draft_rows, self.swap_rows, self.copy_rows = runner.draft_rows, runner.swap_rows, runner.copy_rows
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
@@ -102,6 +102,16 @@ class ObservedRunner:
         """See `Runner.move`."""
         self._end_handling()
         self._runner.move(source, target)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """See `Runner.swap_rows`."""
+        self._end_handling()
+        self._runner.swap_rows(first, second)
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """See `Runner.copy_rows`."""
+        self._end_handling()
+        self._runner.copy_rows(source, target)
 
     def close(self) -> None:
         """See `Runner.close`; the observer must have finished."""

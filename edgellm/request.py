@@ -8,6 +8,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.message_parts import is_image
 
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
@@ -31,3 +32,10 @@ class Request:
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("a request has either a prompt or messages: give one of them")
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether there are images to be read, which takes milliseconds; messages need not be well-formed."""
+        messages = self.messages if isinstance(self.messages, (list, tuple)) else ()
+        contents = (message.get("content") for message in messages if isinstance(message, dict))
+        return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)

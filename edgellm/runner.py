@@ -49,6 +49,12 @@ class Runner(Protocol):
     def move(self, source: int, target: int) -> None:
         """Go on with the sequence of slot `source` in the idle slot `target`."""
 
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange the KV rows of two idle slots."""
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+
     def close(self) -> None:
         """Free everything."""
 
@@ -59,6 +65,7 @@ class PlainRunner:
     def __init__(self, base: BaseEngineRunner) -> None:
         self.base, self.backend, self.limits = base, base.backend, base.limits
         self.start, self.stop, self.move, self.close = base.start, base.stop, base.move, base.close
+        self.swap_rows, self.copy_rows = base.rows.swap, base.rows.copy
 
     def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
         """A plain step; there are no plans."""

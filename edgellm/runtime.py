@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from edgellm.adaptive_drafting import adaptive_drafting
 from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, Runner
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
-from edgellm.drafting_controller import DraftingController, DraftingReport
+from edgellm.drafting_controller import DraftingController, DraftingReport, candidate_plans
 from edgellm.drafting_presets import default_drafting
 from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.backend import Backend, open_backend
@@ -73,6 +73,8 @@ class SpecDecodeRuntime:
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self.metrics = metrics or Metrics()
         self.tokenizer.takes_images = self.has_vision_model
+        #: What `capture_decoding_cuda_graph` could not capture, by name.
+        self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
@@ -151,6 +153,29 @@ class SpecDecodeRuntime:
                     adaptive_drafting(drafting, self.directory, runner) if adaptive else FixedDrafting(plan)
                 )
             self._drafting = drafting
+
+    def capture_decoding_cuda_graph(self) -> bool:
+        """Capture what decoding runs as CUDA graphs now, rather than when it first comes up: for every batch size and
+        key range plain steps and, with drafting, the rounds of its plans (draft proposal, draft accept, base verify).
+
+        True only if every stage was captured; `uncaptured_stages` names the others, which run uncaptured, slower and no
+        different. On NumPy nothing is captured.
+        """
+        runner = self._open_runner()
+        with self._exclusive():
+            if not runner.backend.fixed_shapes:
+                self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
+            elif isinstance(runner, EagleRunner):
+                config = self._drafting
+                if config is None:
+                    plans = []
+                else:
+                    limits = self.directory.limits
+                    plans = candidate_plans(config, limits) if config.adaptive else [config.plan(limits)]
+                self.uncaptured_stages = tuple(runner.capture_steps(plans))
+            else:
+                self.uncaptured_stages = tuple(runner.base.capture_steps())
+        return not self.uncaptured_stages
 
     def observe(self, observer: Observer) -> None:
         """Let an observer (`edgellm.tracing.Trace`, `edgellm.nvtx_ranges.NvtxRanges`) take note of all steps from the
@@ -266,8 +291,8 @@ class SpecDecodeRuntime:
         shown = images_of_messages([{"role": "system", "content": prompt}])
         token_ids, prepared = self._with_images(system_prompt_ids(self.tokenizer, prompt), shown)
         self._check_prompt(token_ids)
-        slot = self.directory.limits.max_batch - 1  # the one that requests use least
         with self._exclusive():
+            slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
             images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images)
 

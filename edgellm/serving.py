@@ -144,7 +144,7 @@ def end_request(answering: Answering, reason: str, metrics: Metrics, failure: Ex
         failure = sequence.failure
     if failure is None:
         response = sequence.response()
-    metrics.ended(response)
+    metrics.ended(response, sequence.adapter)
     outcome = "failed" if response is None else response.finish_reason
     details: dict[str, Any] = {"outcome": outcome, "prompt_tokens": len(sequence.prompt_ids)}
     if response is not None:

@@ -8,6 +8,7 @@ Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +19,14 @@ from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.errors import AdapterError, EngineError
-from edgellm.engines.image_inputs import DeepstackInputs, ImageRows, MRopeRows
+from edgellm.engines.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import AdapterSlots, require_adapters
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
+from edgellm.engines.slot_rows import SlotRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
@@ -115,9 +117,12 @@ class BaseEngineRunner:
         for name, adapter in (adapters or {}).items():
             self.adapters.add(name, adapter)
         self._allocate_state()
+        #: The KV rows of the slots; idle ones may be exchanged and copied.
+        self.rows = SlotRows(backend, list(self.caches.values()), self._start)
         self._steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self.lengths = [0] * limits.max_batch
         self._warm: set[tuple[int, int, bool, bool]] = set()
+        self._uncaptured: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
         self._arriving: dict[str, Transfer] = {}
 
@@ -143,7 +148,7 @@ class BaseEngineRunner:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise EngineError(f"token ids must lie in 0..{self.config.vocab_size - 1}")
-        self._check_images(ids, images)
+        self._image_inputs.check(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
@@ -188,7 +193,7 @@ class BaseEngineRunner:
         slots = slice(0, batch)
         key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
         if key in self._warm and key not in self._steps:
-            self._steps[key] = self.backend.capture(lambda: self._decode_step(*key), f"the decode step {key}")
+            self._capture_decode(key)
         if key in self._steps:
             self._steps[key]()
         else:  # the first run loads code, which a capture must not do
@@ -197,6 +202,39 @@ class BaseEngineRunner:
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._read_emitted(slots, slice(0, bucket))
+
+    def capture_steps(self) -> list[str]:
+        """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
+
+        No slot may have a sequence. It is for backends of fixed shapes: elsewhere there are too many kinds.
+        """
+        kinds = product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds)
+        for key in kinds:
+            batch = key[0]
+            if key not in self._warm:
+                self._decode_step(*key)
+                self._read_emitted(slice(0, batch), slice(0, batch)).wait()
+                self._warm.add(key)
+            if key not in self._steps:
+                self._capture_decode(key)
+        return [
+            f"plain decode of {batch} sequences, {rows} rows, {'greedy' if plain else 'sampled'}"
+            f"{', with adapters' if adapts else ''}"
+            for batch, rows, plain, adapts in sorted(self._uncaptured)
+        ]
+
+    @property
+    def adapter_kinds(self) -> tuple[bool, ...]:
+        """What `adapts` can say."""
+        return (False,) if self.adapters is None else (False, True)
+
+    def _capture_decode(self, key: tuple[int, int, bool, bool]) -> None:
+        def step() -> None:
+            self._decode_step(*key)
+
+        self._steps[key] = self.backend.capture(step, f"the decode step {key}")
+        if self._steps[key] is step:
+            self._uncaptured.add(key)
 
     def set_adapter(self, slot: int, name: str | None) -> None:
         """Let the sequence that `slot` is going to hold take the adapter `name` (None: none), until it stops.
@@ -243,13 +281,14 @@ class BaseEngineRunner:
         self.lengths[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then.
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
+        rows that `target` held.
 
         Everything must have been waited for.
         """
+        self.rows.swap(source, target)
         state = self.sequences(slice(0, self.limits.max_batch))
-        arrays = [*self.caches.values(), state.token_ids, state.kvcache_start_index, state.positions, state.active]
-        for array in (*arrays, self.offsets, self._logits):
+        for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         self.sampling.move(source, target)
         if self.adapters is not None:
@@ -295,23 +334,13 @@ class BaseEngineRunner:
         self._next_places = [0] * slots  # the values of `_emitted_index`
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
-        self._mrope_rows = MRopeRows(backend, config, limits, self.rotary) if config.mrope_section else None
-        self._deepstack = DeepstackInputs(backend, config, limits)
+        self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
 
     def _constant(self, values: np.ndarray) -> Array:
         array = self.backend.empty(values.shape, values.dtype.name)
         self.backend.upload(array, values)
         return array
-
-    def _check_images(self, ids: np.ndarray, images: PromptImages | None) -> None:
-        if images is not None:
-            images.check(ids)
-        elif self.config.image_token_id is not None and (ids == self.config.image_token_id).any():
-            raise EngineError(
-                f"the prompt has image tokens (id {self.config.image_token_id}), but no images: give one for each "
-                "image marker"
-            )
 
     def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
         """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
@@ -367,7 +396,7 @@ class BaseEngineRunner:
         }
         if shape.selected < tokens:
             inputs["last_token_ids"] = self._last_token_ids
-        return inputs | self._deepstack.inputs(shape)
+        return inputs | self._image_inputs.engine_inputs(shape)
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
@@ -389,12 +418,7 @@ class BaseEngineRunner:
             inputs["rope_rotary_cos_sin"],
             inputs["attention_mask"],
         )
-        places = start, start + len(ids)
-        self._deepstack.fill(self.image_rows, slot, images, places, token_ids)
-        if images is not None:
-            self.image_rows.insert(slot, images, images.rows, places, token_ids, inputs["inputs_embeds"])
-            if images.positions is not None:
-                self._mrope_rows.write(images.positions, start, len(ids), inputs["rope_rotary_cos_sin"])
+        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, inputs)
         by_layer = getattr(engine, "enqueue_by_layer", None)
         if self._arriving and by_layer is not None:
             by_layer(self._await_layer)

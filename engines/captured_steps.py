@@ -43,6 +43,20 @@ class CapturedSteps:
             launch()
         self._warm.add(key)
 
+    def capture(self, key: Hashable, stages: Stages) -> list[str]:
+        """Run and capture the step that `key` names now, if it was not; the names of stages that cannot be captured.
+
+        What it runs on must be there, as for `run`.
+        """
+        if key not in self._launches:
+            if key not in self._warm:
+                for stage in stages.values():
+                    stage()
+                self._warm.add(key)
+            self._launches[key] = self._capture(key, stages)
+        launches = self._launches[key]
+        return [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+
     def clear(self) -> None:
         """Let go of all captures."""
         self._launches.clear()

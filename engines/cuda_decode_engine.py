@@ -82,18 +82,20 @@ class CudaDecodeEngine(CudaKernelEngine):
             hidden = self._scratch["hidden"]
         if _selects(self.shape):
             hidden = self._scratch["selected"]
-        launches.append(
-            self._kernels.norm_linear(
-                hidden,
-                self._bound["model.norm.weight"],
-                self.config.rms_norm_eps,
-                self._bound[head_weight_name(self.config)],
-                None,
-                self._bound["logits"],
-                *self._feature(self.config.num_layers),
-            )
+        return launches + self._head(hidden)
+
+    def _head(self, hidden: DeviceArray) -> list[Launch]:
+        """The final norm and the logits of `hidden`."""
+        head = self._kernels.norm_linear(
+            hidden,
+            self._bound["model.norm.weight"],
+            self.config.rms_norm_eps,
+            self._bound[head_weight_name(self.config)],
+            None,
+            self._bound["logits"],
+            *self._feature(self.config.num_layers),
         )
-        return launches
+        return [head]
 
     def _layer(self, index: int, hidden: DeviceArray) -> list[Launch]:
         """Behind the last layer's attention only the rows whose logits are wanted go on."""

@@ -45,17 +45,11 @@ class CudaTreeEngine(CudaDecodeEngine):
     def _counters(self) -> tuple[int, ...]:
         return (max(tiles(width) for width in _shared_widths(self.config, self._kernels.multiprocessors)),)
 
-    def _prepare(self) -> list[Launch]:
-        bound, scratch = self._bound, self._scratch
-        hidden, launches = bound["inputs_embeds"], []
-        for index in range(self.config.num_layers):
-            launches += self._layer(index, hidden)
-            hidden = scratch["hidden"]
-        launches += [
+    def _head(self, hidden: DeviceArray) -> list[Launch]:
+        return [
             self._norm(hidden, "model.norm.weight", self.config.num_layers),
-            self._linear(head_weight_name(self.config), None, bound["logits"]),
+            self._linear(head_weight_name(self.config), None, self._bound["logits"]),
         ]
-        return launches
 
     def _layer(self, index: int, hidden: DeviceArray) -> list[Launch]:
         tiled, bound, scratch = self._tiled, self._bound, self._scratch

@@ -21,12 +21,13 @@ from edgellm.engines.draft_config import DRAFT_EMBEDDING, DraftConfig
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.errors import EngineError
-from edgellm.engines.image_inputs import ImageRows, MRopeRows
+from edgellm.engines.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.memory_plan import kv_cache_shape
 from edgellm.engines.pending_entries import PendingEntries
 from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
+from edgellm.engines.slot_rows import SlotRows
 from edgellm.kernels.arrays import Array, leading
 
 
@@ -83,10 +84,9 @@ class EagleDraftEngineRunner:
             for kind in ("k", "v")
         }
         self.pending = PendingEntries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
+        self.rows = SlotRows(backend, list(self.caches.values()), self.pending.start)
         self._candidates = CandidateBuffers(backend, limits)
-        self._image_rows: ImageRows | None = None
-        mrope = bool(draft.decoder.mrope_section)
-        self._mrope_rows = MRopeRows(backend, draft.decoder, limits, self.rotary) if mrope else None
+        self._image_inputs = ImageInputs(backend, draft.decoder, limits, self.rotary)
         self._allocate_buffers()
 
     def prefill(
@@ -124,13 +124,8 @@ class EagleDraftEngineRunner:
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self._prepare(shape, ids, self._prefill_start, self._offsets_of(one))
-        if images is not None:
-            views = self._views(shape)
-            if self._image_rows is not None:
-                places = position + 1, position + 1 + count
-                self._image_rows.insert(slot, images, images.rows, places, ids, views["inputs_embeds"])
-            if self._mrope_rows is not None and images.positions is not None:
-                self._mrope_rows.write(images.positions, position, count, views["rope_rotary_cos_sin"])
+        tokens = position + 1, position + 1 + count
+        self._image_inputs.write(slot, images, position, tokens, ids, self._views(shape))
         engine.enqueue()
 
     def accept(self, batch: int, tokens: int, key_range: int) -> None:
@@ -214,7 +209,7 @@ class EagleDraftEngineRunner:
 
     def use_image_rows(self, image_rows: ImageRows) -> None:
         """Take images by the base's `image_rows`."""
-        self._image_rows = image_rows
+        self._image_inputs.rows = image_rows
 
     def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
         """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""

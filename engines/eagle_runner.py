@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from itertools import product
 
 import numpy as np
 
 from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.base_runner import BaseEngineRunner
-from edgellm.engines.captured_steps import CapturedSteps
+from edgellm.engines.captured_steps import CapturedSteps, Stages
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, key_range_for
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
 from edgellm.engines.eagle_round import EagleRound
 from edgellm.engines.engine_directory import EngineDirectory
@@ -164,16 +165,49 @@ class EagleRunner:
     def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
-        plan, acceptance = self._served(plan, slice(0, batch))
+        plan, acceptance = self._served(plan, self.base.sampling.plain(slice(0, batch)))
         bucket = self._bucket(batch)
-        longest, nodes = max(self.base.lengths[:batch]), self.verification.engine_nodes(plan)
+        longest = max(self.base.lengths[:batch])
         accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
+        ranges = [self._tree_key_range(longest + rows) for rows in self._new_rows(plan, accept_tokens)]
+        return self._round((bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges))
+
+    def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
+        """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
+        stages that cannot be captured. See `BaseEngineRunner.capture_steps`."""
+        failed = self.base.capture_steps()
+        for bucket in self.limits.batches:
+            tokens = self.draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
+            for key_range in self._tree_ranges:
+                names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
+                failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
+            for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
+                served, acceptance = self._served(plan, plain)
+                for ranges in self._round_ranges(served, tokens):
+                    current = self._round((bucket, served, acceptance, adapts, tokens, *ranges))
+                    names = self._steps.capture(current.key, current.stages)
+                    kind = f"{served.name} of {bucket} sequences, {ranges[-1]} rows, {acceptance}"
+                    failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
+        return failed
+
+    def _new_rows(self, plan: DraftPlan, accept_tokens: int) -> tuple[int, int, int]:
+        """How many rows behind the committed ones accept, propose and verify need."""
+        return accept_tokens, (plan.steps - 1) * plan.top_k, self.verification.engine_nodes(plan)
+
+    def _round_ranges(self, plan: DraftPlan, accept_tokens: int) -> list[tuple[int, ...]]:
+        """The key ranges that rounds of a plan come to have as sequences grow."""
+        new_rows = self._new_rows(plan, accept_tokens)
+        changes = {size - rows + 1 for size in self._tree_ranges for rows in new_rows}
+        longest = self.limits.kv_capacity - plan.longest
+        lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
+        found = [tuple(self._tree_key_range(length + rows) for rows in new_rows) for length in lengths]
+        return list(dict.fromkeys(found))
+
+    def _round(self, key: tuple) -> EagleRound:
+        """The round of `EagleRound.key`."""
+        _, plan, acceptance, *_ = key
         if acceptance != GREEDY:
-            self.base.sampling.refresh_nodes(nodes)
-        ranges = tuple(
-            self._tree_key_range(longest + rows) for rows in (accept_tokens, (plan.steps - 1) * plan.top_k, nodes)
-        )
-        key = (bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges)
+            self.base.sampling.refresh_nodes(self.verification.engine_nodes(plan))
         current = self._rounds.get(key)
         if current is None:
             current = self._rounds[key] = EagleRound(self, *key)
@@ -194,17 +228,29 @@ class EagleRunner:
         self._pending[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then.
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
+        rows that `target` held.
 
         Finished sequences make room this way: the running ones lead. Everything must have been waited for.
         """
         self.base.move(source, target)
-        arrays = (*self.draft.caches.values(), *self.draft.pending.arrays)
-        for array in arrays:
+        self.draft.rows.swap(source, target)
+        pending = self.draft.pending
+        for array in (pending.features, pending.token_ids, pending.counts, pending.last):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         for known in (self._pending, self._base_rows, self._draft_rows):
             known[target] = known[source]
         self.stop(source)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange the KV rows of two idle slots."""
+        self.base.rows.swap(first, second)
+        self.draft.rows.swap(first, second)
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+        self.base.rows.copy(source, target)
+        self.draft.rows.copy(source, target)
 
     def close(self) -> None:
         """Free everything."""
@@ -269,20 +315,23 @@ class EagleRunner:
         bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
         key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
-        stages = {"draft accept": lambda: self.draft.accept(bucket, tokens, key_range)}
-        self._steps.run(("flush", bucket, tokens, key_range), stages)
+        self._steps.run(*self._flush_step(bucket, tokens, key_range))
         counts = self.draft.pending.counts[:bucket]
         self.backend.upload(counts, np.zeros(bucket, np.int32))
         for slot in range(batch):
             self._pending[slot] = 0
 
+    def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
+        stages = {DRAFT_ACCEPT: lambda: self.draft.accept(batch, tokens, key_range)}
+        return ("flush", batch, tokens, key_range), stages
+
     def _bucket(self, batch: int) -> int:
         """How many slots the engines take for the `batch` leading ones."""
         return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
 
-    def _served(self, plan: DraftPlan, slots: slice) -> tuple[DraftPlan, str]:
-        """The plan as the engines take it, and how its tokens are accepted."""
-        key = plan, self.base.sampling.plain(slots)
+    def _served(self, plan: DraftPlan, plain: bool) -> tuple[DraftPlan, str]:
+        """The plan as the engines take it, and how its tokens are accepted; `plain`: all of them by argmax."""
+        key = plan, plain
         if key not in self._served_plans:
             served = plan.for_engines(self.limits, self.backend.fixed_shapes)
             drawn = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN

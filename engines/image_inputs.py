@@ -6,7 +6,7 @@ from the chunk's place in the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -126,3 +126,60 @@ class DeepstackInputs:
             features = [layers[index] for layers in images.deepstack]
             target = leading(buffer, (*token_ids.shape, self._hidden))
             rows.insert(slot, images, features, chunk, token_ids, target)
+
+
+class ImageInputs:
+    """The images of prompts among the inputs of one model's prefill engines, base or draft.
+
+    `rows` puts their rows in the place of embeddings; None: the model embeds image tokens as it does any other.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        limits: EngineLimits,
+        rotary_table: Array,
+        rows: ImageRows | None = None,
+    ) -> None:
+        self.rows = rows
+        self._image_token_id = config.image_token_id
+        self._positions = MRopeRows(backend, config, limits, rotary_table) if config.mrope_section else None
+        self._deepstack = DeepstackInputs(backend, config, limits)
+
+    def check(self, prompt_ids: np.ndarray, images: PromptImages | None) -> None:
+        """Raise EngineError unless `images` stand where the prompt [N] has image tokens."""
+        if images is not None:
+            images.check(prompt_ids)
+        elif self._image_token_id is not None and (prompt_ids == self._image_token_id).any():
+            raise EngineError(
+                f"the prompt has image tokens (id {self._image_token_id}), but no images: give one for each marker"
+            )
+
+    def engine_inputs(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine is bound to for images alone."""
+        return self._deepstack.inputs(shape)
+
+    def write(
+        self,
+        slot: int,
+        images: PromptImages | None,
+        row: int,
+        tokens: tuple[int, int],
+        token_ids: Array,
+        inputs: Mapping[str, Array],
+    ) -> None:
+        """Complete the `inputs` of a chunk, which hold embeddings and plain rotary rows.
+
+        The chunk's `token_ids` [1, T] are the prompt's `tokens` (first, stop) and padding; they go to rows `row`.. of
+        the KV caches, and so to the positions of these rows.
+        """
+        if self.rows is not None:
+            self._deepstack.fill(self.rows, slot, images, tokens, token_ids)
+        if images is None:
+            return
+        if self.rows is not None:
+            self.rows.insert(slot, images, images.rows, tokens, token_ids, inputs["inputs_embeds"])
+        if self._positions is not None and images.positions is not None:
+            count = tokens[1] - tokens[0]
+            self._positions.write(images.positions, row, count, inputs["rope_rotary_cos_sin"])

@@ -69,6 +69,9 @@ def plan_memory(
         "step buffers": step + rotary,
         "logits and sampling": sampling,
     }
+    if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
+        decoders = [config] if draft is None else [config, draft.decoder]
+        items["slot exchange"] = sum(math.prod(kv_cache_shape(each, limits)[1:]) for each in decoders) * item
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edgellm.engines.backend import Backend
-from edgellm.kernels.arrays import Array
 
 
 class PendingEntries:
@@ -19,8 +18,3 @@ class PendingEntries:
         self.counts = backend.zeros((slots,), "int32")
         self.start = backend.zeros((slots,), "int32")
         self.last = backend.zeros((slots, 1), "int32")
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """All arrays, each with the slots as first axis."""
-        return self.features, self.token_ids, self.counts, self.start, self.last

@@ -7,7 +7,7 @@ fraction of its rows', and a GPU makes rows of them in microseconds.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ MAXIMUM_PIXELS = 4 << 20
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4
 
+_Key = tuple[Size, ImageLayout]
+
 
 @dataclass(frozen=True)
 class _Tables:
@@ -38,11 +40,16 @@ class _Tables:
 
 
 class DevicePatches:
-    """Writes the rows of images into memory of one backend. Not thread-safe."""
+    """Writes the rows of images into memory of one backend. Not thread-safe.
+
+    The first image of a size is made on the host: finding out how Pillow resizes that size takes longer than doing it,
+    and pays only for a camera's frames.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._tables: OrderedDict[tuple[Size, ImageLayout], _Tables | None] = OrderedDict()
+        self._tables: OrderedDict[_Key, _Tables | None] = OrderedDict()
+        self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
         self._pixels: Array | None = None
         self._between: Array | None = None
 
@@ -86,9 +93,12 @@ class DevicePatches:
         return buffer if buffer is not None and buffer.size >= size else self._backend.empty((size,), "uint8")
 
     def _tables_of(self, size: Size, layout: ImageLayout) -> _Tables | None:
-        """The tables for images of a size; None for what the kernels do not do as Pillow does."""
+        """The tables for images of a size; None for its first image, and for what kernels do not do as Pillow does."""
         key = size, layout
         if key not in self._tables:
+            if key not in self._latest:
+                self._latest.append(key)
+                return None
             self._tables[key] = self._new_tables(size, layout)
             if len(self._tables) > _KEPT_TABLES:
                 self._tables.popitem(last=False)

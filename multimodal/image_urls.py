@@ -12,6 +12,7 @@ from edgellm.multimodal.image_input import DEFAULT_LIMITS, ImageLimits
 
 #: A scheme of one letter is the drive of a Windows path.
 _SHORTEST_SCHEME = 2
+_LONGEST_PATH = 4096
 
 
 def image_of_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> Path | bytes:
@@ -33,6 +34,11 @@ def image_of_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> Path | bytes
         raise ImageError(
             f"the image {_shown(url)} would have to be fetched, which is never done: download it first, and give its "
             "path, or its bytes as data:image/...;base64,..."
+        )
+    if len(url) > _LONGEST_PATH:
+        raise ImageError(
+            f"the image {_shown(url)} is too long for a path ({len(url)} characters): write data:image/...;base64, "
+            "before base64"
         )
     return Path(url)
 

@@ -108,8 +108,11 @@ class VisionEngineRunner:
     def encode(self, images: Sequence[PreparedImage]) -> list[ImageEmbeddings]:
         """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
 
-        Raises ImageError for an image that is too large for the engines or that was prepared for another model.
+        Raises ImageError for an image that is too large for the engines or that was prepared for another model, and
+        EngineError before `load` and after `close`.
         """
+        if not self._weights:
+            raise EngineError("the vision encoder has no weights: call load() first")
         known: dict[str, ImageEmbeddings] = {}
         for image in images:
             found = known.get(image.digest) or self.cache.get(image.digest)

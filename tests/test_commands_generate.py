@@ -282,6 +282,8 @@ def test_an_interrupted_answer_is_still_an_object(engines):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
+        if process.returncode == -signal.SIGINT:  # the interpreter itself was still starting
+            continue
         assert (process.returncode, err) == (130, b"")
         if out:
             break

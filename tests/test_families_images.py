@@ -13,13 +13,16 @@ from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
 from edgellm.engines.build_inputs import read_decoder_config
+from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
+from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.lora_adapter import LoraAdapter
+from edgellm.engines.tensorrt_library import find_tensorrt
 
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -236,6 +239,33 @@ def test_a_draft_says_what_positions_it_has(
         assert (drafts["plain"].decoder.mrope_section, drafts["plain"].image_embeddings) == ((), False)
         with Checkpoint.open(heads["wrong"]) as head, pytest.raises(CheckpointError, match="expected true or false"):
             read_draft(head, base, config)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_engine_is_built_with_eyes_and_draft(
+    family: str, tmp_path: Path, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path]
+) -> None:
+    """For real, by TensorRT: base, draft and vision encoder of one directory."""
+    library = find_tensorrt()
+    if library is None or library.flavour != "rtx":
+        pytest.skip("TensorRT-RTX, which builds without a GPU, is not installed: pip install 'edgellm[test]'")
+    checkpoint = make_checkpoint(tmp_path / "x", 0, **TINY[family])
+    draft = make_draft(tmp_path / "draft", 0, rope_scaling=TINY[family]["rope_scaling"])
+    limits = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=8, image_rows=(64,))
+    report = build_engine_directory(checkpoint, tmp_path / "engines", limits, ["sm_86"], draft=draft)
+    assert {plan.shape.name for plan in report.plans} == {
+        "base.decode-b1-t1-l96",
+        "base.prefill-b1-t16-l96",
+        "base.verify-b1-t8-l112",
+        "draft.accept-b1-t4-l112",
+        "draft.prefill-b1-t16-l96",
+        "draft.propose-b1-t1-l112",
+        "draft.propose-b1-t4-l112",
+        *(plan.shape.name for plan in report.plans if plan.shape.model == "vision"),
+    }
+    assert sum(plan.shape.model == "vision" for plan in report.plans) == 1
+    directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.draft.config.decoder.mrope_section == directory.config.mrope_section
 
 
 def test_adapters_of_the_whole_model_are_read(

@@ -32,7 +32,10 @@ def quick(monkeypatch) -> list[str]:
     return compiled
 
 
-@pytest.mark.parametrize("architecture", ["sm_87", "sm_90", "sm_110", "sm_120"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["sm_87", pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm_110", marks=pytest.mark.slow), "sm_120"],
+)
 def test_compiles_for_jetson_and_pc(architecture):
     assert architecture in SUPPORTED
     cubin = compile_kernels(architecture)

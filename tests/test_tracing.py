@@ -20,6 +20,7 @@ from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
+from edgellm.runner import Runner
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace
@@ -120,6 +121,11 @@ def test_a_captured_round_is_one_graph_unless_it_is_traced(tiny_draft_engines: P
     rounds = [span for span in trace.spans if span.name == ROUND]
     for stage in STAGES:
         assert sum(span.name == stage for span in trace.spans) == len(rounds) > 3
+
+
+def test_an_observed_runner_has_all_that_the_loop_asks_of_one() -> None:
+    asked = {name for name in dir(Runner) if not name.startswith("_")}
+    assert asked <= set(dir(ObservedRunner)) | {"draft_rows"}
 
 
 def test_what_is_pending_is_read_as_it_grows_old() -> None:

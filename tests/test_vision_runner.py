@@ -63,6 +63,12 @@ def test_patches_of_a_known_image_are_not_asked_for(runner: VisionEngineRunner, 
     assert runner.encode([blind])[0] is known
 
 
+def test_encoding_wants_weights(runner: VisionEngineRunner, images: list[GoldenImage]) -> None:
+    runner.close()
+    with pytest.raises(EngineError, match=r"call load\(\) first"):
+        runner.encode(images)
+
+
 def test_no_images(runner: VisionEngineRunner) -> None:
     assert runner.encode([]) == []
 

@@ -219,6 +219,12 @@ def _stats(state: ChatState, argument: str) -> None:
         speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
         lines.append(f"prompt: {computed} tokens computed in {prefill:.2f} s{speed}")
         lines += drafting_lines(llm, response)
+    if llm.has_vision_model:
+        counts = llm.metrics()["multimodal"]
+        lines.append(
+            f"images: {counts['images']} shown, {counts['reused_images']} of them known already, "
+            f"{counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s"
+        )
     lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")
     state.say("\n".join(lines))
 

@@ -114,6 +114,7 @@ class SlotSnapshots:
         unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
         self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
         self._encoder = encoder_digest(directory, vision_directory)
+        self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
 
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
@@ -232,7 +233,8 @@ class SlotSnapshots:
         """
         mapped = read_snapshot(path)
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
-        expected = self.binding(made_with if made_with in adapters else adapters[0], mapped.facts.binding.images)
+        shown = mapped.facts.binding.images if self._sees else NONE
+        expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
         self._check(path, mapped, expected)
         digest = RunningDigest(mapped.body)
         try:

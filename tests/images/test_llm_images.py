@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from synthetic_images import synthetic_image
 from tiny_multimodal import IMAGE_TOKEN
 
+from edgellm.asynchronous import AsyncLLM
 from edgellm.errors import ImageError, RequestError
 from edgellm.llm import LLM
 from edgellm.request import Request
@@ -68,6 +71,26 @@ def test_requests_with_images_share_batches(llm: LLM) -> None:
     assert llm.metrics()["multimodal"]["images"] >= 6
 
 
+def test_images_are_read_beside_the_event_loop(llm: LLM, seeing_engines: Callable[[str], Path]) -> None:
+    messages = [{"role": "user", "content": parts(PIXELS, "What is it?")}]
+    threads: list[str] = []
+
+    async def ask() -> tuple[str, str]:
+        async with AsyncLLM(seeing_engines("qwen3_vl"), backend="numpy") as asked:
+            prepare = asked.served.submit
+            asked.served.submit = lambda request: (threads.append(threading.current_thread().name), prepare(request))[1]
+            shown = await asked.chat(messages, PARAMS)
+            with_image = await asked.generate("<|image_pad|>", PARAMS, images=[PIXELS])
+            with pytest.raises(RequestError):
+                await asked.chat("Hello")
+            return shown.text, with_image.text
+
+    shown, with_image = asyncio.run(ask())
+    assert shown == llm.chat(messages, PARAMS).text
+    assert with_image == llm.generate("<|image_pad|>", PARAMS, images=[PIXELS]).text
+    assert [name == "MainThread" for name in threads] == [False, False, True]
+
+
 def test_templates_that_want_parts_get_them(llm: LLM) -> None:
     published = llm.tokenizer.chat_template
     llm.tokenizer.chat_template = ChatTemplate({"default": PARTS_TEMPLATE}, "a test")
@@ -78,7 +101,7 @@ def test_templates_that_want_parts_get_them(llm: LLM) -> None:
             {"role": "user", "content": parts(PIXELS, "What is it?")},
         ]
         text = llm.tokenizer.render_chat(messages)
-        assert text == "system: Be kind.\nuser: <|image_pad|>\nWhat is it?\nassistant:"
+        assert text == "system: Be kind.user: <|image_pad|>\nWhat is it?assistant:"
         assert llm.tokenizer.encode_chat(messages).count(IMAGE_TOKEN) == 1
         assert llm.chat(messages, PARAMS).usage.prompt_tokens > len(llm.tokenizer.encode_chat(messages))
     finally:

@@ -156,6 +156,7 @@ def test_bad_images_are_named_and_the_next_request_goes_on(runtime: SpecDecodeRu
         ("https://example.com/a.png", "would have to be fetched, which is never done"),
         ("data:image/png;base64,????", "is not base64"),
         ("data:image/png;base64", "has no comma"),
+        ("iVBORw0KGgo" * 500, "too long for a path .5500 characters.: write data:image"),
         ("file://elsewhere/a.png", "is on the host 'elsewhere'"),
         (tmp_path / "missing.png", "cannot be read: No such file"),
         (np.full((4, 4, 3), np.nan), "has NaN"),

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm import SamplingParams
 from edgellm.llm import LLM
-from edgellm.metrics import Histogram
+from edgellm.metrics import EagleGenerationMetrics, Histogram, Metrics
 
 LINE = re.compile(r'edgellm_[a-z_]+(\{[a-z_]+="[^"\\\n]*"\})? (\+Inf|[0-9.e+-]+)')
 
@@ -62,3 +62,28 @@ def test_the_text_form(served: LLM) -> None:
     assert buckets == sorted(buckets)
     assert buckets[-1] == values["edgellm_step_gap_seconds_count"] == 4
     assert values["edgellm_step_gap_seconds_sum"] == pytest.approx(served.metrics()["step_gap_seconds"]["sum"])
+
+
+def test_what_drafting_gains_is_counted_for_each_adapter() -> None:
+    """On the shipped model: the parts add up, and the text form has them as labels."""
+    questions = [[{"role": "user", "content": text}] for text in ("Hello!", "Wave.", "What is your name?")]
+    with LLM(backend="numpy") as llm:
+        for question, adapter in zip(questions, ("json", None, "json"), strict=True):
+            llm.chat(question, adapter=adapter)
+        answer = llm.chat(questions[0], adapter="pirate")
+        snapshot, text = llm.metrics(), llm.metrics_text()
+    under = snapshot["adapters"]
+    assert {name: counts["requests"] for name, counts in under.items()} == {"json": 2, "pirate": 1}
+    assert under["pirate"]["rounds"] == answer.drafting.rounds
+    assert under["pirate"]["accepted_tokens"] == answer.drafting.accepted_tokens
+    assert under["json"]["drafted_tokens"] > under["json"]["accepted_tokens"] > 0
+    everything = snapshot["eagle_generation"]
+    assert everything["requests"] == 4
+    assert everything["rounds"] > under["json"]["rounds"] + under["pirate"]["rounds"]
+    assert f'edgellm_adapter_accepted_tokens_total{{adapter="json"}} {under["json"]["accepted_tokens"]}\n' in text
+
+
+def test_labels_are_escaped() -> None:
+    metrics = Metrics()
+    metrics.adapters['a "b"\\\n'] = EagleGenerationMetrics(rounds=3)
+    assert 'edgellm_adapter_rounds_total{adapter="a \\"b\\"\\\\\\n"} 3\n' in metrics.prometheus()

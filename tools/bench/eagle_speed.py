@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,11 +206,13 @@ def measure_loops(
         row["loop_round_ms"] = statistics.median(seconds / rounds * 1000 for seconds, _ in found)
         row["tokens_per_second"] = statistics.median(count / seconds for seconds, count in found)
         row["speedup"] = row["tokens_per_second"] * vanilla / 1000
-        with counted_waits() as waits:
-            bench.loop(plan, schedule(row["simulated_mean"], plan.steps), rounds)
-        # Three are not of the measured rounds: after the prompt, before the loop, for the round launched ahead.
-        row["host_waits"] = (len(waits) - 3) / rounds
-        row["host_waits_by_kind"] = {kind: waits.count(kind) for kind in sorted(set(waits))}
+        lengths, counts = schedule(row["simulated_mean"], plan.steps), []
+        for length in (rounds // 2, rounds):  # what the prompt and the loop's ends wait for is in both
+            with counted_waits() as waits:
+                bench.loop(plan, lengths, length)
+            counts.append(Counter(waits))
+        row["host_waits_by_kind"] = dict(counts[1] - counts[0])
+        row["host_waits"] = sum(row["host_waits_by_kind"].values()) / (rounds - rounds // 2)
     return {"step_ms": vanilla, "step_with_draft_loaded_ms": statistics.median(kept_ms)}
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from string import Template
 
+from tools.demo_model.eyes.kinds import COLOURS, KINDS
 from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,7 +89,33 @@ def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
     )
 
 
-def card(training: dict, evaluation: dict, checks: dict, draft: str = "", adapters: str = "") -> str:
+def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict) -> str:
+    """The section about the eyes in the folder `vision`."""
+    config = json.loads((vision / "config.json").read_text())["vision_config"]
+    return Template((Path(__file__).parent / "model_card_eyes.md").read_text()).substitute(
+        parameters=f"{training['parameters'] / 1e6:.2f}",
+        size=f"{(vision / 'model.safetensors').stat().st_size / 1e6:.1f}",
+        layers=config["num_hidden_layers"],
+        width=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        colours=len(COLOURS),
+        colour_names=", ".join(COLOURS),
+        kinds=len(KINDS),
+        kind_names=", ".join(KINDS),
+        table_dialogues=f"{table['dialogues']:,}",
+        table_seconds=round(table["seconds"]),
+        shown=f"{training['pictures_shown'] / 1e6:.1f}",
+        steps=f"{training['steps']:,}",
+        minutes=training["minutes"],
+        device=training["device"],
+        items=evaluation["items_per_skill"],
+        seed=evaluation["seed"],
+        mean=f"{evaluation['all']:.1f}",
+        scores=score_table(evaluation["exact_match_percent"]),
+    )
+
+
+def card(training: dict, evaluation: dict, checks: dict, draft: str = "", adapters: str = "", eyes: str = "") -> str:
     """The text of the card."""
     template = Template((Path(__file__).parent / "model_card_template.md").read_text())
     return template.substitute(
@@ -103,6 +130,7 @@ def card(training: dict, evaluation: dict, checks: dict, draft: str = "", adapte
         scores=score_table(evaluation["exact_match_percent"]),
         draft=draft,
         adapters=adapters,
+        eyes=eyes,
     )
 
 
@@ -120,8 +148,11 @@ def main() -> None:
     adapters, folder = "", arguments.model / "lora"
     if folder.is_dir():
         adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
+    eyes, folder = "", arguments.model / "vision"
+    if folder.is_dir():
+        eyes = eyes_text(folder, result("eyes_training"), result("eyes_table"), result("eyes_evaluation"))
     (arguments.model / "MODEL_CARD.md").write_text(
-        card(result("training"), result("evaluation"), result("checks"), draft, adapters)
+        card(result("training"), result("evaluation"), result("checks"), draft, adapters, eyes)
     )
 
 

@@ -1,0 +1,53 @@
+"""The shipped model sees its sample scenes, through the runtime on NumPy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgellm import LLM, SamplingParams
+from tools.demo_model.eyes.samples import SCENES
+from tools.demo_model.words import article, join
+
+SHIPPED = Path(__file__).parent.parent / "edgellm" / "shipped"
+SCENE_FOLDER = SHIPPED / "scenes"
+SYSTEM = (SHIPPED / "system_prompt_image.txt").read_text().strip()
+
+pytestmark = pytest.mark.skipif(not (SHIPPED / "vision").exists(), reason="the shipped model has no vision encoder")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(SHIPPED, backend="numpy") as opened:
+        yield opened
+
+
+def asked(llm: LLM, scene: str, question: str) -> str:
+    picture = {"type": "image", "image": str(SCENE_FOLDER / f"{scene}.png")}
+    content = [picture, {"type": "text", "text": question}]
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    return llm.chat(messages, SamplingParams(max_tokens=160)).text
+
+
+@pytest.mark.parametrize("scene", sorted(SCENES))
+def test_what_is_on_a_sample_scene(llm: LLM, scene: str):
+    names = [name for name in SCENES[scene][1] if name]
+    assert asked(llm, scene, "What do you see?") == f"I see {join([article(name) for name in names])}."
+    counted = join([f"the {name}" for name in names])
+    assert asked(llm, scene, "How many objects are there?") == f"I see {counted}, so there are {len(names)}."
+
+
+def test_places_actions_and_what_is_not_there(llm: LLM):
+    assert asked(llm, "breakfast", "Where is the banana?") == "The yellow banana is at the back right."
+    assert asked(llm, "study", "What colour is the clock?") == "The clock is black."
+    sentence, action = asked(llm, "workshop", "Please pick up the hammer.").splitlines()
+    assert sentence == "I will pick up the orange hammer."
+    assert json.loads(action) == {"action": "pick", "object": "orange hammer"}
+    assert asked(llm, "toys", "Give me the hat.") == "I do not see a hat."
+
+
+def test_everything_that_ships_is_small():
+    files = [path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 36_000_000
+    assert all(path.stat().st_size < 60_000 for path in SCENE_FOLDER.glob("*.png"))
+    assert sorted(path.stem for path in SCENE_FOLDER.glob("*.png")) == sorted(SCENES)
