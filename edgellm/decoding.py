@@ -17,6 +17,7 @@ from edgellm.drafting import PlanChooser
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.kv_contents import KVContents, SnapshotSource
+from edgellm.logprobs import TokenLogprobs, token_logprobs
 from edgellm.runner import PlainRunner, Runner
 from edgellm.slot_choice import choose_slot
 
@@ -53,6 +54,7 @@ class EmittedToken(NamedTuple):
     token_id: int
     text: str
     from_draft: bool
+    logprobs: TokenLogprobs | None = None
 
 
 class DecodingLoop:
@@ -201,12 +203,15 @@ class DecodingLoop:
             fits = all(sequence.most < sequence.room for sequence in running)
             if self._launches and not (needed and fits):
                 return
+            if self._launches and any(sequence.logprobs is not None for sequence in running):
+                return  # a step's logits are there until the next one is launched
             self._launch(running)
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
         room = min(sequence.room - sequence.most for sequence in running)
         batch = len(self._running)
-        plan = None if self._chooser is None else self._chooser.next_plan(room, batch)
+        raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
+        plan = None if self._chooser is None or raw else self._chooser.next_plan(room, batch)
         seconds = time.perf_counter()
         step = self._runner.step(batch, plan)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
@@ -233,6 +238,9 @@ class DecodingLoop:
             if sequence.tally is not None and not launch.is_prefill:
                 sequence.tally.step(plan, seconds)
             sequence.clock.step(now)
+            logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
+            if sequence.logprobs is not None:
+                logprobs = token_logprobs(self._runner.logits(slot, len(emitted)), emitted, sequence.logprobs)
             for place, token in enumerate(emitted, 1):
                 try:
                     text = sequence.answer.push(token)
@@ -243,7 +251,10 @@ class DecodingLoop:
                     break
                 if sequence.tally is not None and not launch.is_prefill:
                     sequence.tally.token()
-                yield EmittedToken(sequence, token, text, plan is not None and place < len(emitted))
+                if logprobs[place - 1] is not None:
+                    sequence.token_logprobs.append(logprobs[place - 1])
+                from_draft = plan is not None and place < len(emitted)
+                yield EmittedToken(sequence, token, text, from_draft, logprobs[place - 1])
                 if sequence.finished:
                     break
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.logprobs import TokenLogprobs
 from edgellm.responses import Response, Timings, Usage
 from edgellm.text.stop import Answer
 
@@ -71,6 +72,9 @@ class DecodingSequence:
     adapter: str | None = None
     prepared_images: Sequence[PreparedImage] = ()
     images: PromptImages | None = None
+    #: How many likeliest tokens to give with each token's log-probability; None: no log-probabilities.
+    logprobs: int | None = None
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter_digest: str | None = None
     reused_tokens: int = 0
     # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
@@ -107,4 +111,5 @@ class DecodingSequence:
             clock.timings(),
             answer.stop_match,
             None if self.tally is None else self.tally.statistics(),
+            None if self.logprobs is None else tuple(self.token_logprobs),
         )

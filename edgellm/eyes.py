@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.memory_plan import MemoryPlan
 from edgellm.engines.prompt_images import PromptImages, place_images
 from edgellm.errors import EngineDirectoryError, ImageError
 from edgellm.metrics import Metrics
@@ -59,7 +60,9 @@ class Eyes:
         return self._runner.memory
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the weights."""
+        """Load the weights. Raises DeviceMemoryError where a backend of its own has no room for its engines."""
+        if self._own is not None:  # nobody else gives its engines their scratch buffer
+            self._own.check_memory(MemoryPlan({**self.memory, "engine scratch": self._own.scratch_bytes()}))
         self._runner.load(progress)
 
     def prepare(self, references: Sequence[ImageReference]) -> list[PreparedImage]:

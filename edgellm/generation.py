@@ -172,4 +172,9 @@ def deadline_after(seconds: float | None) -> float | None:
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:
-    return Chunk(first.text + second.text, first.token_ids + second.token_ids, first.from_draft + second.from_draft)
+    return Chunk(
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        first.from_draft + second.from_draft,
+        first.logprobs + second.logprobs,
+    )

@@ -70,6 +70,7 @@ class ObservedRunner:
     def __init__(self, runner: Runner, observer: Observer) -> None:
         self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
         self.draft_rows, self.swap_rows, self.copy_rows = runner.draft_rows, runner.swap_rows, runner.copy_rows
+        self.logits = runner.logits
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None

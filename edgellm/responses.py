@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgellm.drafting_statistics import DraftingStatistics
+from edgellm.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Chunk:
     """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character.
 
     `from_draft` says of each token whether the draft had proposed it; it is empty where that is not known.
+    `logprobs` are those of each token, where they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Response:
     `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
     capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids`
     are all that were generated and count towards usage, the ending one included. `drafting` says what drafting did,
-    where a draft model is loaded.
+    where a draft model is loaded; `logprobs` has those of each token, where they were asked for.
     """
 
     text: str
@@ -67,3 +70,4 @@ class Response:
     timings: Timings
     stop_match: str | int | None = field(default=None)
     drafting: DraftingStatistics | None = field(default=None)
+    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.decoder_config import EngineLimits
@@ -40,6 +42,10 @@ class Runner(Protocol):
     def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
         """A round of `plan` for the leading slots, or a plain step."""
 
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """The model's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
+        once it was waited for."""
+
     def draft_rows(self, slot: int) -> int | None:
         """Committed rows of the draft, None without one."""
 
@@ -70,6 +76,10 @@ class PlainRunner:
     def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
         """A plain step; there are no plans."""
         return _PlainStep(self.base.decode(batch))
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """Of the latest step's one token."""
+        return self.base.logits(slot)[np.newaxis]
 
     def draft_rows(self, slot: int) -> int | None:
         """There is no draft."""

@@ -250,7 +250,9 @@ class SpecDecodeRuntime:
         )
         tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
         limit, adapter = params.max_tokens, request.adapter
-        return DecodingSequence(prompt_ids, sampling, answer, clock, limit, tally, adapter, prepared_images=images)
+        return DecodingSequence(
+            prompt_ids, sampling, answer, clock, limit, tally, adapter, images, logprobs=params.logprobs
+        )
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.Engine`."""

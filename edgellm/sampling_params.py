@@ -13,6 +13,7 @@ from edgellm.errors import RequestError
 SMALLEST_TEMPERATURE = 0.001  # logits divided by less overflow float32
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**64 - 1
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class SamplingParams:
     `repetition_penalty` of 1 and `presence_penalty`, `frequency_penalty` of 0 do nothing. `seed` None draws one at
     random. `max_tokens` None means up to the context limit. An answer ends at the model's end-of-sequence tokens
     (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the `stop` strings.
+
+    With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
+    host then reads logits in every step, and with penalties nothing is drafted.
     """
 
     temperature: float = 0.0
@@ -37,6 +41,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,6 +87,8 @@ def checked_value(name: str, value: Any) -> Any:
         return None if value is None else _integer(name, value, 0, LARGEST_SEED)
     if name == "max_tokens":
         return None if value is None else _integer(name, value, 1, LARGEST_INTEGER)
+    if name == "logprobs":
+        return None if value is None else _integer(name, value, 0, MOST_LOGPROBS)
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":

@@ -125,7 +125,8 @@ class RequestServer:
             for sequence, tokens in rounds.items():
                 text = "".join(each.text for each in tokens)
                 ids, flags = tuple(each.token_id for each in tokens), tuple(each.from_draft for each in tokens)
-                self._answering[sequence].deliver(Chunk(text, ids, flags))
+                logprobs = tuple(each.logprobs for each in tokens if each.logprobs is not None)
+                self._answering[sequence].deliver(Chunk(text, ids, flags, logprobs))
         self._end_finished()
 
     def _end_finished(self) -> None:

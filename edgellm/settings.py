@@ -15,7 +15,8 @@ from edgellm.errors import RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
 
 BACKENDS = ("auto", "numpy", "tensorrt")
-SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+#: How answers are drawn and when they end; log-probabilities are asked for one by one.
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name != "logprobs")
 DEFAULTS = "defaults.yaml"
 
 

@@ -120,9 +120,12 @@ class Backend(Protocol):
         """Set the first `rows` rows of each group of `target` [G, C, D] from those of host `values` [G, N, D] (bfloat16
         as uint16), in order with the other work. Raises EngineError for another shape or dtype."""
 
+    def begin_beside(self) -> None:
+        """Let the copies of `upload_rows_beside` from now on wait for the work that was enqueued up to now."""
+
     def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
-        """As `upload_rows`, after the work that was enqueued before, but beside what is enqueued later: what touches
-        `target` must come after `wait_for`. Transfers that are made one after the other end in this order."""
+        """As `upload_rows`, but beside the work that is enqueued since `begin_beside`: what touches `target` must come
+        after `wait_for`. Transfers that are made one after the other end in this order."""
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let what is enqueued from now on begin when a transfer of `upload_rows_beside` is done."""

@@ -7,12 +7,13 @@ Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Protocol
 
 import numpy as np
 
+from edgellm.engines.arriving_rows import ArrivingRows
 from edgellm.engines.backend import Backend, Engine, Readback, Transfer
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
@@ -124,7 +125,7 @@ class BaseEngineRunner:
         self._warm: set[tuple[int, int, bool, bool]] = set()
         self._uncaptured: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
-        self._arriving: dict[str, Transfer] = {}
+        self._arriving: ArrivingRows | None = None
 
     def start(
         self,
@@ -166,20 +167,17 @@ class BaseEngineRunner:
         first = self._read_emitted(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
 
-    def expect_rows(self, transfers: Mapping[str, Transfer]) -> None:
-        """KV rows of an idle slot are being copied by `Backend.upload_rows_beside`, those of each of `caches` until its
-        transfer is done (and others', by other names): what `start` enqueues next waits for them, layer by layer where
-        the engine can."""
-        self._arriving = dict(transfers)
+    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
+        """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `caches` in
+        their order, then perhaps others', each with its transfer. What `start` enqueues next waits for them, layer by
+        layer where the engine can."""
+        self._arriving = ArrivingRows(self.backend, rows)
 
     def await_rows(self) -> None:
         """Let everything that is enqueued from now on wait for the rows that are expected."""
-        if self._arriving:
-            self.backend.wait_for(list(self._arriving.values())[-1])  # they end in order
-            self._arriving = {}
-
-    def _await_layer(self, index: int) -> None:
-        self.backend.wait_for(self._arriving[f"v_cache_{index}"])  # it comes after the layer's keys
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait_for_all()
 
     def decode(self, batch: int) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
@@ -420,8 +418,9 @@ class BaseEngineRunner:
         )
         self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, inputs)
         by_layer = getattr(engine, "enqueue_by_layer", None)
-        if self._arriving and by_layer is not None:
-            by_layer(self._await_layer)
+        arriving = self._arriving
+        if arriving is not None and by_layer is not None:
+            by_layer(lambda index: arriving.wait_for(f"v_cache_{index}"))  # which comes after the layer's keys
         else:
             self.await_rows()
             engine.enqueue()

@@ -6,8 +6,9 @@ context that is there already, and gives the logits of one of them. Each new tok
 in steps of several tokens the new ones that `attention_mask` lets it see; nothing else of the mask is read, so a step
 costs what the sequences' lengths ask for, not what the capacity does.
 
-A token's logits and features are the same bits in every batch, in every tree that has its ancestors in order of depth,
-and in the decode step that computes it alone: whether a draft is accepted cannot depend on which of them verified it.
+But for prompts, a token's logits and features are the same bits in every batch, in every tree that has its ancestors in
+order of depth, and in the decode step that computes it alone: whether a draft is accepted cannot depend on which of them
+verified it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class CudaDecodeEngine(CudaKernelEngine):
             raise EngineError(f"{shape.name}: {reason}")
         self.config = config
         self.reads_attention_mask = shape.phase != "decode"
+        #: Prompts need not have the bits that decode steps would give them.
+        self.any_splits = shape.phase == "prefill"
         unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
         if not self.reads_attention_mask:
             unneeded.add("attention_mask")
@@ -116,7 +119,12 @@ class CudaDecodeEngine(CudaKernelEngine):
                 # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
                 next_early=index > 0,
             ),
-            self._attention(index, layer, bound["attention_mask"] if self.reads_attention_mask else None),
+            self._attention(
+                index,
+                layer,
+                bound["attention_mask"] if self.reads_attention_mask else None,
+                any_splits=self.any_splits,
+            ),
             kernels.linear_residual(
                 scratch["context"],
                 bound[f"{attention}o_proj.weight"],

@@ -170,11 +170,14 @@ class CudaDevice:
         """One two-dimensional copy: a line for each of the G groups. Pageable memory works, but slowly."""
         return self._start_copy(self._upload_copy(target, values, rows), values, target, self.stream)
 
-    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """The same on another stream; see `Backend.upload_rows_beside`."""
+    def begin_beside(self) -> None:
+        """See `Backend.begin_beside`."""
         before = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
         before.record(self.stream)
         self._copy_stream.wait_for_event(before)
+
+    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """The same on another stream; see `Backend.upload_rows_beside`."""
         return self._start_copy(self._upload_copy(target, values, rows), values, target, self._copy_stream)
 
     def wait_for(self, transfer: DeviceTransfer) -> None:

@@ -108,7 +108,9 @@ class CudaKernelEngine(ABC):
                         f"{self.shape.name}: present_{kind}_cache_{index} must be bound to the memory of its cache"
                     )
 
-    def _attention(self, index: int, prefix: str, mask: DeviceArray | None, masks_all: bool = False) -> Launch:
+    def _attention(
+        self, index: int, prefix: str, mask: DeviceArray | None, masks_all: bool = False, any_splits: bool = False
+    ) -> Launch:
         """From `qkv` to `context`, with the caches `index` and the norms of the layer whose weights begin so."""
         bound, scratch = self._bound, self._scratch
         return self._kernels.attention(
@@ -125,6 +127,7 @@ class CudaKernelEngine(ABC):
             scratch["counters"],
             scratch["context"],
             masks_all,
+            any_splits,
         )
 
     def _mlp(self, prefix: str, hidden: DeviceArray, activation: DeviceArray) -> list[Launch]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgellm.engines.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.tree_verification import SAMPLED
+from edgellm.engines.tree_verification import GREEDY, SAMPLED
 from edgellm.kernels.arrays import Array
 
 if TYPE_CHECKING:
@@ -50,6 +52,19 @@ class EagleRound:
     def emitted(self) -> Array:
         """[B, W+1] int32: the number of tokens of each slot, then these, then -1."""
         return self._tree.emitted
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for.
+
+        Where tokens were drawn, acceptance has divided them by the temperature, which is undone here; penalties are
+        not.
+        """
+        backend, tree = self._runner.backend, self._tree
+        nodes = backend.read(tree.accepted_indices[slot : slot + 1]).wait()[0, :count].tolist()
+        rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
+        found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
+        temperature = self._runner.base.sampling.values(slice(slot, slot + 1))[0].temperature
+        return found if self._acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
 
     def _accept_draft(self) -> None:
         self._runner.draft.accept(self._batch, self._accept_tokens, self._accept_range)

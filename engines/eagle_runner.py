@@ -73,6 +73,7 @@ class EagleRunner:
         self.before_acceptance: Callable[[VerifiedTree], None] | None = None
         self._steps = CapturedSteps(backend)
         self._rounds: dict[tuple, EagleRound] = {}
+        self._latest_round: EagleRound | None = None
         self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
         self._tree_ranges = limits.tree_key_ranges
         # Of each slot: the most pending entries, and what finished work has committed of base and draft rows.
@@ -120,7 +121,7 @@ class EagleRunner:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
         one = slice(slot, slot + 1)
         self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
-        first = self.base.start(slot, prompt_ids, reused, sampling, images)
+        first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images), None
         count = len(prompt_ids)
         self._pending[slot], self._base_rows[slot], self._draft_rows[slot] = 1, count, count - 1
         return first
@@ -137,7 +138,7 @@ class EagleRunner:
         full = max(self._pending[:batch]) >= self.limits.accept_tokens
         if full:
             self._flush(batch)
-        emitted = self.base.decode(batch)
+        emitted, self._latest_round = self.base.decode(batch), None
         for slot in range(batch):
             self._pending[slot] += 1 if self.base.lengths[slot] else 0
         return self._launched(StepReadback(self, batch, None, emitted, full))
@@ -155,6 +156,7 @@ class EagleRunner:
             )
         current = self.prepare_round(batch, plan)
         self._steps.run(current.key, current.stages)
+        self._latest_round = current
         emitted = self.backend.read(current.emitted)
         for slot in range(batch):
             if self.base.lengths[slot]:
@@ -216,6 +218,13 @@ class EagleRunner:
     def set_adapter(self, slot: int, name: str | None) -> None:
         """See `BaseEngineRunner.set_adapter`: what the slot's sequence is verified and decoded with."""
         self.base.set_adapter(slot, name)
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
+        once it was waited for; see `EagleRound.logits`."""
+        if self._latest_round is None:
+            return self.base.logits(slot)[np.newaxis]
+        return self._latest_round.logits(slot, count)
 
     def draft_rows(self, slot: int) -> int:
         """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and

@@ -6,7 +6,7 @@ from the chunk's place in the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class ImageRows:
         padding follows them.
         """
         before = 0
-        for index, row, count, _ in images.within(*chunk):
+        for index, row, count in images.within(*chunk):
             self._backend.kernels.insert_image_rows(
                 rows[index],
                 token_ids,
@@ -55,21 +55,28 @@ class ImageRows:
 
     def checked(self, slot: int, tokens: Readback) -> Readback:
         """`tokens`, which raise EngineError if the device has inserted other rows for the slot than there are."""
-        return _CheckedTokens(tokens, self._backend.read(self._inserted), slot, self._expected[slot])
+        inserted, expected = self._backend.read(self._inserted), self._expected[slot]
+
+        def difference() -> int:
+            missing = expected - int(inserted.wait()[slot])
+            self._expected[slot] -= missing  # it is counted on from what the device has
+            return missing
+
+        return _CheckedTokens(tokens, difference)
 
 
 class _CheckedTokens:
     """See `ImageRows.checked`."""
 
-    def __init__(self, tokens: Readback, inserted: Readback, slot: int, expected: int) -> None:
-        self._tokens, self._inserted, self._slot, self._expected = tokens, inserted, slot, expected
+    def __init__(self, tokens: Readback, difference: Callable[[], int]) -> None:
+        self._tokens, self._difference = tokens, difference
 
     def wait(self) -> np.ndarray:
-        values, found = self._tokens.wait(), int(self._inserted.wait()[self._slot])
-        if found != self._expected:
+        values, missing = self._tokens.wait(), self._difference()
+        if missing:
             raise EngineError(
-                f"the device has put {found} image rows into prompts of this slot, expected {self._expected}: the "
-                "prompt's image tokens are not where its images are"
+                f"{missing} image rows of the prompt did not reach their tokens: the embeddings of its images are not "
+                "those that its places were counted for"
             )
         return values
 

@@ -147,6 +147,9 @@ class NumpyBackend:
         np.copyto(target[:, :rows], values[:, :rows])
         return NumpyTransfer()
 
+    def begin_beside(self) -> None:
+        """Everything is done."""
+
     def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
         """Copy the rows."""
         return self.upload_rows(target, values, rows)

@@ -61,14 +61,14 @@ class PromptImages:
         """Position less row of every token after the prompt."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
 
-    def within(self, first: int, stop: int) -> list[tuple[int, int, int, int]]:
+    def within(self, first: int, stop: int) -> list[tuple[int, int, int]]:
         """What of the images stands at the prompt's tokens first..stop - 1: for each image that has any there (index of
-        the image, its first row there, rows there, token of the first of them less `first`)."""
+        the image, its first row there, rows there)."""
         parts = []
         for index, (start, count) in enumerate(self.spans):
             begin, end = max(first, start), min(stop, start + count)
             if begin < end:
-                parts.append((index, begin - start, end - begin, begin - first))
+                parts.append((index, begin - start, end - begin))
         return parts
 
     def check(self, prompt_ids: np.ndarray) -> None:

@@ -107,6 +107,10 @@ class TensorRTBackend:
         """Copy to the device, on the stream."""
         return self.device.upload_rows(target, values, rows)
 
+    def begin_beside(self) -> None:
+        """Let the stream of copies wait for the stream."""
+        self.device.begin_beside()
+
     def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
         """Copy to the device, on a stream of its own."""
         return self.device.upload_rows_beside(target, values, rows)

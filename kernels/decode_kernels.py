@@ -224,9 +224,11 @@ class CudaDecodeKernels(KernelModule):
         counters: DeviceArray,
         context: DeviceArray,
         masks_all: bool = False,
+        any_splits: bool = False,
     ) -> Launch:
         """See `numpy_decode_kernels.attention`.
 
+        `any_splits`: the last bits may depend on how many tokens there are, which lets more of them be faster.
         `partial` float32 of `attention_partials` and `counters` [B T, n_kv] uint32 (zero before and after) are its own.
         """
         batch, kv_heads, kv_rows, size = k_cache.shape
@@ -257,7 +259,7 @@ class CudaDecodeKernels(KernelModule):
         )
         pairs = 1 if size <= 64 else 2 if size <= 128 else 4
         splits = attention_splits(kv_heads, kv_rows)
-        if masks_all:  # what a draft proposes may depend on its batch in the last bit: one wave of blocks is fastest
+        if masks_all or any_splits:  # as what a draft proposes may: one wave of blocks is fastest
             splits = max(1, min(splits, self.multiprocessors * _BLOCKS_AT_ONCE // (kv_heads * batch * tokens)))
         grid = (splits, kv_heads, batch * tokens)
         threads = 32 * _attention_warps(group)

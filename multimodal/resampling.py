@@ -89,7 +89,7 @@ def resampling_weights(size: int, resized: int, resample: int) -> tuple[np.ndarr
 def resampling_axes(size: tuple[int, int], resized: tuple[int, int], resample: int) -> tuple[int, int] | None:
     """In which order Pillow resizes the axes (0 height, 1 width) of an image; None if as neither order does.
 
-    Releases of Pillow differ in it, by a unit of the last place in a few pixels, so it is asked with noise.
+    Releases of Pillow differ in it, and results in pixels where a hard edge overshoots, so it is asked with noise.
     """
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
     expected = np.asarray(noise.resize(resized[::-1], resample))

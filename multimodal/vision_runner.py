@@ -34,7 +34,8 @@ from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 
 __all__ = ["ImageEmbeddings", "VisionEngineRunner", "VisionMetrics"]
 
-DEFAULT_CACHE_BYTES = 64 << 20
+#: Embeddings are kept of so many of the largest images, in so many bytes at most.
+_KEPT_IMAGES, _MOST_CACHE_BYTES = 64, 64 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
 
@@ -65,12 +66,14 @@ class VisionEngineRunner:
         backend: Backend,
         vision: EngineVision,
         image_rows: tuple[int, ...],
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_bytes: int | None = None,
     ) -> None:
-        """Loads the engines for images of up to the largest of `image_rows`; no weights yet."""
+        """Loads the engines for images of up to the largest of `image_rows`; no weights yet.
+
+        Embeddings are kept in up to `cache_bytes`, by default those of 64 of the largest images, at most 64 MiB.
+        """
         self.backend, self.config = backend, vision.config
         self.metrics = VisionMetrics()
-        self.cache = EmbeddingCache(cache_bytes)
         self._vision, self._image_rows = vision, image_rows
         shapes = [vision_shape(rows) for rows in image_rows]
         self._engines = LoadedEngines(backend, shapes)
@@ -79,11 +82,10 @@ class VisionEngineRunner:
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
         self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes)
+        self.cache = EmbeddingCache(self.memory["image embeddings"])
 
     @classmethod
-    def open(
-        cls, backend: Backend, directory: EngineDirectory, cache_bytes: int = DEFAULT_CACHE_BYTES
-    ) -> VisionEngineRunner:
+    def open(cls, backend: Backend, directory: EngineDirectory, cache_bytes: int | None = None) -> VisionEngineRunner:
         """The runner of a directory's vision encoder, without weights. Raises EngineError where there is none."""
         if directory.vision is None:
             raise EngineError(
@@ -203,7 +205,9 @@ class VisionEngineRunner:
         return ImageEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
 
 
-def vision_memory(config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int) -> dict[str, int]:
+def vision_memory(
+    config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int | None = None
+) -> dict[str, int]:
     """Memory in bytes, by name: weights, buffers for the largest image, inputs of the grids kept, embeddings kept."""
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
     weights = sum(math.prod(spec.shape) for spec in vision_weights(config)) * item
@@ -212,4 +216,5 @@ def vision_memory(config: VisionConfig, image_rows: tuple[int, ...], dtype: str,
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
-    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": cache_bytes}
+    kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
+    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}

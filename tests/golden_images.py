@@ -56,7 +56,7 @@ class GoldenModel:
     def placed_before(self, stop: int) -> PromptImages:
         """What of the images stands before the token `stop`, which may be in the middle of one."""
         whole = self.placed()
-        counts = [count for _, _, count, _ in whole.within(0, stop)]
+        counts = [count for _, _, count in whole.within(0, stop)]
         kept = len(counts)
         return replace(
             whole,

@@ -13,11 +13,11 @@ from tools.demo_model.eyes.arrays import NumpyArrays
 from tools.demo_model.eyes.dialogues import PICTURE, SOURCES, seen_dialogue, seen_items
 from tools.demo_model.eyes.documents import LENGTH, PICTURES, TWICE, encode_row, group, render_seen
 from tools.demo_model.eyes.items import picture_items
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
-from tools.demo_model.eyes.layout import NOTHING, ROWS, cells_of, first_row, token_tables
+from tools.demo_model.eyes.kinds import COLOURS, KINDS, STRANGERS
+from tools.demo_model.eyes.layout import NOTHING, ROWS, UNNAMED, cells_of, first_row, token_tables
 from tools.demo_model.eyes.renderer import SIDE, Objects, draw_objects, render
 from tools.demo_model.eyes.samples import SCENES, picture, scene_cells
-from tools.demo_model.eyes.sampling import held_out_table, sample_cells
+from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
 from tools.demo_model.eyes.scenes import ROWS_COLUMNS, held_out_pair
 from tools.demo_model.eyes.shapes import box, ellipse, line, polygon, ring, without
 from tools.demo_model.vocabulary import load_vocabulary
@@ -71,7 +71,7 @@ def test_polygons_of_all_kinds_run_clockwise():
     """A polygon that runs the other way has no inside, and its part would be missing."""
     grid = np.linspace(-1.1, 1.1, 111)
     x, y = np.meshgrid(grid, grid)
-    for name, look in KINDS.items():
+    for name, look in (KINDS | STRANGERS).items():
         for number, (shape, _) in enumerate(look.parts):
             assert (shape(np, x, y) < 0).any(), f"part {number} of {name} is nowhere"
 
@@ -187,6 +187,28 @@ def test_random_scenes_hold_what_they_may():
             assert len(set(pairs)) == len(pairs)
         if not only:
             assert np.bincount(full.sum(1), minlength=10).min() > 20
+
+
+def test_unnamed_colours_keep_away_from_held_out_pairs():
+    random_numbers, held_out = np.random.default_rng(5), held_out_table()
+    cells = sample_cells(random_numbers, 3000, held_out)
+    before = cells.copy()
+    paints = with_strangers(random_numbers, cells, held_out, 0.4, 0.1)
+    unnamed = cells[:, 0] == UNNAMED
+    strange = (cells[:, 1] >= len(KINDS)) & (cells[:, 1] != NOTHING)
+    full = before[:, 1] != NOTHING
+    assert 0.3 < unnamed[full].mean() < 0.45 and 0.07 < strange[full].mean() < 0.13
+    assert not (unnamed & strange).any() and not (unnamed | strange)[~full].any()
+    kept = full & ~unnamed & ~strange
+    assert np.array_equal(before[:, 0][kept], cells[:, 0][kept]) and np.array_equal(
+        before[:, 1][kept], cells[:, 1][kept]
+    )
+    table = np.array(list(COLOURS.values()))
+    for scene, cell in np.argwhere(unnamed):
+        away = np.linalg.norm(table - paints[scene, cell], axis=1)
+        assert (away[held_out[:, cells[scene, 1, cell]]] >= 0.28).all()
+    drawn = render(cells[:3], NumpyArrays(1), paints=paints[:3])
+    assert not np.array_equal(drawn, render(cells[:3], NumpyArrays(1), paints=1 - paints[:3]))
 
 
 def test_training_dialogues_never_show_a_held_out_pair():

@@ -99,13 +99,12 @@ def test_logits_agree_with_numpy(
         roundings = measured(runner, answer)
     with open_runner("tensorrt", directory) as runner:
         found = measured(runner, answer)
-    allowed = Distance.between(whole(roundings), whole(expected))
-    ratios = []
     for what, logits in expected.items():
-        distance = Distance.between(found[what], logits)
+        allowed, distance = (Distance.between(other[what], logits) for other in (roundings, found))
         print(f"\n{family} {attention} {dtype} {what}: {distance}, rounding {allowed}")
-        ratios.append(distance.relative_to(allowed))
-    assert max(ratios) <= MARGIN
+    # Together: rows are too few for a bound of each; what is wrong in one of them alone shows as the largest.
+    allowed, distance = (Distance.between(whole(other), whole(expected)) for other in (roundings, found))
+    assert distance.relative_to(allowed) <= MARGIN
 
 
 def whole(measured: dict[str, np.ndarray]) -> np.ndarray:

@@ -23,6 +23,7 @@ GOOD = {
     "stop": [(), ["a"], ("a", "bc")],
     "stop_token_ids": [(), [0, 5], (7,)],
     "ignore_eos": [True, False],
+    "logprobs": [None, 0, 5, 20],
 }
 NAN, INFINITY = float("nan"), float("inf")
 BAD = {
@@ -38,6 +39,7 @@ BAD = {
     "stop": ["", [""], ["a", ""], [1], 5, None],
     "stop_token_ids": [[-1], ["a"], [1.5], "12", None],
     "ignore_eos": [1, "yes", None],
+    "logprobs": [-1, 21, 1.5, True, "5"],
 }
 
 

@@ -16,7 +16,10 @@ from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.number_formats import float32_into
+from edgellm.engines.sampling_state import SamplingValues
+from edgellm.eyes import Eyes
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.metrics import Metrics
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
@@ -94,3 +97,27 @@ def test_pixels_to_embeddings_beside_a_language_model(
     base.close()
     print(f"\n{family}: {', '.join(f'{difference:.3%}' for difference in differences)}")
     assert max(differences) <= 0.02  # weights of another kind than the goldens', and pixels in the dtype, too
+
+
+def test_eyes_of_another_directory(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
+    """Their engines have a backend and a scratch buffer of their own; the embeddings are the same."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES["qwen3_vl"])
+    for name, rows in (("text", ()), ("vision", (64,))):
+        build_engine_directory(checkpoint, tmp_path / name, EngineLimits(1, 16, 64, image_rows=rows), [])
+    text, vision = (EngineDirectory.open(tmp_path / name) for name in ("text", "vision"))
+    picture = np.random.default_rng(4).integers(0, 256, (30, 30, 3), np.uint8)
+    found = {}
+    for backend_name in ("numpy", "tensorrt"):
+        backend = open_backend(backend_name, text)
+        eyes = Eyes(backend, text, vision, Metrics())
+        with text.checkpoint() as files:
+            base = BaseEngineRunner(backend, text.config, text.limits, files, beside=eyes.memory)
+        eyes.load()
+        image = eyes.processor.prepare(picture)
+        ids = [7, *[eyes.image_token_id] * image.tokens, 8]
+        (rows,) = eyes.look(ids, [image]).rows
+        found[backend_name] = rows if isinstance(rows, np.ndarray) else values_of(backend, rows)
+        base.start(0, ids, 0, SamplingValues(), eyes.look(ids, [image])).wait()
+        eyes.close()
+        base.close()
+    assert relative_difference(found["tensorrt"], found["numpy"]) <= 0.02

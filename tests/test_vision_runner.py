@@ -16,7 +16,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
 from edgellm.multimodal.errors import ImageError
-from edgellm.multimodal.vision_runner import VisionEngineRunner
+from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +154,13 @@ def test_what_it_takes_is_planned(directory: EngineDirectory) -> None:
     own = sum(one.nbytes for one in allocated)
     kept = sum(one.nbytes for one in runner.encode(golden_images("qwen2_5_vl")))
     assert own - kept <= runner.memory["vision buffers"] + kept
+
+
+def test_as_many_embeddings_are_kept_as_large_images_take(runner: VisionEngineRunner) -> None:
+    hidden, tokens = runner.config.out_hidden_size, 256 // 4
+    assert runner.cache.capacity == runner.memory["image embeddings"] == 64 * tokens * hidden * 4
+    large = replace(runner.config, out_hidden_size=1 << 14)
+    assert vision_memory(large, (4096,), "float16")["image embeddings"] == 64 << 20
 
 
 def embeddings(digest: str, rows: int) -> ImageEmbeddings:

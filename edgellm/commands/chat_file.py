@@ -44,7 +44,7 @@ def save_conversation(path: Path, conversation: Conversation, model: str) -> Non
         "adapter": conversation.adapter,
         "system": conversation.system,
         "messages": [_with_paths(message) for message in conversation.messages],
-        "settings": asdict(conversation.params),
+        "settings": {key: value for key, value in asdict(conversation.params).items() if key in SAMPLING_KEYS},
     }
     try:
         write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer
+from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer, write_note
 from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.logs import LogFormat, LogLevel
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
@@ -22,6 +23,7 @@ from edgellm.errors import RequestError
 if TYPE_CHECKING:
     from edgellm.generation import Generation
     from edgellm.llm import LLM
+    from edgellm.logprobs import TokenLogprobs
     from edgellm.responses import Response
 
 INTERRUPTED = 130
@@ -36,6 +38,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without chat template.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     sampling: options.SamplingOptions,
+    logprobs: options.Logprobs = None,
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
     system_cache: options.SystemCache = None,
@@ -72,7 +75,7 @@ def generate(
             "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
         )
     text = read_prompt(prompt, file)
-    params = sampling_params(settings).seeded()
+    params = replace(sampling_params(settings).seeded(), logprobs=logprobs)
     with open_model(settings) as llm:
         if images:
             require_sight(llm)
@@ -87,6 +90,8 @@ def generate(
                 stream = llm.stream_chat([*messages, asked], params, adapter=settings.adapter)
             interrupt.watch(stream)
             response = _read_answer(stream, show=not json_output)
+        if logprobs is not None and not json_output:
+            write_note("\n".join(logprob_lines(llm, response)))
         if json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
     if response.finish_reason == "cancelled":
@@ -127,7 +132,24 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "usage": asdict(response.usage),
         "timings": {**asdict(response.timings), "tokens_per_second": speed},
         "drafting": drafting_object(llm, response),
+        "logprobs": None if response.logprobs is None else [_logprobs_object(llm, each) for each in response.logprobs],
     }
+
+
+def logprob_lines(llm: LLM, response: Response) -> Iterator[str]:
+    """A line for each token of an answer: its log-probability, and the likeliest tokens in its place."""
+    for each in response.logprobs or ():
+        entry = _logprobs_object(llm, each)
+        likeliest = ", ".join(f"{other['token']!r} {other['logprob']:.3f}" for other in entry["top"])
+        yield f"{entry['token']!r} {entry['logprob']:.3f}{likeliest and ': '}{likeliest}"
+
+
+def _logprobs_object(llm: LLM, found: TokenLogprobs) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = llm.tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"token_id": token_id, "token": text, "logprob": logprob}
+
+    return entry(found.token_id, found.logprob) | {"top": [entry(*pair) for pair in found.top]}
 
 
 def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ from edgellm.engines.plan_files import (
 from edgellm.engines.strict_json import plain_values
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_encoder import host_weights, vision_weights
-from edgellm.multimodal.vision_runner import DEFAULT_CACHE_BYTES, vision_memory
+from edgellm.multimodal.vision_runner import vision_memory
 
 
 def info(
@@ -61,7 +61,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
     beside = None
     if vision is not None:
-        beside = vision_memory(vision.config, limits.image_rows, directory.dtype, DEFAULT_CACHE_BYTES)
+        beside = vision_memory(vision.config, limits.image_rows, directory.dtype)
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
     differences = directory.differences(verify, hash_weights=False)
     if verify:

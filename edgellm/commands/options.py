@@ -73,6 +73,12 @@ Stop = Annotated[
     list[str] | None,
     _sampling_option("stop", "--stop", help="End the answer before this text; may be given several times."),
 ]
+Logprobs = Annotated[
+    int | None,
+    _sampling_option(
+        "logprobs", "--logprobs", metavar="N", help="Show each token's log-probability, and the N likeliest there."
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", help="System prompt [default: the model's own]; '' is none.")]
 SystemFile = Annotated[Path | None, typer.Option("--system-file", help="File with the system prompt.")]
 SystemCache = Annotated[

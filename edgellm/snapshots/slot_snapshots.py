@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +24,8 @@ from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
-from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
+from edgellm.snapshots.stored_files import opened_unchanged
+from edgellm.snapshots.transfer import FilePlace, RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")
 
@@ -57,7 +58,7 @@ class AdaptedModel(CachedModel, Protocol):
     def adapter_digest(self, name: str | None) -> str | None:
         """What is computed with an adapter is bound to this."""
 
-    def expect_rows(self, transfers: Mapping[str, Transfer]) -> None:
+    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
         """Let what is computed next wait for rows on their way, by the names of `caches`."""
 
     def await_rows(self) -> None:
@@ -268,13 +269,24 @@ class SlotSnapshots:
         self._check(stored.path, snapshot, binding)
         digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
         try:
-            transfers = self._uploader.upload(self._copies(slot, snapshot, tokens), not snapshot.is_mapped)
-            names = [name.removeprefix("base.") for name in self._caches]
-            self._runner.base.expect_rows(dict(zip(names, transfers, strict=True)))
+            arriving: Iterable[tuple[str, Transfer]] = self._arriving(slot, stored, snapshot, tokens)
+            if digest is not None:  # damage is to be known before anything is computed
+                arriving = list(arriving)
+            self._runner.base.expect_rows(arriving)
             verify_snapshot(stored.path, snapshot, digest)
         finally:
             if digest is not None:
                 digest.cancel()
+
+    def _arriving(
+        self, slot: int, stored: StoredSnapshot, snapshot: Snapshot, tokens: int
+    ) -> Iterator[tuple[str, Transfer]]:
+        """Copies the rows as it is read: the names of the runners' caches, each with its transfer."""
+        with opened_unchanged(stored.path if snapshot.is_mapped else None, stored.identity) as descriptor:
+            copies = self._copies(slot, snapshot, tokens, descriptor)
+            transfers = self._uploader.upload(copies, is_host_memory=not snapshot.is_mapped)
+            for name, transfer in zip(self._caches, transfers, strict=True):
+                yield name.removeprefix("base."), transfer
 
     def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
         """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
@@ -290,12 +302,14 @@ class SlotSnapshots:
                 raise damaged(path or snapshot.facts.label, cause)
         self._checked.add(snapshot)
 
-    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
-        """One by one, so that the first is on its way while the others are being made."""
+    def _copies(self, slot: int, snapshot: Snapshot, tokens: int, descriptor: int | None = None) -> Iterator[RowCopy]:
+        """One by one, so that the first is on its way while the others are being made; with a `descriptor` of the
+        snapshot's file they can be read from there."""
         if slot not in self._slot_rows:
             self._slot_rows[slot] = {name: slot_rows(cache, slot) for name, cache in self._caches.items()}
         for name, rows in self._slot_rows[slot].items():
-            yield RowCopy(rows, snapshot.tensor(name), self._rows(name, tokens))
+            place = None if descriptor is None else FilePlace(descriptor, snapshot.places[name].offset)
+            yield RowCopy(rows, snapshot.tensor(name), self._rows(name, tokens), place)
 
     def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
         _, heads, _, size = self._caches[name].shape

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgellm.errors import SnapshotError
@@ -32,7 +33,25 @@ def file_identity(path: Path) -> tuple[int, ...] | None:
         status = path.stat()
     except OSError:
         return None
+    return _identity(status)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def opened_unchanged(path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int | None]:
+    """A descriptor for reading the file, None where there is none any more that has this `identity`."""
+    descriptor = None
+    with suppress(OSError):
+        descriptor = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        unchanged = descriptor is not None and _identity(os.fstat(descriptor)) == identity
+        yield descriptor if unchanged else None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def last_used(path: Path) -> int:

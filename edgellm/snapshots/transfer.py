@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.backend import Backend, Transfer
+from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
 
 #: A file's rows go through pinned buffers of this size, each filled by a thread while others are on the bus: one thread
@@ -21,13 +22,22 @@ _BUFFERS = 8
 
 
 @dataclass(frozen=True)
+class FilePlace:
+    """Where in an open file something begins, in bytes."""
+
+    descriptor: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class RowCopy:
     """The first `rows` rows of `cache` [n_kv, C, head_dim], which is one slot's, and of `values` [n_kv, N, head_dim]
-    on the host."""
+    on the host. `place` is that of the values where they are those of a file: reading is faster than its map."""
 
     cache: Array
     values: np.ndarray
     rows: int
+    place: FilePlace | None = None
 
 
 class _Filling(NamedTuple):
@@ -37,6 +47,19 @@ class _Filling(NamedTuple):
     place: int
     staged: RowCopy
     filled: Future[None]
+
+
+def _fill(target: np.ndarray, piece: RowCopy) -> None:
+    """Bring a piece's rows into a buffer [groups, rows, head_dim]."""
+    if piece.place is None or piece.rows < piece.values.shape[1]:
+        np.copyto(target, piece.values[:, : piece.rows])
+        return
+    content, offset = memoryview(target.reshape(-1).view(np.uint8)), piece.place.offset
+    while content:
+        count = os.preadv(piece.place.descriptor, [content], offset)
+        if count == 0:
+            raise SnapshotError("the file of a snapshot is shorter than it was when it was opened", "damaged")
+        content, offset = content[count:], offset + count
 
 
 def slot_rows(cache: Array, slot: int) -> Array:
@@ -68,34 +91,38 @@ class Uploader:
         if not self._backend.computes_at_once:
             self._make_buffers(_BUFFER_BYTES)
 
-    def upload(self, copies: Iterable[RowCopy], is_host_memory: bool) -> list[Transfer]:
-        """Set the caches' rows beside what is enqueued later; returns when all is enqueued, with the transfer after
-        which each copy is done."""
+    def upload(self, copies: Iterable[RowCopy], is_host_memory: bool) -> Iterator[Transfer]:
+        """Set the caches' rows beside what is enqueued later, a copy whenever the next transfer is asked for: gives the
+        transfer after which each copy is done. Raises SnapshotError where a file is shorter than it was."""
+        self._backend.begin_beside()
         if is_host_memory or self._backend.computes_at_once:
             # Kept until the next upload, as are the values with them.
-            send = self._backend.upload_rows_beside
-            self._under_way = [send(copy.cache, copy.values, copy.rows) for copy in copies]
-            return list(self._under_way)
+            self._under_way = kept = []
+            for copy in copies:
+                kept.append(self._backend.upload_rows_beside(copy.cache, copy.values, copy.rows))
+                yield kept[-1]
+            return
         copies = list(copies)
         pool = self._make_buffers(max(_BUFFER_BYTES, *map(_head_bytes, copies)))
         waiting: deque[_Filling] = deque()
-        done: dict[int, Transfer] = {}
         try:
             for number, (index, piece) in enumerate(self._pieces(copies)):
                 if len(waiting) == _BUFFERS:
-                    self._send(waiting.popleft(), done)
+                    sent, transfer = waiting[0].index, self._send(waiting.popleft())
+                    if waiting[0].index > sent:  # that was the copy's last piece
+                        yield transfer
                 place = number % _BUFFERS
                 transfer = self._under_way[place]
                 if transfer is not None:
                     transfer.wait()
                 staged = self._staged(place, piece)
-                filled = pool.submit(np.copyto, staged.values, piece.values[:, : piece.rows])
-                waiting.append(_Filling(index, place, staged, filled))
+                waiting.append(_Filling(index, place, staged, pool.submit(_fill, staged.values, piece)))
             while waiting:
-                self._send(waiting.popleft(), done)
+                sent, transfer = waiting[0].index, self._send(waiting.popleft())
+                if not waiting or waiting[0].index > sent:
+                    yield transfer
         finally:  # after a failure: nothing writes to the buffers any more
             wait([filling.filled for filling in waiting])
-        return [done[index] for index in range(len(copies))]
 
     def close(self) -> None:
         """End the threads and let go of the buffers; nothing may be under way."""
@@ -103,12 +130,13 @@ class Uploader:
             self._pool.shutdown()
         self._pool, self._buffers, self._under_way = None, [], []
 
-    def _send(self, filling: _Filling, done: dict[int, Transfer]) -> None:
-        """Send a piece as soon as it is in its buffer; the latest piece of a copy ends it."""
+    def _send(self, filling: _Filling) -> Transfer:
+        """Send a piece as soon as it is in its buffer."""
         filling.filled.result()
         staged = filling.staged
         transfer = self._backend.upload_rows_beside(staged.cache, staged.values, staged.rows)
-        self._under_way[filling.place] = done[filling.index] = transfer
+        self._under_way[filling.place] = transfer
+        return transfer
 
     def _staged(self, place: int, piece: RowCopy) -> RowCopy:
         """The piece with its values in a buffer."""
@@ -122,8 +150,10 @@ class Uploader:
         for index, copy in enumerate(copies):
             heads = max(1, len(self._buffers[0]) // max(1, _head_bytes(copy)))
             for first in range(0, copy.values.shape[0], heads):
-                part = slice(first, first + heads)
-                yield index, RowCopy(copy.cache[part], copy.values[part], copy.rows)
+                values, place = copy.values[first : first + heads], copy.place
+                if place is not None:
+                    place = FilePlace(place.descriptor, place.offset + copy.values[:first].nbytes)
+                yield index, RowCopy(copy.cache[first : first + heads], values, copy.rows, place)
 
     def _make_buffers(self, nbytes: int) -> ThreadPoolExecutor:
         """Buffers of at least that size, and the threads that fill them."""

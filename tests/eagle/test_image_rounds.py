@@ -81,7 +81,13 @@ def answers(runner: EagleRunner, prompts: list, sampling: SamplingValues, plan: 
 
 @pytest.mark.parametrize(
     ("generation", "agreeing", "backend"),
-    [(1, True, "numpy"), (1, False, "numpy"), (3, True, "numpy"), (3, False, "numpy"), (3, True, "fixed")],
+    [
+        (3, False, "numpy"),
+        (3, True, "fixed"),
+        pytest.param(1, True, "numpy", marks=pytest.mark.slow),
+        pytest.param(1, False, "fixed", marks=pytest.mark.slow),
+        pytest.param(3, True, "numpy", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_give_the_tokens_of_plain_decoding(
@@ -94,14 +100,17 @@ def test_rounds_give_the_tokens_of_plain_decoding(
 ) -> None:
     scaling = {"rope_scaling": MROPE[family]} if family in MROPE else {}
     with open_eagle(make_seeing_engines(family, generation, agreeing, **scaling), backend) as runner:
-        for prompts in (prompts_of(runner)[:1], prompts_of(runner)[1:]):
-            for sampling in (GREEDY, SAMPLED):
-                plain, plain_steps = answers(runner, prompts, sampling, None)
-                for plan in (chain(4), tree(4, 4, 16)):
-                    drafted, steps = answers(runner, prompts, sampling, plan)
-                    assert drafted == plain
-                    if agreeing and sampling is GREEDY and len(prompts) == 1:
-                        assert steps < 0.8 * plain_steps
+        both = prompts_of(runner)
+        for prompts, sampling, plan in (
+            (both[:1], GREEDY, chain(4)),
+            (both[:1], SAMPLED, tree(4, 4, 16)),
+            (both[1:], GREEDY, tree(4, 4, 16)),
+        ):
+            plain, plain_steps = answers(runner, prompts, sampling, None)
+            drafted, steps = answers(runner, prompts, sampling, plan)
+            assert drafted == plain
+            if agreeing and plan.top_k == 1:
+                assert steps < 0.8 * plain_steps
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,9 +127,15 @@ def test_answers_depend_on_the_images(
         assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize("backend", ["numpy", "fixed"])
-@pytest.mark.parametrize("scaled", [True, False], ids=["mrope head", "plain head"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "scaled", "backend"),
+    [
+        ("qwen2_5_vl", True, "fixed"),
+        ("qwen2_5_vl", False, "numpy"),
+        ("qwen3_vl", True, "numpy"),
+        ("llava", False, "fixed"),
+    ],
+)
 def test_rows_of_prefill_and_of_rounds_are_the_same(
     make_seeing_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
@@ -81,6 +82,17 @@ def test_frames_tell_their_numbers(example: ModuleType) -> None:
     bits = example.draw_frame(0b1011)[0, 2::5, 0] // 255
     assert bits.tolist() == [1, 1, 0, 1] + [0] * 28
     assert np.any(first != second)
+
+
+def test_sample_scenes_are_shown_in_turn(example: ModuleType, tmp_path: Path) -> None:
+    assert example.scene_frames(tmp_path) is example.draw_frame
+    (tmp_path / "scenes").mkdir()
+    for name, value in (("a", 10), ("b", 200)):
+        Image.new("RGB", (96, 64), (value, 0, 0)).save(tmp_path / "scenes" / f"{name}.png")
+    draw = example.scene_frames(tmp_path)
+    assert [draw(number)[9, 9, 0] for number in (0, 59, 60, 119, 120)] == [10, 10, 200, 200, 10]
+    assert draw(5)[0, :9:3, 0].tolist() == [255, 0, 255]
+    assert draw(0)[0].max() == 0
 
 
 def resident_bytes() -> int:

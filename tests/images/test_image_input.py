@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,7 +153,10 @@ def test_floats_from_0_to_1_are_scaled(dtype: type) -> None:
 def test_the_first_frame_of_an_animation_is_taken() -> None:
     colours = ((200, 30, 40), (0, 255, 0), (0, 0, 255), (9, 9, 9))
     frames = [Image.new("RGB", (32, 16), colour) for colour in colours]
-    for kind in ("PNG", "WEBP", "TIFF", "MPO", "GIF"):
+    kinds = ["PNG", "WEBP", "TIFF", "GIF"]
+    if int(PIL.__version__.split(".")[0]) >= 11:  # older releases write malformed MPO files
+        kinds.append("MPO")
+    for kind in kinds:
         data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
         assert np.abs(read_image(data).astype(int) - colours[0]).max() <= 9, kind
         with pytest.raises(ImageError, match=r"has 4 frames: the most is 3. Save the frame"):

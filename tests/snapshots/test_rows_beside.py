@@ -66,6 +66,9 @@ class LateBackend(NumpyBackend):
             engine.__class__ = LayeredEngine
         return engine
 
+    def begin_beside(self) -> None:
+        assert not self.pending, "these copies would overtake what is still to be waited for"
+
     def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> LateTransfer:
         self.pending.append(LateTransfer(self, lambda: self.upload_rows(target, values, rows)))
         return self.pending[-1]

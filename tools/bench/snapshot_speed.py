@@ -117,7 +117,7 @@ def copy_milliseconds(opened: Opened, snapshot: Snapshot, repeats: int) -> dict[
         cuda.memcpy_htod_async(target, source, stream)
 
     def rows() -> None:
-        runner.backend.wait_for(uploader.upload(copies, is_host_memory=True)[-1])
+        runner.backend.wait_for(list(uploader.upload(copies, is_host_memory=True))[-1])
 
     spans: dict[str, list[float]] = {"plain": [], "rows": []}
     for _ in range(repeats):  # in turns, so that both see the same clocks and the same neighbours

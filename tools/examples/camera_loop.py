@@ -20,14 +20,16 @@ import numpy as np
 
 from edgellm.generation import Generation
 from edgellm.llm import LLM
+from edgellm.multimodal.image_input import read_image
 from edgellm.sampling_params import SamplingParams
 
 CAMERA_RATE = 30.0  # frames a second
 HEIGHT, WIDTH = 120, 160
+SCENE_SECONDS = 2.0
 MEAN_PAUSE = 0.7  # seconds between questions
 POLL_SECONDS = 0.005
-QUESTIONS = ("What is on the table?", "What colour is the square?", "Where is the square?")
-PARAMS = SamplingParams(temperature=0, max_tokens=24)
+QUESTIONS = ("What is on the table?", "How many objects are there?", "What is at the front left?")
+PARAMS = SamplingParams(temperature=0, max_tokens=64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +57,23 @@ def draw_frame(number: int) -> np.ndarray:
     pixels = np.full((HEIGHT, WIDTH, 3), (180, 160, 130), np.uint8)
     row, column = 20 + number * 3 % 60, number * 5 % 120
     pixels[row : row + 30, column : column + 30] = [number * step % 256 for step in (37, 59, 83)]
+    return numbered(pixels, number)
+
+
+def numbered(pixels: np.ndarray, number: int) -> np.ndarray:
+    """The picture with the number in 32 bits along its upper edge, white for 1."""
+    width = pixels.shape[1] // 32
     for bit in range(32):
-        pixels[:4, 5 * bit : 5 * bit + 5] = 255 * (number >> bit & 1)
+        pixels[:2, width * bit : width * (bit + 1)] = 255 * (number >> bit & 1)
     return pixels
+
+
+def scene_frames(directory: Path) -> Callable[[int], np.ndarray]:
+    """Draws the sample scenes that came with a model (`directory`/scenes), another every two seconds; without any,
+    `draw_frame`."""
+    scenes = [read_image(path) for path in sorted((directory / "scenes").glob("*.png"))]
+    frames = round(SCENE_SECONDS * CAMERA_RATE)
+    return (lambda number: numbered(scenes[number // frames % len(scenes)].copy(), number)) if scenes else draw_frame
 
 
 class Camera:
@@ -158,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         waited = time.perf_counter() - answer.asked
         print(f"frame {answer.frame}, {waited:.2f} s: {answer.question} {answer.text.strip()}")
 
-    with LLM(options.engine_directory) as llm, Camera() as camera:
+    with LLM(options.engine_directory) as llm, Camera(scene_frames(llm.directory.path)) as camera:
         given_up = watch(llm, camera, random_questions(time.time_ns()), options.seconds, show)
         counts = llm.metrics()["multimodal"]
         print(f"{camera.frames} frames; {counts['images']} looked at in {counts['seconds']:.2f} s; {given_up} given up")

@@ -18,6 +18,7 @@ ROWS = 81
 HEAD, CELL, TAIL = 3, 8, 6
 COLOUR_ROW, KIND_ROW = 1, 2
 NOTHING = 255
+UNNAMED = 254  # a colour for which there is no name
 HEAD_TEXT = "Objects:\n"
 TAIL_TEXT = "\n"
 

@@ -9,6 +9,8 @@ from torch import nn
 from tools.demo_model.eyes.kinds import COLOURS, KINDS
 from tools.demo_model.eyes.layout import COLOUR_ROW, KIND_ROW, NOTHING, first_row
 
+IGNORED = -100  # what cross entropy leaves out
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -156,8 +158,9 @@ class Heads(nn.Module):
 
 
 def cell_targets(cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Class numbers [M, 9] of colours and kinds for `Heads` from cells [M, 2, 9]."""
-    cells = cells.long()
-    colours, kinds = cells[:, 0], cells[:, 1]
+    """Class numbers [M, 9] of colours and kinds for `Heads` from cells [M, 2, 9]; IGNORED where there is no name."""
+    colours, kinds = cells.long().unbind(1)
     empty = kinds == NOTHING
-    return colours.masked_fill(empty, len(COLOURS)), kinds.masked_fill(empty, len(KINDS))
+    colours = colours.masked_fill(colours >= len(COLOURS), IGNORED).masked_fill(empty, len(COLOURS))
+    kinds = kinds.masked_fill(kinds >= len(KINDS), IGNORED).masked_fill(empty, len(KINDS))
+    return colours, kinds

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tools.demo_model.eyes.backgrounds import table
-from tools.demo_model.eyes.kinds import COLOURS, KINDS, PAINTS
-from tools.demo_model.eyes.layout import NOTHING
+from tools.demo_model.eyes.kinds import COLOURS, KINDS, PAINTS, STRANGERS
+from tools.demo_model.eyes.layout import NOTHING, UNNAMED
 from tools.demo_model.eyes.photograph import developed, gripper
 
 SIDE = 144
@@ -22,12 +22,14 @@ ROW_Y = np.array([0.22, 0.50, 0.80], np.float32)  # centres of the rows and how 
 COLUMN_STEP = np.array([0.27, 0.295, 0.32], np.float32)
 HALF_SIZE = np.array([0.105, 0.118, 0.132], np.float32)  # of an object of size 1 in each row
 TILE = 64 / SIDE
+LOOKS = (*KINDS.values(), *STRANGERS.values())
+TILTS = np.radians(np.array([look.tilt for look in LOOKS]))
 
 
 class Objects:
     """The objects of a batch of pictures: numbers of picture, cell, colour and kind [N], and random looks [N] each."""
 
-    def __init__(self, cells: np.ndarray, arrays: Any):
+    def __init__(self, cells: np.ndarray, arrays: Any, paints: np.ndarray | None = None):
         picture, cell = np.nonzero(cells[:, 1] != NOTHING)
         kind = cells[picture, 1, cell].astype(np.int64)
         order = np.argsort(kind, kind="stable")
@@ -40,11 +42,14 @@ class Objects:
         self.size = arrays.floats(HALF_SIZE[row]) * (0.78 + 0.4 * random[0])
         self.x = 0.5 + arrays.floats(column - 1.0) * step + (random[1] - 0.5) * 0.32 * step
         self.y = arrays.floats(ROW_Y[row]) + (random[2] - 0.5) * 0.085
-        tilt = arrays.floats(np.radians(np.array([look.tilt for look in KINDS.values()]))[self.kind])
+        tilt = arrays.floats(TILTS[self.kind])
         self.angle = (random[3] * 2 - 1) * tilt
         self.stretch = 1 + (random[4] - 0.5) * 0.24
         self.mirror = 1 - 2 * (random[5] < 0.5) * 1.0
-        base = arrays.floats(np.array(list(COLOURS.values()))[self.colour])
+        named = np.array(list(COLOURS.values()))[np.minimum(self.colour, len(COLOURS) - 1)]
+        if paints is not None:
+            named = np.where(self.colour[:, None] == UNNAMED, paints[self.picture, self.cell], named)
+        base = arrays.floats(named)
         brighter = (random[6] - 0.5) * 0.16
         wobble = arrays.normal(count, 3) * 0.022
         self.rgb = arrays.xp.clip(base * (1 + brighter[:, None]) + wobble, 0.02, 0.98)
@@ -55,7 +60,7 @@ class Objects:
 
     def groups(self) -> list[tuple[int, int, int]]:
         """(kind, first, stop) of the objects of each kind."""
-        bounds = np.searchsorted(self.kind, np.arange(len(KINDS) + 1))
+        bounds = np.searchsorted(self.kind, np.arange(len(LOOKS) + 1))
         return [(k, int(a), int(b)) for k, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
 
     def layers(self) -> list[np.ndarray]:
@@ -78,7 +83,7 @@ def draw_objects(objects: Objects, light: Any, arrays: Any, tile: int, side: int
     steps = arrays.floats(np.arange(tile) + 0.5)
     light = light[arrays.integers(objects.picture)]
     paints = {name: arrays.floats(np.array(rgb))[None, :, None, None] for name, rgb in PAINTS.items()}
-    looks, parts = list(KINDS.values()), []
+    parts = []
     for kind, first, stop in objects.groups():
         own = slice(first, stop)
         pixel = (objects.size[own] * side)[:, None, None]
@@ -90,7 +95,7 @@ def draw_objects(objects: Objects, light: Any, arrays: Any, tile: int, side: int
         rgb = objects.rgb[own][:, :, None, None]
         softness = objects.softness[own][:, None, None]
         outline, colour = None, None
-        for shape, tone in looks[kind].parts:
+        for shape, tone in LOOKS[kind].parts:
             distance = shape(xp, x, y) * pixel
             painted = _toned(xp, rgb, tone, paints)
             if colour is None:
@@ -146,18 +151,26 @@ def _paste(canvas: Any, objects: Objects, tiles: Any, origins: Any, light: Any, 
         canvas[:, place] = under + (colour - under) * alpha
 
 
-def render(cells: np.ndarray, arrays: Any, side: int = SIDE, plain: bool = False) -> Any:
+def render(
+    cells: np.ndarray,
+    arrays: Any,
+    side: int = SIDE,
+    plain: bool = False,
+    paints: np.ndarray | None = None,
+    repeats: int = 1,
+) -> Any:
     """Pictures [B, 3, side, side] of values 0 to 255 in whole steps, float32.
 
     `cells` [B, 2, 9] colour and kind, NOTHING where a cell is empty. `plain` leaves out gripper, blur and noise.
+    `paints` [B, 9, 3] are the colours of objects whose colour is UNNAMED. Every table top serves `repeats` pictures.
     """
     xp, count, tile = arrays.xp, len(cells), int(np.ceil(TILE * side))
     light = arrays.uniform(count) * 2 - 1
-    background = table(count, arrays, side)  # [3, B, side, side]
+    background = xp.concatenate([table(-(-count // repeats), arrays, side)] * repeats, 1)[:, :count]
     wide = side + 2 * tile
     canvas = xp.zeros((3, count, wide, wide), dtype=xp.float32, **({} if xp is np else {"device": background.device}))
     canvas[:, :, tile : tile + side, tile : tile + side] = background
-    objects = Objects(cells, arrays)
+    objects = Objects(cells, arrays, paints)
     if len(objects.kind):
         tiles, origins = draw_objects(objects, light, arrays, tile, side)
         flat = canvas.reshape(3, -1)

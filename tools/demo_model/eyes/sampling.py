@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
-from tools.demo_model.eyes.layout import NOTHING
+from tools.demo_model.eyes.kinds import COLOURS, KINDS, STRANGERS
+from tools.demo_model.eyes.layout import NOTHING, UNNAMED
 from tools.demo_model.eyes.scenes import held_out_pair
 
 
@@ -33,3 +33,37 @@ def sample_cells(
     cells = np.stack((colours, kinds), 1).astype(np.uint8)
     cells[~np.broadcast_to(full[:, None], cells.shape)] = NOTHING
     return cells
+
+
+FAR_FROM_HELD_OUT = 0.28  # distance in RGB that unnamed colours keep from the held-out colours of a kind
+_COLOURS = np.array(list(COLOURS.values()), np.float32)
+
+
+def with_strangers(
+    random: np.random.Generator, cells: np.ndarray, held_out: np.ndarray, unnamed: float, strange: float
+) -> np.ndarray:
+    """Give shares of the objects, in place, a colour without a name or a kind without one; their colours [M, 9, 3].
+
+    The colours are RGB from 0 to 1, and matter where a colour is UNNAMED. None is near a colour that is held out for
+    its kind, so that no picture shows a held-out pair.
+    """
+    full = cells[:, 1] != NOTHING
+    drawn = random.random(full.shape)
+    strangers = full & (drawn < strange)
+    cells[:, 1][strangers] = len(KINDS) + random.integers(len(STRANGERS), size=np.count_nonzero(strangers))
+    places = np.argwhere(full & ~strangers & (drawn < strange + unnamed))
+    count, tries = len(places), 5
+    rgb = random.random((tries, count, 3), dtype=np.float32) ** 1.2
+    mixed = random.random((tries, count, 1)) < 0.4
+    first, second = _COLOURS[random.integers(len(COLOURS), size=(2, tries, count))]
+    share = random.random((tries, count, 1), dtype=np.float32)
+    rgb = np.where(mixed, first * share + second * (1 - share), rgb)
+    near = np.linalg.norm(rgb[:, :, None] - _COLOURS, axis=3) < FAR_FROM_HELD_OUT
+    kinds = cells[places[:, 0], 1, places[:, 1]]
+    allowed = ~(near & held_out.T[kinds][None]).any(2)
+    chosen = allowed.argmax(0)
+    paints = np.zeros((*full.shape, 3), np.float32)
+    kept = places[allowed.any(0)]
+    paints[kept[:, 0], kept[:, 1]] = rgb[chosen, np.arange(count)][allowed.any(0)]
+    cells[kept[:, 0], 0, kept[:, 1]] = UNNAMED
+    return paints

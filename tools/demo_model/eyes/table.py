@@ -31,7 +31,7 @@ class Table(nn.Module):
 
     def forward(self, cells: torch.Tensor) -> torch.Tensor:
         cells = cells.long()
-        full = (cells[:, 0] != NOTHING)[..., None, None]
+        full = (cells[:, 1] != NOTHING)[..., None, None]
         colours, kinds = (self._looked_up(table, cells[:, i]) for i, table in enumerate((self.colours, self.kinds)))
         added = torch.where(full, self.filled + colours + kinds, torch.zeros_like(self.filled))
         rows = torch.cat(
@@ -40,7 +40,19 @@ class Table(nn.Module):
         return self.empty + rows
 
     def _looked_up(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        return table[numbers.clamp(max=len(table) - 1)]
+        """What has no name gets the mean of all that have one."""
+        return torch.cat((table, table.mean(0, keepdim=True)))[numbers.clamp(max=len(table))]
+
+    @torch.no_grad()
+    def directions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Orthonormal directions [8, H, n] of each of a cell's rows in which colours differ, and in which kinds do."""
+        found = []
+        for table in (self.colours, self.kinds):
+            apart = (table - table.mean(0)).transpose(0, 1)  # [8, count, H]
+            found.append(
+                torch.linalg.svd(apart, full_matrices=False)[2][:, : len(table) - 1].transpose(1, 2).contiguous()
+            )
+        return found[0], found[1]
 
     @staticmethod
     def tail(added: torch.Tensor) -> torch.Tensor:

@@ -25,17 +25,19 @@ from tools.demo_model.eyes.arrays import TorchArrays
 from tools.demo_model.eyes.dialogues import PICTURE, seen_items
 from tools.demo_model.eyes.documents import GROUP
 from tools.demo_model.eyes.feeding import Dialogues
-from tools.demo_model.eyes.layout import token_tables
-from tools.demo_model.eyes.network import Eyes, Heads, Sizes, cell_targets
+from tools.demo_model.eyes.layout import CELL, HEAD, token_tables
+from tools.demo_model.eyes.network import IGNORED, Eyes, Heads, Sizes, cell_targets
 from tools.demo_model.eyes.reading import Examination, answer_loss
 from tools.demo_model.eyes.renderer import SIDE, render
-from tools.demo_model.eyes.sampling import held_out_table, sample_cells
+from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
 from tools.demo_model.eyes.table import Table
 from tools.demo_model.eyes.train_table import start_writers
 from tools.demo_model.model import load_model
 from tools.demo_model.optimizer import Optimizer
 from tools.demo_model.train import rate_at
 from tools.demo_model.vocabulary import load_vocabulary
+
+_RECORDED = ("pictures", "rows", "peak", "tail", "seeing", "seed", "sizes", "unnamed", "strange", "weight_decay")
 
 
 class Learner(torch.nn.Module):
@@ -46,16 +48,29 @@ class Learner(torch.nn.Module):
         self.eyes, self.heads = Eyes(sizes, width), Heads(sizes.hidden_size)
 
 
-def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds):
-    """Loss of what is seen; rows [M, 81, H]; share of objects whose colour and kind are right, of rows' error."""
+def without_unknown(apart: torch.Tensor, directions: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
+    """Rows' distances [M, 9, 8, H] less what lies in the directions [8, H, n] where a cell's name is unknown [M, 9]."""
+    inside = torch.einsum("mcrn,rhn->mcrh", torch.einsum("mcrh,rhn->mcrn", apart, directions), directions)
+    return apart - inside * unknown[:, :, None, None]
+
+
+def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds, directions):
+    """Loss of what is named, of how far rows are from those wanted, the rows [M, 81, H], and the share of cells that
+    are named right. What has no name is left out."""
     states, rows = learner.eyes(pictures)
     colour, kind = learner.heads(states)
-    named = F.cross_entropy(colour.float().flatten(0, 1), colours.flatten()) + F.cross_entropy(
-        kind.float().flatten(0, 1), kinds.flatten()
+    named = F.cross_entropy(colour.float().flatten(0, 1), colours.flatten(), ignore_index=IGNORED) + F.cross_entropy(
+        kind.float().flatten(0, 1), kinds.flatten(), ignore_index=IGNORED
     )
-    apart = (rows.float() - rows_wanted).square().mean() / scale
-    right = ((colour.argmax(-1) == colours) & (kind.argmax(-1) == kinds)).float().mean()
-    return named, apart, rows, right.detach()
+    apart = rows.float() - rows_wanted
+    cells = apart[:, HEAD : HEAD + 9 * CELL].unflatten(1, (9, CELL))
+    with torch.autocast(rows.device.type, enabled=False):
+        for each, targets in zip(directions, (colours, kinds), strict=True):
+            cells = without_unknown(cells, each, (targets == IGNORED).float())
+    around = apart[:, :HEAD].square().sum() + apart[:, HEAD + 9 * CELL :].square().sum()
+    distance = (cells.square().sum() + around) / apart.numel() / scale
+    right = ((colour.argmax(-1) == colours) | (colours == IGNORED)) & ((kind.argmax(-1) == kinds) | (kinds == IGNORED))
+    return named, distance, rows, right.float().mean().detach()
 
 
 def parse() -> argparse.Namespace:
@@ -67,10 +82,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time, preparation included")
     parser.add_argument("--steps", type=int, help="stop after so many steps instead")
     parser.add_argument("--seeing", type=float, default=0.5, help="share of the time before dialogues begin")
-    parser.add_argument(
-        "--start", type=float, default=0.0, help="progress at which the learning rate's schedule begins"
-    )
     parser.add_argument("--pictures", type=int, default=1024, help="pictures of a step")
+    parser.add_argument("--unnamed", type=float, default=0.35, help="share of objects in a colour without a name")
+    parser.add_argument("--strange", type=float, default=0.1, help="share of objects of a kind without a name")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--doubled", type=int, default=5, help="one in so many draws is twice as large, and shrunk")
     parser.add_argument("--ahead", type=int, default=4, help="steps whose pictures are drawn at once")
     parser.add_argument(
@@ -117,7 +132,7 @@ class Training:
         self.table.requires_grad_(False)
         sizes = Sizes(**arguments.sizes)
         self.learner = Learner(sizes, self.model.d.hidden_size).to(device)
-        self.optimizer = Optimizer(self.learner, plain="embed")
+        self.optimizer = Optimizer(self.learner, arguments.weight_decay, plain="embed")
         if arguments.resume and self.path("safetensors").exists():
             self.restore()
         self.held_out = held_out_table()
@@ -126,31 +141,34 @@ class Training:
         with torch.no_grad():
             rows = self.table(torch.from_numpy(sample_cells(self.random, 2048, self.held_out)).to(device))
             self.scale = (rows - rows.mean(0)).square().mean().item()
+        self.directions = self.table.directions()
         compiled = self.cuda and not arguments.eager
         self.see = torch.compile(seeing_loss) if compiled else seeing_loss
         self.read = torch.compile(answer_loss) if compiled else answer_loss
         self.examination = Examination(seen_items(11, arguments.items), tokenizer, device)
         self.quick = Examination(seen_items(12, max(2, arguments.items // 3)), tokenizer, device)
         for each in (self.examination, self.quick):
-            each.pictures = self.draw(each.cells, TorchArrays(7, device), doubled=True)
+            each.pictures = self.draw(each.cells, TorchArrays(7, device), True)
         self.probes = {
             name: sample_cells(np.random.default_rng(8), 1024, self.held_out, name == "held-out pairs")
             for name in ("trained pairs", "held-out pairs")
         }
-        self.probe_pictures = {n: self.draw(c, TorchArrays(9, device)) for n, c in self.probes.items()}
+        self.probe_pictures = {n: self.draw(c, TorchArrays(9, device), True) for n, c in self.probes.items()}
 
     def path(self, ending: str) -> Path:
         """A file of this run."""
         return self.arguments.work / f"{self.arguments.name}.{ending}"
 
     @torch.no_grad()
-    def draw(self, cells: np.ndarray, arrays: TorchArrays | None = None, doubled: bool = False) -> torch.Tensor:
+    def draw(self, cells: np.ndarray, arrays: TorchArrays, doubled: bool, paints=None) -> torch.Tensor:
         """Pictures of the cells, values 0 to 255 as bytes; `doubled`: drawn twice as large, and shrunk."""
-        arrays = arrays or self.arrays
         if not doubled:
-            return render(cells, arrays).to(torch.uint8)
-        parts = [cells[first : first + 2048] for first in range(0, len(cells), 2048)]
-        shrunk = [F.avg_pool2d(render(part, arrays, 2 * SIDE), 2).round().to(torch.uint8) for part in parts]
+            return render(cells, arrays, paints=paints, repeats=self.arguments.ahead).to(torch.uint8)
+        shrunk = []
+        for first in range(0, len(cells), 2048):
+            part = slice(first, first + 2048)
+            drawn = render(cells[part], arrays, 2 * SIDE, False, None if paints is None else paints[part], 2)
+            shrunk.append(F.avg_pool2d(drawn, 2).round().to(torch.uint8))
         return torch.cat(shrunk)
 
     def elapsed(self) -> float:
@@ -223,13 +241,16 @@ class Training:
         arguments = self.arguments
         for number in itertools.count(1):
             told = [source.batch() if source else None for _ in range(arguments.ahead)]
-            parts = []
+            parts, paints = [], []
             for each in told:
                 given = each[2] if each else np.empty((0, 2, 9), np.uint8)
-                own = max(0, arguments.pictures - len(given))
-                parts.append(np.concatenate((given, sample_cells(self.random, own, self.held_out))))
+                own = sample_cells(self.random, max(0, arguments.pictures - len(given)), self.held_out)
+                painted = with_strangers(self.random, own, self.held_out, arguments.unnamed, arguments.strange)
+                parts.append(np.concatenate((given, own)))
+                paints.append(np.concatenate((np.zeros((len(given), 9, 3), np.float32), painted)))
             doubled = number % arguments.doubled == 0
-            pictures = self.draw(np.concatenate(parts), doubled=doubled).split([len(part) for part in parts])
+            drawn = self.draw(np.concatenate(parts), self.arrays, doubled, np.concatenate(paints))
+            pictures = drawn.split([len(part) for part in parts])
             yield from zip(told, parts, pictures, strict=True)
 
     def step(self, told: tuple | None, cells: np.ndarray, pictures: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -238,7 +259,9 @@ class Training:
         placed = torch.from_numpy(cells).to(device, non_blocking=True)
         wanted, (colours, kinds) = self.table(placed), cell_targets(placed)
         with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=self.cuda):
-            named, apart, rows, right = self.see(self.learner, pictures.float(), wanted, self.scale, colours, kinds)
+            named, apart, rows, right = self.see(
+                self.learner, pictures.float(), wanted, self.scale, colours, kinds, self.directions
+            )
         loss, log = named + arguments.rows_weight * apart, torch.zeros(2, device=device)
         if told:
             tokens, answers, given = told
@@ -269,9 +292,7 @@ class Training:
                 batches = self.batches(source)
                 print(f"{self.elapsed():6.1f} s dialogues begin with {source.shards} shards", flush=True)
             losses = self.step(*next(batches))
-            self.optimizer.step(
-                rate_at(arguments.start + (1 - arguments.start) * progress, arguments.peak, 0.03, arguments.tail)
-            )
+            self.optimizer.step(rate_at(progress, arguments.peak, 0.03, arguments.tail))
             step, counted = step + 1, counted + arguments.pictures
             if time.time() - shown > 6 or step in (1, 5, 20):
                 named, apart, right, spoken, share = (value.item() for value in losses)
@@ -299,7 +320,7 @@ class Training:
             "steps": step,
             "pictures_shown": step * arguments.pictures,
             "parameters": parameters,
-            **{k: getattr(arguments, k) for k in ("pictures", "rows", "peak", "tail", "seeing", "seed", "sizes")},
+            **{k: getattr(arguments, k) for k in _RECORDED},
             "items_per_skill": arguments.items,
             "end": self.report(self.examination),
             "log": log,

@@ -1,0 +1,317 @@
+"""Ways of serving against one request at a time, token for token: snapshots, conversations, batches in every order.
+
+    python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
+                                           [--ways snapshot ...] [--draftings plain drafted] [--samplings greedy sampled]
+                                           [--processes 1] [--output RESULTS.json]
+
+The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
+and without one, so that each request switches. What is compared with is plain decoding of one request at a time, of
+whose rows nothing is reused. The ways:
+
+    alone       again, one at a time, but for what earlier requests left
+    snapshot    the conversation's system prompt is computed ahead
+    turns       the answer and a next question follow, in a session with others in between
+    batch of 3  in all six orders
+    batch of 8  in 16 orders: each request in each place, forwards and backwards
+
+Answers go on behind the end of the turn, where the model means nothing by its tokens and the likeliest are close. Where
+one differs, `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap is larger than
+rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU more than a tenth of the answers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm import LLM, Request, Response, SpecDecodeRuntime
+from edgellm.drafting import DraftingConfig
+from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
+from edgellm.llm import SHIPPED_MODEL
+from tools.bench.drafting_equality import GPU_SPACINGS, NUMPY_GAP, Difference, parameters
+from tools.bench.provenance import provenance
+from tools.demo_model.evaluate import SOURCES, evaluation_items
+
+SLOTS = 8
+LIMITS = EngineLimits(SLOTS, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=16)
+DRAFTINGS = {"plain": None, "drafted": DraftingConfig(kind="chain", draft_steps=5)}
+SAMPLINGS = ("greedy", "sampled")
+WAYS = ("alone", "snapshot", "turns", "batch of 3", "batch of 8")
+NEXT_QUESTION = {"role": "user", "content": "Thank you. What else is on the table?"}
+#: On a GPU this share of the answers may differ, where rounding decides.
+GPU_SHARE = 0.1
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation with an adapter (None: without one), and the answer that plain decoding gives to it alone."""
+
+    messages: Messages
+    adapter: str | None
+    answer: tuple[int, ...] = ()
+    next_messages: Messages = field(default_factory=list)
+    next_answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Served:
+    """All answers of one way; `reused` are the prompts' tokens whose rows were reused."""
+
+    way: str
+    drafting: str
+    sampling: str
+    answers: int
+    tokens: int
+    prompt_tokens: int
+    reused: int
+    differences: list[Difference]
+    seconds: float
+
+    def explained(self, backend: str) -> bool:
+        """Whether rounding explains the differences."""
+        few = backend == "numpy" or len(self.differences) <= GPU_SHARE * self.answers
+        return few and all(each.gap < each.allowed for each in self.differences)
+
+
+def held_out_conversations(count: int) -> list[Messages]:
+    """Conversations that training never saw, all skills in turn."""
+    per_skill = math.ceil(count / len(SOURCES))
+    items = evaluation_items(11, per_skill)
+    ordered = [items[skill * per_skill + index] for index in range(per_skill) for skill in range(len(SOURCES))]
+    return [item["messages"] for item in ordered[:count]]
+
+
+def build(model: Path, target: Path, backend: str) -> Path:
+    """An engine directory of a model, its draft and its adapters, with eight slots."""
+    adapters = {path.name: path for path in sorted((model / "lora").glob("*"))}
+    limits = replace(LIMITS, max_lora_rank=16, lora_slots=2) if adapters else LIMITS
+    targets = [] if backend == "numpy" else None
+    build_engine_directory(model, target, limits, targets, draft=model / "draft", adapters=adapters)
+    return target
+
+
+class Comparison:
+    """Asks a served model in every way, and judges its answers by `plain`, which decodes them one at a time."""
+
+    def __init__(self, plain: LLM, sampling: str, tokens: int) -> None:
+        self._plain, self._sampling = plain, sampling
+        self._params = parameters(sampling, tokens)
+
+    def alone(self, conversations: Sequence[Messages]) -> list[Asked]:
+        """The conversations, adapters in turn, with plain decoding's answers to them and to what is asked next."""
+        names = [choice for name in self._plain.adapters for choice in (None, name)] or [None]
+        found = []
+        for index, messages in enumerate(conversations):
+            adapter = names[index % len(names)]
+            response = self._answer_alone(messages, adapter)
+            following = [*messages, {"role": "assistant", "content": response.text}, NEXT_QUESTION]
+            next_ids = self._answer_alone(following, adapter).token_ids
+            found.append(Asked(messages, adapter, response.token_ids, following, next_ids))
+        return found
+
+    def compare(self, llm: LLM, way: str, drafting: str, asked: Sequence[Asked]) -> Served:
+        """All answers of a way."""
+        started, answers = time.perf_counter(), list(self._answers(llm, way, asked))
+        differences = []
+        for number, (each, follows, response) in enumerate(answers):
+            difference = self._difference(number, each, follows, response.token_ids)
+            if difference is not None:
+                differences.append(difference)
+        usages = [response.usage for _, _, response in answers]
+        return Served(
+            way,
+            drafting,
+            self._sampling,
+            len(answers),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.prompt_tokens for usage in usages),
+            sum(usage.reused_tokens for usage in usages),
+            differences,
+            round(time.perf_counter() - started, 1),
+        )
+
+    def _answers(self, llm: LLM, way: str, asked: Sequence[Asked]) -> Iterator[tuple[Asked, bool, Response]]:
+        """What was asked, whether it is what follows, and the response."""
+        if way == "alone":
+            for each in asked:
+                yield each, False, llm.chat(each.messages, self._params, each.adapter)
+        elif way == "snapshot":
+            for each in asked:
+                llm.cache_system_prompt(each.messages[0]["content"], each.adapter)
+                llm.call(forget_rows).result()
+                yield each, False, llm.chat(each.messages, self._params, each.adapter)
+        elif way == "turns":
+            for few in groups(asked, SLOTS):  # as many as have rows of their own
+                for each in few:
+                    yield each, False, llm.chat(each.messages, self._params, each.adapter)
+                for each in reversed(few):
+                    yield each, True, llm.chat(each.next_messages, self._params, each.adapter)
+        else:
+            size = int(way.rsplit(maxsplit=1)[-1])
+            for few in groups(asked, size):
+                for order in orders(few):
+                    requests = [Request(None, each.messages, self._params, each.adapter) for each in order]
+                    for each, response in zip(order, llm.handle(requests), strict=True):
+                        if not isinstance(response, Response):
+                            raise response
+                        yield each, False, response
+
+    def _answer_alone(self, messages: Messages, adapter: str | None) -> Response:
+        self._plain.call(forget_rows).result()
+        response = self._plain.chat(messages, self._params, adapter)
+        assert response.usage.reused_tokens == 0
+        return response
+
+    def _difference(self, number: int, asked: Asked, follows: bool, found: Sequence[int]) -> Difference | None:
+        messages, expected = (asked.next_messages, asked.next_answer) if follows else (asked.messages, asked.answer)
+        place = first_difference(expected, found)
+        if place is None:
+            return None
+        prompt = self._plain.tokenizer.encode_chat(messages)
+        logits = self._logits_after([*prompt, *expected[:place]], asked.adapter)
+        values = self._plain.call(
+            lambda runtime: runtime.prepare(Request(prompt, None, self._params, asked.adapter)).sampling
+        ).result()
+        gap = draw_gap(logits, prompt, expected[:place], values, expected[place], found[place])
+        allowed = NUMPY_GAP
+        if self._plain.backend_name != "numpy":
+            allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), self._plain.directory.dtype)
+        return Difference(number, place, gap, allowed)
+
+    def _logits_after(self, token_ids: Sequence[int], adapter: str | None) -> np.ndarray:
+        self._plain.call(forget_rows).result()
+        self._plain.generate(token_ids, replace(parameters("greedy", 1)), adapter)
+        return self._plain.call(lambda runtime: runtime._open_runner().base.logits(0)).result()
+
+
+def forget_rows(runtime: SpecDecodeRuntime) -> None:
+    """Reuse nothing of what slots hold."""
+    for contents in runtime._contents:
+        contents.replace((), 0 if runtime.has_draft_model else None)
+
+
+def groups(asked: Sequence[Asked], size: int) -> list[Sequence[Asked]]:
+    """Groups of so many, of which the last may be smaller."""
+    return [asked[first : first + size] for first in range(0, len(asked), size)]
+
+
+def orders(few: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
+    """All orders of up to three; of more those in which each stands in each place, forwards and backwards."""
+    if len(few) <= 3:
+        yield from permutations(few)
+        return
+    for first in range(len(few)):
+        turned = [*few[first:], *few[:first]]
+        yield turned
+        yield turned[::-1]
+
+
+def compare_all(
+    directory: Path,
+    backend: str,
+    conversations: Sequence[Messages],
+    tokens: int,
+    ways: Sequence[str] = WAYS,
+    draftings: Sequence[str] = tuple(DRAFTINGS),
+    samplings: Sequence[str] = SAMPLINGS,
+    progress: Callable[[Served], None] | None = None,
+) -> list[Served]:
+    """Every way, with and without a draft, greedy and sampled."""
+    results = []
+    with LLM(directory, backend=backend, drafting=None) as plain:
+        compared = {name: Comparison(plain, name, tokens) for name in samplings}
+        asked = {name: compared[name].alone(conversations) for name in samplings}
+        for drafting in draftings:
+            with LLM(directory, backend=backend, drafting=DRAFTINGS[drafting]) as llm:
+                for name in samplings:
+                    for way in ways:
+                        results.append(compared[name].compare(llm, way, drafting, asked[name]))
+                        if progress is not None:
+                            progress(results[-1])
+    return results
+
+
+def compare_shares(processes: int, conversations: Sequence[Messages], *arguments: Any, **options: Any) -> list[Served]:
+    """`compare_all`, the conversations divided among processes; `seconds` are those of all processes together."""
+    size = math.ceil(len(conversations) / processes)
+    shares = [conversations[first : first + size] for first in range(0, len(conversations), size)]
+    directory, backend, *others = arguments
+    with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
+        parts = [pool.submit(compare_all, directory, backend, share, *others, **options) for share in shares]
+        results = [part.result() for part in parts]
+    counted = ("answers", "tokens", "prompt_tokens", "reused", "seconds")
+    return [
+        replace(
+            same[0],
+            differences=[each for part in same for each in part.differences],
+            **{name: round(sum(getattr(part, name) for part in same), 1) for name in counted},
+        )
+        for same in zip(*results, strict=True)
+    ]
+
+
+def line(served: Served) -> str:
+    """A line of the printed table."""
+    gaps = ", ".join(f"{each.gap:.2g} of {each.allowed:.2g} allowed" for each in served.differences[:4])
+    return (
+        f"{served.way:10} {served.drafting:7} {served.sampling:7}: {served.answers} answers, {served.tokens} tokens, "
+        f"{served.reused} of {served.prompt_tokens} prompt tokens reused, {len(served.differences)} differ"
+        f"{f' ({gaps})' if gaps else ''}, {served.seconds:.0f} s"
+    )
+
+
+def main() -> None:
+    """Compare, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, help="a directory with a model and its draft/")
+    parser.add_argument("--backend", choices=("numpy", "tensorrt"), default="numpy")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--draftings", nargs="+", choices=list(DRAFTINGS), default=list(DRAFTINGS))
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    asked = held_out_conversations(arguments.prompts)
+    options = (arguments.tokens, arguments.ways, arguments.draftings, arguments.samplings)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
+        if arguments.processes > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            found = compare_shares(arguments.processes, asked, directory, arguments.backend, *options)
+        else:
+            show = lambda served: print(line(served), flush=True)  # noqa: E731
+            found = compare_all(directory, arguments.backend, asked, *options, progress=show)
+    if arguments.processes > 1:
+        print("\n".join(map(line, found)))
+    explained = all(served.explained(arguments.backend) for served in found)
+    different = sum(len(served.differences) for served in found)
+    print(f"{sum(served.answers for served in found)} answers, {different} differ; ", end="")
+    print("every difference is explained by rounding" if explained else "some differences are not explained")
+    if arguments.output is not None:
+        content = provenance() | {"backend": arguments.backend, "results": [asdict(served) for served in found]}
+        arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    sys.exit(0 if explained else 1)
+
+
+if __name__ == "__main__":
+    main()
