@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
+import numpy as np
+
 from edgellm.engines.backend import Backend, Readback
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.eagle_runner import EagleRunner
@@ -69,8 +71,7 @@ class ObservedRunner:
 
     def __init__(self, runner: Runner, observer: Observer) -> None:
         self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
-        self.draft_rows, self.swap_rows, self.copy_rows = runner.draft_rows, runner.swap_rows, runner.copy_rows
-        self.logits = runner.logits
+        self.draft_rows = runner.draft_rows
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
@@ -103,6 +104,10 @@ class ObservedRunner:
         """See `Runner.move`."""
         self._end_handling()
         self._runner.move(source, target)
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """See `Runner.logits`."""
+        return self._runner.logits(slot, count)
 
     def swap_rows(self, first: int, second: int) -> None:
         """See `Runner.swap_rows`."""

@@ -355,7 +355,6 @@ class SpecDecodeRuntime:
         try:
             return Answering(self.prepare(request), deadline_after(request.deadline))
         except EdgeLLMError as error:
-            self.metrics.refused()
             return error
 
     def _shown_prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:

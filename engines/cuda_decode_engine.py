@@ -7,8 +7,8 @@ in steps of several tokens the new ones that `attention_mask` lets it see; nothi
 costs what the sequences' lengths ask for, not what the capacity does.
 
 But for prompts, a token's logits and features are the same bits in every batch, in every tree that has its ancestors in
-order of depth, and in the decode step that computes it alone: whether a draft is accepted cannot depend on which of them
-verified it.
+order of depth, and in the decode step that computes it alone: whether a draft is accepted cannot depend on what else
+was verified.
 """
 
 from __future__ import annotations

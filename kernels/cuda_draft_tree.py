@@ -23,7 +23,8 @@ MAXIMUM_ROWS = 1024
 
 _COUNTER_BYTES = 4 * MAXIMUM_ROWS
 _KEY_BYTES = 8
-_THREADS = 128  # THREADS of cuda/draft_tree.cuh
+_THREADS = 512  # THREADS of cuda/draft_tree.cuh
+_MAXIMUM_KEYS = 4096  # MAXIMUM_KEYS of cuda/draft_tree.cuh
 _TREE_THREADS = 512  # TREE_THREADS of cuda/draft_verification.cu
 #: Up to so many candidates, a block of `draft_verification` keeps their keys in 32 KiB of shared memory.
 _KEPT_KEYS = 8192
@@ -86,7 +87,8 @@ class CudaDraftTree:
             *map(ctypes.c_void_p, (sums, best, maxima)),
             *_unsigned(score, sizes["V"], sizes["n"], level, sizes["F"], top_k, sizes["C"]),
         )
-        self._launch("draft_expand", (chunks, rows, 1), _THREADS, _gathered_bytes(top_k), arguments)
+        shared_bytes = _gathered_bytes(top_k) + _KEY_BYTES * _MAXIMUM_KEYS
+        self._launch("draft_expand", (chunks, rows, 1), _THREADS, shared_bytes, arguments)
 
     def prepare_proposal(
         self,
@@ -130,7 +132,7 @@ class CudaDraftTree:
             *_unsigned(select, level, *(sizes[axis] for axis in "FCnPRLV")),
             *map(ctypes.c_size_t, (sizes["H"] * item_size, sizes["G"] * item_size)),
         )
-        shared_bytes = _gathered_bytes(top_k) + 4 * (level - 1) * top_k
+        shared_bytes = _gathered_bytes(top_k) + _KEY_BYTES * top_k**2 + 4 * (level - 1) * top_k
         name = f"draft_proposal_{embedding.dtype}"
         self._launch(name, (top_k, sizes["B"], 1), _THREADS, shared_bytes, arguments)
 

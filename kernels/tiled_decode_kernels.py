@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
@@ -22,9 +23,33 @@ _THREADS = 256
 _NORM_THREADS, _NORM_SLICES = 512, 16
 #: Blocks that share the sums of a tile, where a matrix has few of them.
 _SPLITS = 4
-_WHOLE_UNIT, _SHARED_UNIT = 128, 64
 _KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
 _ATTENTION_WARPS = 16
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How decode_tiled_linear.cu's kernels of one kind work.
+
+    A tile has `weight_rows`; `stages` are those of the ring, as many as the GPU has memory for, at most.
+    """
+
+    name: str
+    weight_rows: int
+    splits: int
+    stages: int
+
+    def shared_bytes(self, batch: int, stages: int) -> int:
+        """The rings of two teams, and a part of their sums."""
+        return 2 * stages * (_kind(batch) + self.weight_rows) * 128 + 2 * _kind(batch) * self.weight_rows * 4
+
+    def stages_within(self, batch: int, shared_limit: int) -> int:
+        """How many of the stages fit; 2 where not even these do."""
+        fitting = (stages for stages in range(self.stages, 2, -1) if self.shared_bytes(batch, stages) <= shared_limit)
+        return next(fitting, 2)
+
+
+BROAD, WHOLE, SHARED = Tiling("_broad", 128, 1, 3), Tiling("", 64, 1, 2), Tiling("_shared", 64, _SPLITS, 3)
 
 
 class CudaTiledKernels:
@@ -75,16 +100,34 @@ class CudaTiledKernels:
 
         `groups` float32 of `group_sums` and `counters` uint32 of `tiles` (zero before and after) are its own.
         """
-        shared = shares_sums(weight.shape[0], self._module.multiprocessors)
-        name = "decode_tiled_linear_shared" if shared else "decode_tiled_linear"
+        tiling = SHARED if shares_sums(weight.shape[0], self._module.multiprocessors) else self._whole(_rows(x))
+        return self.tiled_linear(tiling, x, weight, bias, output, groups, counters)
+
+    def tiled_linear(
+        self,
+        tiling: Tiling,
+        x: DeviceArray,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        output: DeviceArray,
+        groups: DeviceArray,
+        counters: DeviceArray,
+    ) -> Launch:
+        """`linear` with a tiling of the caller's choice."""
         arguments = (pointer(output), pointer(groups), pointer(counters))
-        return self._linear(name, shared, x, weight, bias, weight.shape[0], arguments)
+        return self._linear("decode_tiled_linear", tiling, x, weight, bias, weight.shape[0], arguments)
 
     def gate_up(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
         """See `numpy_tiled_decode_kernels.gate_up`."""
+        return self.tiled_gate_up(self._whole(_rows(x)), x, weight, bias, output)
+
+    def tiled_gate_up(
+        self, tiling: Tiling, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray
+    ) -> Launch:
+        """`gate_up` with a tiling of the caller's choice, whose blocks do not share sums."""
         nothing = ctypes.c_void_p(0)
         arguments = (pointer(output), nothing, nothing)
-        return self._linear("decode_tiled_gate_up", False, x, weight, bias, weight.shape[0] // 2, arguments, 2)
+        return self._linear("decode_tiled_gate_up", tiling, x, weight, bias, weight.shape[0] // 2, arguments, 2)
 
     def linear_residual(
         self,
@@ -108,12 +151,12 @@ class CudaTiledKernels:
             pointer(counters),
         )
         behind = feature_arguments(features, place, rows)
-        return self._linear("decode_tiled_residual_shared", True, x, weight, bias, rows, arguments, 1, behind)
+        return self._linear("decode_tiled_residual", SHARED, x, weight, bias, rows, arguments, 1, behind)
 
     def _linear(
         self,
         name: str,
-        shared: bool,
+        tiling: Tiling,
         x: DeviceArray,
         weight: DeviceArray,
         bias: DeviceArray | None,
@@ -128,20 +171,24 @@ class CudaTiledKernels:
                 f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {weight.shape}"
             )
-        kind = _kind(batch)
+        stages = tiling.stages_within(batch, self._module.shared_limit)
         every = (
             pointer(weight),
             pointer(bias),
             pointer(x),
             ctypes.c_int(stride),
             *arguments,
-            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns))),
+            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns), stages)),
             *behind,
         )
-        unit = _SHARED_UNIT if shared else _WHOLE_UNIT // sums
-        grid = (-(-rows // unit), _SPLITS if shared else 1, 1)
-        name = f"{name}_{kind}_{weight.dtype}"
-        return Launch(self._module, name, grid, _THREADS, linear_shared_bytes(batch, shared), every)
+        grid = (-(-rows // (tiling.weight_rows // sums)), tiling.splits, 1)
+        name = f"{name}{tiling.name}_{_kind(batch)}_{weight.dtype}"
+        return Launch(self._module, name, grid, _THREADS, tiling.shared_bytes(batch, stages), every)
+
+    def _whole(self, batch: int) -> Tiling:
+        """Of layers with many tiles: the broad ones read the activations half as often, if there is memory for them."""
+        fits = BROAD.shared_bytes(batch, 2) <= self._module.shared_limit
+        return BROAD if _kind(batch) == 64 and fits else WHOLE
 
     def attention(
         self,
@@ -189,36 +236,28 @@ class CudaTiledKernels:
 
 def shares_sums(rows: int, multiprocessors: int) -> bool:
     """Whether blocks share the sums of a linear layer of `rows`: where it has tiles for too few multiprocessors."""
-    return -(-rows // _WHOLE_UNIT) < 0.75 * multiprocessors
+    return -(-rows // BROAD.weight_rows) < 0.75 * multiprocessors
 
 
 def group_sums(batch: int, rows: int) -> int:
     """Number of float32 values that the blocks of a matrix of `rows` leave for each other, where they share sums."""
-    return tiles(rows) * _SHARED_UNIT * _kind(batch) * _SPLITS
+    return tiles(rows) * SHARED.weight_rows * _kind(batch) * _SPLITS
 
 
 def tiles(rows: int) -> int:
     """The most tiles that a matrix of `rows` has whose sums blocks share."""
-    return -(-rows // _SHARED_UNIT)
+    return -(-rows // SHARED.weight_rows)
 
 
 def tiled_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
     own, warps = _attention_block(tokens, head_size, shared_limit)
     return max(
-        linear_shared_bytes(batch * tokens, False),
-        linear_shared_bytes(batch * tokens, True),
+        WHOLE.shared_bytes(batch * tokens, 2),
+        SHARED.shared_bytes(batch * tokens, 2),
         _attention_bytes(tokens, head_size, own, warps),
         8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )
-
-
-def linear_shared_bytes(batch: int, shared: bool) -> int:
-    """Of a linear layer's kernels: the ring, and where a block has all groups of its sums, their totals."""
-    rows = _kind(batch)
-    if shared:
-        return {32: 16, 64: 12}[rows] * (rows + _SHARED_UNIT) * 64
-    return {32: 7, 64: 5}[rows] * (rows + _WHOLE_UNIT) * 64 + rows * _WHOLE_UNIT * 4
 
 
 def _kind(batch: int) -> int:

@@ -19,7 +19,9 @@ from edgellm.engines.number_formats import float32_into
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.eyes import Eyes
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.llm import SHIPPED_MODEL
 from edgellm.metrics import Metrics
+from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
@@ -121,3 +123,24 @@ def test_eyes_of_another_directory(tmp_path: Path, make_checkpoint: Callable[...
         eyes.close()
         base.close()
     assert relative_difference(found["tensorrt"], found["numpy"]) <= 0.02
+
+
+def test_the_shipped_models_eyes() -> None:
+    """Trained weights, and an odd number of rows; read at the engines' own sizes."""
+    directory = EngineDirectory.open(SHIPPED_MODEL)
+    vision = directory.vision
+    assert vision is not None
+    processor = open_image_processor(vision.path, vision.config)
+    images = [processor.prepare(read_image(path)) for path in sorted((SHIPPED_MODEL / "scenes").glob("*.png"))]
+    assert images
+    reference = open_vision(open_backend("numpy", directory), directory).encode(images)
+    backend = open_backend("tensorrt", directory)
+    runner = open_vision(backend, directory)
+    differences = [
+        relative_difference(values_of(backend, found.rows), expected.rows)
+        for expected, found in zip(reference, runner.encode(images), strict=True)
+    ]
+    runner.close()
+    backend.close()
+    print(f"\nthe shipped model: {', '.join(f'{difference:.3%}' for difference in differences)}")
+    assert max(differences) <= TOLERANCES[directory.dtype]

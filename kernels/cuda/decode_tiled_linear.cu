@@ -1,65 +1,86 @@
 // Linear layers of 17 to 64 rows of activations, as trees have that are verified: tiles of 64 or 128 weight rows times all
-// rows of activations, whose steps of 32 columns stream together through a ring in shared memory.
+// rows of activations.
 //
 // Every sum has the order of decode_linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
-// the bits of the decode step. Where a matrix has too few tiles to occupy the GPU, a block computes one group of each sum,
-// and the block of a tile that finishes last adds the groups.
+// the bits of the decode step. A block has two teams of four warps; each takes half of K, streams weights and activations
+// through a ring of its own and waits for nobody else, so that one multiplies while the other loads. Where a matrix has
+// too few tiles to occupy the GPU, a block computes one group of each sum, and the block of a tile that finishes last adds
+// the groups.
 #include "decode_outputs.cuh"
 
 namespace decode {
 namespace tiled {
 
-constexpr int ROW_WARPS = 2, COLUMN_WARPS = 4, THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
-constexpr int STEP_BYTES = 64;                       // of a row, in one step
-constexpr int ROWS_AT_ONCE = THREADS * 16 / STEP_BYTES;  // that the block copies with 16 bytes a thread
+constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = 32 * TEAM_WARPS, THREADS = TEAMS * TEAM_THREADS;
+constexpr int STAGE_STEPS = 2;                                  // steps of 32 columns in a stage of the ring
+constexpr int STEP_BYTES = 64;                                  // of a row, in one step
+constexpr int ROWS_AT_ONCE = TEAM_THREADS / (4 * STAGE_STEPS);  // that a team copies with 16 bytes a thread
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
+constexpr int PARTS = 4;  // that a block adds in order: the slices of one group, or the groups
 
 // ROW_TILES and COLUMN_TILES: of a warp, 16 rows of activations and 8 weight rows each. PAIRED: every second tile of
 // weight rows holds up rows, `rows` below the gate rows in the tile before. SPLITS: blocks that share K.
-template <int ROW_TILES_, int COLUMN_TILES_, bool PAIRED_, int SPLITS_, int STAGES_> struct Geometry {
-    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, SPLITS = SPLITS_, STAGES = STAGES_;
+template <int ROW_WARPS_, int ROW_TILES_, int COLUMN_TILES_, bool PAIRED_, int SPLITS_> struct Geometry {
+    static constexpr int ROW_WARPS = ROW_WARPS_, COLUMN_WARPS = TEAM_WARPS / ROW_WARPS;
+    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, SPLITS = SPLITS_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int ROWS = ROW_WARPS * ROW_TILES * 16, WEIGHT_ROWS = COLUMN_WARPS * COLUMN_TILES * 8;
     static constexpr int UNIT = PAIRED ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;  // output columns of a block
     static constexpr int SUMS = PAIRED ? 2 : 1;                          // that an output is made of
-    static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * STEP_BYTES;
-    static_assert(WEIGHT_ROWS % ROWS_AT_ONCE == 0 && ROWS <= ROWS_AT_ONCE && (SPLITS == 1 || SPLITS == GROUPS), "");
+    static constexpr int STEP_SPACE = (WEIGHT_ROWS + ROWS) * STEP_BYTES, STAGE_BYTES = STAGE_STEPS * STEP_SPACE;
+    static constexpr int VALUES = ROW_TILES * COLUMN_TILES * 4;  // sums of a thread
+    static constexpr int PART_SLICES = SLICES / SPLITS / PARTS;
+    static_assert(COLUMN_TILES % (2 * SUMS) == 0 && (SPLITS == 1 || SPLITS == GROUPS), "");
 };
 
-// What a thread copies into the ring: 16 bytes of some weight rows and of one row of activations, every step.
-template <typename T, typename G> struct Copies {
-    static constexpr int COUNT = G::WEIGHT_ROWS / ROWS_AT_ONCE;
-    const T* weight[COUNT];
-    const T* activations;
-    unsigned ring;
-    int columns, column;
-    bool weight_exists[COUNT], row_exists;
+// Waits for the threads of the own team.
+__device__ __forceinline__ void team_barrier(int team) {
+    if (team == 0) asm volatile("bar.sync 1, %0;" ::"n"(TEAM_THREADS) : "memory");
+    else asm volatile("bar.sync 2, %0;" ::"n"(TEAM_THREADS) : "memory");
+}
 
-    __device__ Copies(const T* matrix, const T* input, char* shared, int batch, int rows, int columns, int stride)
-        : columns(columns), column(threadIdx.x % 4 * 8) {
-        const int own = threadIdx.x / 4;
-        ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
+// What a thread copies into its team's ring: 16 bytes of some weight rows and of some rows of activations, each stage.
+template <typename T, typename G> struct Copies {
+    const T *weight, *activations;
+    size_t weight_stride, activation_stride;  // from one pass of the team to the next
+    unsigned ring;
+    int columns, column, rows_left, batch_left;  // of weight rows and activations, counted from the thread's first
+
+    __device__ Copies(
+        const T* matrix, const T* input, unsigned team_ring, int first_column, int batch, int rows, int columns, int stride)
+        : columns(columns) {
+        const int thread = threadIdx.x % TEAM_THREADS, own = thread / (4 * STAGE_STEPS);
+        const int step = thread / 4 % STAGE_STEPS, quad = thread % 4;
+        // Rows change places in twos with the step, so that neighbouring threads write to different banks.
+        ring = team_ring + step * G::STEP_SPACE + (own ^ step) * STEP_BYTES + quad * 16;
+        column = first_column + step * 32 + quad * 8;
+        const int line = blockIdx.x * G::UNIT + (G::PAIRED ? own % 8 : own);
+        const bool is_up = G::PAIRED && own / 8 == 1;
+        rows_left = rows - line, batch_left = batch - own;
+        weight = matrix + static_cast<size_t>(min(line, rows - 1) + (is_up ? rows : 0)) * columns + column;
+        activations = input + static_cast<size_t>(min(own, batch - 1)) * stride + column;
+        weight_stride = static_cast<size_t>(G::PAIRED ? 8 : ROWS_AT_ONCE) * columns;
+        activation_stride = static_cast<size_t>(ROWS_AT_ONCE) * stride;
+    }
+    __device__ void copy_weights(int stage, int first_step) const {
+        const bool inside = column + first_step * 32 < columns;
+        const T* source = weight + first_step * 32;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const int place = i * ROWS_AT_ONCE + own;
-            const int line = blockIdx.x * G::UNIT + (G::PAIRED ? place / 16 * 8 + place % 8 : place);
-            const int up = G::PAIRED && place / 8 % 2 == 1 ? rows : 0;
-            weight_exists[i] = line < rows;
-            weight[i] = matrix + static_cast<size_t>(min(line, rows - 1) + up) * columns + column;
+        for (int i = 0; i < G::WEIGHT_ROWS / ROWS_AT_ONCE; ++i) {
+            const bool exists = inside && i * (G::PAIRED ? 8 : ROWS_AT_ONCE) < rows_left;
+            copy_async_16(ring + stage * G::STAGE_BYTES + i * ROWS_AT_ONCE * STEP_BYTES,
+                          exists ? source + i * weight_stride : weight, exists);
         }
-        row_exists = own < batch;
-        activations = input + static_cast<size_t>(row_exists ? own : 0) * stride + column;
     }
-    __device__ void copy_weights(int stage, int step) const {
+    __device__ void copy_activations(int stage, int first_step) const {
+        const bool inside = column + first_step * 32 < columns;
+        const T* source = activations + first_step * 32;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            copy_async_16(ring + stage * G::STAGE_BYTES + i * ROWS_AT_ONCE * STEP_BYTES, weight[i] + step * 32,
-                          weight_exists[i] && column + step * 32 < columns);
-    }
-    __device__ void copy_activations(int stage, int step) const {
-        if (G::ROWS == ROWS_AT_ONCE || threadIdx.x < G::ROWS * 4)
-            copy_async_16(ring + stage * G::STAGE_BYTES + G::WEIGHT_ROWS * STEP_BYTES, activations + step * 32,
-                          row_exists && column + step * 32 < columns);
+        for (int i = 0; i < G::ROWS / ROWS_AT_ONCE; ++i) {
+            const bool exists = inside && i * ROWS_AT_ONCE < batch_left;
+            copy_async_16(ring + stage * G::STAGE_BYTES + (G::WEIGHT_ROWS + i * ROWS_AT_ONCE) * STEP_BYTES,
+                          exists ? source + i * activation_stride : activations, exists);
+        }
     }
 };
 
@@ -78,6 +99,7 @@ template <typename G, typename Action> __device__ __forceinline__ void for_each_
 template <typename T, typename G>
 __device__ __forceinline__ void multiply(Sums<G>& sum, unsigned weights, unsigned activations) {
     unsigned a[G::ROW_TILES][4][2];
+    uint4 b[G::COLUMN_TILES];
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
@@ -86,29 +108,33 @@ __device__ __forceinline__ void multiply(Sums<G>& sum, unsigned weights, unsigne
             a[r][0][half] = values.x, a[r][1][half] = values.y, a[r][2][half] = values.z, a[r][3][half] = values.w;
         }
 #pragma unroll
-    for (int c = 0; c < G::COLUMN_TILES; ++c) {
-        const uint4 b = read_shared_16(weights + c * 8 * STEP_BYTES);
+    for (int c = 0; c < G::COLUMN_TILES; ++c) b[c] = read_shared_16(weights + c * 8 * STEP_BYTES);
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r) multiply_add(sum[r][c], a[r][0], a[r][1], b.x, b.y, T());
+    for (int c = 0; c < G::COLUMN_TILES; ++c)
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r) multiply_add(sum[r][c], a[r][2], a[r][3], b.z, b.w, T());
-    }
+        for (int r = 0; r < G::ROW_TILES; ++r) multiply_add(sum[r][c], a[r][0], a[r][1], b[c].x, b[c].y, T());
+#pragma unroll
+    for (int c = 0; c < G::COLUMN_TILES; ++c)
+#pragma unroll
+        for (int r = 0; r < G::ROW_TILES; ++r) multiply_add(sum[r][c], a[r][2], a[r][3], b[c].z, b[c].w, T());
 }
 
-// The groups of a tile's sums from all its blocks, in order, for the block that finishes last; the others get false.
-// partial: [tiles, SPLITS, ROWS * WEIGHT_ROWS] floats; counters: [tiles], zero before and after.
-template <typename G>
-__device__ __forceinline__ bool add_groups(Sums<G>& sum, float* partial, unsigned* counters) {
+// Returns when the oldest of the thread's `stages` - 1 youngest groups of copies has come.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+    if (stages == 2) wait_for_copies<0>();
+    else if (stages == 3) wait_for_copies<1>();
+    else wait_for_copies<2>();
+}
+
+// The sums of a thread's half of the tiles over all groups, in order, for the block that finishes last; the others get
+// false. partial: [tiles, SPLITS, ROWS * WEIGHT_ROWS] floats; counters: [tiles], zero before and after.
+template <typename G, int QUADS>
+__device__ __forceinline__ bool add_groups(float4 (&sums)[QUADS], float* partial, unsigned* counters) {
     __shared__ bool last_block;
-    constexpr int QUADS = G::ROW_TILES * G::COLUMN_TILES;
-    float4* tile = reinterpret_cast<float4*>(partial) + static_cast<size_t>(blockIdx.x) * G::SPLITS * QUADS * THREADS;
-    float4* own = tile + blockIdx.y * QUADS * THREADS + threadIdx.x;
+    float4* tile = reinterpret_cast<float4*>(partial) + static_cast<size_t>(blockIdx.x) * G::SPLITS * QUADS * THREADS +
+                   threadIdx.x;
 #pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
-            __stcg(own + (r * G::COLUMN_TILES + c) * THREADS,
-                   make_float4(sum[r][c][0], sum[r][c][1], sum[r][c][2], sum[r][c][3]));
+    for (int i = 0; i < QUADS; ++i) __stcg(tile + (blockIdx.y * QUADS + i) * THREADS, sums[i]);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) last_block = atomicInc(counters + blockIdx.x, G::SPLITS - 1) == G::SPLITS - 1;
@@ -119,143 +145,180 @@ __device__ __forceinline__ bool add_groups(Sums<G>& sum, float* partial, unsigne
 #pragma unroll
     for (int split = 0; split < G::SPLITS; ++split)
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) groups[split][i] = __ldcg(tile + (split * QUADS + i) * THREADS + threadIdx.x);
-    for_each_sum<G>([&](int r, int c, int i) { sum[r][c][i] = 0.f; });
+        for (int i = 0; i < QUADS; ++i) groups[split][i] = __ldcg(tile + (split * QUADS + i) * THREADS);
 #pragma unroll
-    for (int split = 0; split < G::SPLITS; ++split)
+    for (int i = 0; i < QUADS; ++i) {
+        sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; ++c) {
-                const float4 group = groups[split][r * G::COLUMN_TILES + c];
-                sum[r][c][0] += group.x, sum[r][c][1] += group.y, sum[r][c][2] += group.z, sum[r][c][3] += group.w;
-            }
+        for (int split = 0; split < G::SPLITS; ++split) {
+            sums[i].x += groups[split][i].x, sums[i].y += groups[split][i].y;
+            sums[i].z += groups[split][i].z, sums[i].w += groups[split][i].w;
+        }
+    }
     return true;
 }
 
-// rows: N, or half of it where PAIRED. input: [batch, stride]. Grid (tiles, SPLITS).
+// rows: N, or half of it where PAIRED. input: [batch, stride]. stages: 2 to 4. Grid (tiles, SPLITS). Dynamic shared
+// memory: the rings [TEAMS, stages, STAGE_BYTES], then a part [TEAMS, VALUES, TEAM_THREADS] floats.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void linear(
     const T* weight, const T* bias, const T* input, int stride, const Output& output, float* partial, unsigned* counters,
-    int batch, int rows, int columns, int steps) {
+    int batch, int rows, int columns, int steps, int stages) {
     extern __shared__ __align__(16) char shared[];
-    float* totals = reinterpret_cast<float*>(shared + G::STAGES * G::STAGE_BYTES) + threadIdx.x;  // [sums, THREADS]
-    constexpr int OWN_SLICES = SLICES / G::SPLITS;
-    const int warp = threadIdx.x / 32, row_warp = warp / COLUMN_WARPS, column_warp = warp % COLUMN_WARPS;
+    const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS, warp = thread / 32;
+    const int row_warp = warp / G::COLUMN_WARPS, column_warp = warp % G::COLUMN_WARPS;
     const int lane_row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-    const int count = OWN_SLICES * steps, first = blockIdx.y * count;
+    const int part_steps = G::PART_SLICES * steps, team_steps = PARTS / TEAMS * part_steps;
+    const int team_stages = team_steps / STAGE_STEPS, ring_bytes = stages * G::STAGE_BYTES;
+    const int first_column = (static_cast<int>(blockIdx.y) * TEAMS + team) * team_steps * 32;
+    char* own_ring = shared + team * ring_bytes;
+    float* first_parts = reinterpret_cast<float*>(shared + TEAMS * ring_bytes);  // of each team
+    const unsigned ring = static_cast<unsigned>(__cvta_generic_to_shared(own_ring));
 
     launch_next_kernel();
-    const Copies<T, G> copies(weight, input, shared, batch, rows, columns, stride);
-#pragma unroll
-    for (int stage = 0; stage < G::STAGES - 1; ++stage)
-        if (stage < count) copies.copy_weights(stage, first + stage);
+    const Copies<T, G> copies(weight, input, ring, first_column, batch, rows, columns, stride);
+    for (int stage = 0; stage < stages - 1; ++stage)
+        if (stage < team_stages) copies.copy_weights(stage, stage * STAGE_STEPS);
     commit_copies();
     wait_for_previous_kernel();
-#pragma unroll
-    for (int stage = 0; stage < G::STAGES - 1; ++stage) {
-        if (stage < count) copies.copy_activations(stage, first + stage);
+    for (int stage = 0; stage < stages - 1; ++stage) {
+        if (stage < team_stages) copies.copy_activations(stage, stage * STAGE_STEPS);
         commit_copies();
     }
 
-    const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + lane_row * STEP_BYTES + quad * 16;
-    const unsigned weights = base + column_warp * G::COLUMN_TILES * 8 * STEP_BYTES;
-    const unsigned activations = base + (G::WEIGHT_ROWS + row_warp * G::ROW_TILES * 16) * STEP_BYTES;
-    Sums<G> sum, group = {};
-    int stage = 0, next_stage = G::STAGES - 1, step = 0;
-    for (int slice = 0; slice < OWN_SLICES; ++slice) {
-        for_each_sum<G>([&](int r, int c, int i) { sum[r][c][i] = 0.f; });
-        for (int i = 0; i < steps; ++i, ++step) {
-            wait_for_copies<G::STAGES - 2>();
-            __syncthreads();  // what all copied of this stage has come, and the one before has been read by all
-            if (step + G::STAGES - 1 < count) {
-                copies.copy_weights(next_stage, first + step + G::STAGES - 1);
-                copies.copy_activations(next_stage, first + step + G::STAGES - 1);
-            }
-            commit_copies();
-            multiply<T, G>(sum, weights + stage * G::STAGE_BYTES, activations + stage * G::STAGE_BYTES);
-            next_stage = stage;
-            stage = stage + 1 == G::STAGES ? 0 : stage + 1;
+    Sums<G> sum = {}, part = {};
+    int stage = 0, next_stage = stages - 1, slice_step = 0, slice = 0;
+    for (int own_stage = 0; own_stage < team_stages; ++own_stage) {
+        wait_for_stage(stages);
+        team_barrier(team);  // what all copied of this stage has come, and the one before has been read by all
+        if (own_stage + stages - 1 < team_stages) {
+            copies.copy_weights(next_stage, (own_stage + stages - 1) * STAGE_STEPS);
+            copies.copy_activations(next_stage, (own_stage + stages - 1) * STAGE_STEPS);
         }
-        for_each_sum<G>([&](int r, int c, int i) { group[r][c][i] += sum[r][c][i]; });
-        if (G::SPLITS == 1 && slice % SLICES_OF_A_GROUP == SLICES_OF_A_GROUP - 1)
+        commit_copies();
+#pragma unroll
+        for (int step = 0; step < STAGE_STEPS; ++step) {
+            const unsigned place = (lane_row ^ step) * STEP_BYTES + quad * 16;
+            const unsigned lane = ring + stage * G::STAGE_BYTES + step * G::STEP_SPACE + place;
+            multiply<T, G>(sum, lane + column_warp * G::COLUMN_TILES * 8 * STEP_BYTES,
+                           lane + (G::WEIGHT_ROWS + row_warp * G::ROW_TILES * 16) * STEP_BYTES);
+            if (++slice_step < steps) continue;
+            slice_step = 0;
+            for_each_sum<G>([&](int r, int c, int i) { part[r][c][i] += sum[r][c][i], sum[r][c][i] = 0.f; });
+            if (++slice != G::PART_SLICES) continue;
             for_each_sum<G>([&](int r, int c, int i) {
-                float* total = totals + ((r * G::COLUMN_TILES + c) * 4 + i) * THREADS;
-                *total = (slice < SLICES_OF_A_GROUP ? 0.f : *total) + group[r][c][i];
-                group[r][c][i] = 0.f;
+                first_parts[(team * G::VALUES + (r * G::COLUMN_TILES + c) * 4 + i) * TEAM_THREADS + thread] = part[r][c][i];
+                part[r][c][i] = 0.f;
             });
+        }
+        next_stage = stage;
+        stage = stage + 1 == stages ? 0 : stage + 1;
     }
-    if (G::SPLITS > 1) {
-        if (!add_groups<G>(group, partial, counters)) return;
-    } else {
-        for_each_sum<G>([&](int r, int c, int i) {
-            group[r][c][i] = totals[((r * G::COLUMN_TILES + c) * 4 + i) * THREADS];
-        });
-    }
+    team_barrier(team);  // the ring has been read by all: it takes the second part
+    float* second_part = reinterpret_cast<float*>(own_ring);
+    for_each_sum<G>([&](int r, int c, int i) {
+        second_part[((r * G::COLUMN_TILES + c) * 4 + i) * TEAM_THREADS + thread] = part[r][c][i];
+    });
+    __syncthreads();
+
+    // Each team finishes one half of the tiles of weight rows.
+    constexpr int HALF = G::COLUMN_TILES / 2, QUADS = G::ROW_TILES * HALF;
+    float4 sums[QUADS];
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+        for (int c = 0; c < HALF; ++c) {
+            float total[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int place = ((r * G::COLUMN_TILES + team * HALF + c) * 4 + i) * TEAM_THREADS + thread;
+                total[i] = 0.f;
+#pragma unroll
+                for (int t = 0; t < TEAMS; ++t) {
+                    total[i] += first_parts[t * G::VALUES * TEAM_THREADS + place];
+                    total[i] += reinterpret_cast<const float*>(shared + t * ring_bytes)[place];
+                }
+            }
+            sums[r * HALF + c] = make_float4(total[0], total[1], total[2], total[3]);
+        }
+    if (G::SPLITS > 1 && !add_groups<G, QUADS>(sums, partial, counters)) return;
+#pragma unroll
+    for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+        for (int c = 0; c < HALF; c += G::SUMS)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int b = (row_warp * G::ROW_TILES + r) * 16 + i / 2 * 8 + lane_row;
-                const int tile = (column_warp * G::COLUMN_TILES + c) / G::SUMS;
+                const int tile = (column_warp * G::COLUMN_TILES + team * HALF + c) / G::SUMS;
                 const int n = blockIdx.x * G::UNIT + tile * 8 + quad * 2 + i % 2;
                 if (b >= batch || n >= rows) continue;
                 float total[G::SUMS];
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s)
-                    total[s] = group[r][c + s][i] + (bias == nullptr ? 0.f : to_float(bias[s * rows + n]));
+                for (int s = 0; s < G::SUMS; ++s) {
+                    const float4 four = sums[r * HALF + c + s];
+                    total[s] = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+                    if (bias != nullptr) total[s] += to_float(bias[s * rows + n]);
+                }
                 output(b, n, rows, total);
             }
 }
 
-// One tile of 128 weight rows a block, and one of 64 whose groups four blocks share.
-template <int ROW_TILES> using Whole = Geometry<ROW_TILES, 4, false, 1, ROW_TILES == 1 ? 7 : 5>;
-template <int ROW_TILES> using Pairs = Geometry<ROW_TILES, 4, true, 1, ROW_TILES == 1 ? 7 : 5>;
-template <int ROW_TILES> using Shared = Geometry<ROW_TILES, 2, false, GROUPS, ROW_TILES == 1 ? 16 : 12>;
+// Tiles of 128 weight rows and of 64; `Shared`: of 64 whose groups four blocks compute.
+template <int ROWS> using Broad = Geometry<1, ROWS / 16, 4, false, 1>;
+template <int ROWS> using BroadPairs = Geometry<1, ROWS / 16, 4, true, 1>;
+template <int ROWS> using Whole = Geometry<2, ROWS / 32, 4, false, 1>;
+template <int ROWS> using Pairs = Geometry<2, ROWS / 32, 4, true, 1>;
+template <int ROWS> using Shared = Geometry<2, ROWS / 32, 4, false, GROUPS>;
 
 }  // namespace tiled
 }  // namespace decode
 
-#define DECODE_TILED_KERNEL(NAME) extern "C" __global__ void __launch_bounds__(decode::tiled::THREADS, 2) NAME
+#define DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                              \
+    extern "C" __global__ void __launch_bounds__(decode::tiled::THREADS, BLOCKS) NAME
 
-#define DECODE_TILED_LINEAR(NAME, T, GEOMETRY)                                                                         \
-    DECODE_TILED_KERNEL(NAME)                                                                                          \
+#define DECODE_TILED_LINEAR(NAME, BLOCKS, T, GEOMETRY)                                                                 \
+    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
     (const T* weight, const T* bias, const T* input, int stride, float* output, float* partial, unsigned* counters,    \
-     int batch, int rows, int columns, int steps) {                                                                    \
+     int batch, int rows, int columns, int steps, int stages) {                                                        \
         decode::tiled::linear<T, decode::tiled::GEOMETRY>(                                                             \
-            weight, bias, input, stride, decode::FloatOutput{output}, partial, counters, batch, rows, columns, steps); \
+            weight, bias, input, stride, decode::FloatOutput{output}, partial, counters, batch, rows, columns, steps,  \
+            stages);                                                                                                   \
     }
 
-#define DECODE_TILED_GATE_UP(NAME, T, GEOMETRY)                                                                        \
-    DECODE_TILED_KERNEL(NAME)                                                                                          \
+#define DECODE_TILED_GATE_UP(NAME, BLOCKS, T, GEOMETRY)                                                                \
+    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
     (const T* weight, const T* bias, const T* input, int stride, T* output, float* partial, unsigned* counters,        \
-     int batch, int rows, int columns, int steps) {                                                                    \
+     int batch, int rows, int columns, int steps, int stages) {                                                        \
         decode::tiled::linear<T, decode::tiled::GEOMETRY>(                                                             \
             weight, bias, input, stride, decode::SiluOutput<T>{output}, partial, counters, batch, rows, columns,       \
-            steps);                                                                                                    \
+            steps, stages);                                                                                            \
     }
 
-#define DECODE_TILED_RESIDUAL(NAME, T, GEOMETRY)                                                                       \
-    DECODE_TILED_KERNEL(NAME)                                                                                          \
+#define DECODE_TILED_RESIDUAL(NAME, BLOCKS, T, GEOMETRY)                                                               \
+    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
     (const T* weight, const T* bias, const T* input, int stride, const void* residual, int residual_float,             \
-     float* output, float* partial, unsigned* counters, int batch, int rows, int columns, int steps, T* features,      \
-     int feature_stride) {                                                                                             \
+     float* output, float* partial, unsigned* counters, int batch, int rows, int columns, int steps, int stages,       \
+     T* features, int feature_stride) {                                                                                \
         decode::tiled::linear<T, decode::tiled::GEOMETRY>(                                                             \
             weight, bias, input, stride,                                                                               \
             decode::ResidualOutput<T>{                                                                                 \
                 output, residual, residual_float != 0, {nullptr, 0}, features, feature_stride},                        \
-            partial, counters, batch, rows, columns, steps);                                                           \
+            partial, counters, batch, rows, columns, steps, stages);                                                   \
     }
 
-#define DECODE_TILED_KERNELS(NAME, T, ROWS, ROW_TILES)                                                                 \
-    DECODE_TILED_LINEAR(decode_tiled_linear_##ROWS##_##NAME, T, Whole<ROW_TILES>)                                      \
-    DECODE_TILED_LINEAR(decode_tiled_linear_shared_##ROWS##_##NAME, T, Shared<ROW_TILES>)                              \
-    DECODE_TILED_GATE_UP(decode_tiled_gate_up_##ROWS##_##NAME, T, Pairs<ROW_TILES>)                                    \
-    DECODE_TILED_RESIDUAL(decode_tiled_residual_shared_##ROWS##_##NAME, T, Shared<ROW_TILES>)
+#define DECODE_TILED_KERNELS(NAME, T, ROWS)                                                                            \
+    DECODE_TILED_LINEAR(decode_tiled_linear_##ROWS##_##NAME, 2, T, Whole<ROWS>)                                        \
+    DECODE_TILED_GATE_UP(decode_tiled_gate_up_##ROWS##_##NAME, 2, T, Pairs<ROWS>)                                      \
+    DECODE_TILED_LINEAR(decode_tiled_linear_shared_##ROWS##_##NAME, 2, T, Shared<ROWS>)                                \
+    DECODE_TILED_RESIDUAL(decode_tiled_residual_shared_##ROWS##_##NAME, 2, T, Shared<ROWS>)
 
-DECODE_TILED_KERNELS(float16, __half, 32, 1)
-DECODE_TILED_KERNELS(float16, __half, 64, 2)
-DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 32, 1)
-DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 64, 2)
+#define DECODE_BROAD_KERNELS(NAME, T, ROWS)                                                                            \
+    DECODE_TILED_LINEAR(decode_tiled_linear_broad_##ROWS##_##NAME, 1, T, Broad<ROWS>)                                  \
+    DECODE_TILED_GATE_UP(decode_tiled_gate_up_broad_##ROWS##_##NAME, 1, T, BroadPairs<ROWS>)
+
+DECODE_TILED_KERNELS(float16, __half, 32)
+DECODE_TILED_KERNELS(float16, __half, 64)
+DECODE_BROAD_KERNELS(float16, __half, 64)
+DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 32)
+DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 64)
+DECODE_BROAD_KERNELS(bfloat16, __nv_bfloat16, 64)

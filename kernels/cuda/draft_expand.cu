@@ -7,7 +7,7 @@
 namespace draft {
 
 constexpr unsigned GROUPS_A_THREAD = CHUNK / 4 / THREADS;
-static_assert(4 * GROUPS_A_THREAD == KEYS_A_THREAD, "a thread's share of a chunk does not fit best_keys");
+static_assert(4 * GROUPS_A_THREAD * THREADS == CHUNK && CHUNK <= MAXIMUM_KEYS, "a chunk does not fit best_keys");
 
 // What one block leaves of its chunk for the last block of the row.
 struct ChunkResults {
@@ -39,7 +39,7 @@ __device__ inline Family family_of_row(
 }  // namespace draft
 
 // Children of each frontier node. Grid (chunks of the draft vocabulary, rows of all sequences), THREADS threads; `rows`
-// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys. `finished` is 0 before and after. May be
+// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys, then MAXIMUM_KEYS. `finished` is 0 before and after. May be
 // launched while the kernel before it still runs.
 extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     const float* logits, const int* draft_to_target, const int* frontiers, int* candidate_tokens,
@@ -57,34 +57,32 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     const float* row = logits + (size_t)blockIdx.y * vocabulary;
     bool aligned = aligned_16(row);
     unsigned first_group = blockIdx.x * (CHUNK / 4) + threadIdx.x;
-    float values[KEYS_A_THREAD];
+    unsigned long long* keys = gathered + gathered_keys(top_k);
 #pragma unroll
     for (unsigned i = 0; i < GROUPS_A_THREAD; ++i) {
         Group group = load_group(row, vocabulary, first_group + i * THREADS, aligned);
 #pragma unroll
-        for (unsigned j = 0; j < 4; ++j) values[4 * i + j] = group.value[j];
+        for (unsigned j = 0; j < 4; ++j) {
+            unsigned id = 4 * (first_group + i * THREADS) + j;
+            keys[(4 * i + j) * THREADS + threadIdx.x] = existing_key(group.value[j], id);
+        }
     }
     // Only the row's last block needs it, but here the way to it takes no time of its own.
     Family family =
         family_of_row(blockIdx.y, rows, level, top_k, frontiers, levels, candidate_scores, candidates);
-    unsigned long long keys[KEYS_A_THREAD];
-#pragma unroll
-    for (unsigned i = 0; i < KEYS_A_THREAD; ++i) {
-        keys[i] = existing_key(values[i], 4 * (first_group + i / 4 * THREADS) + i % 4);
-    }
-    best_keys([&](unsigned i) { return keys[i]; }, KEYS_A_THREAD, top_k, gathered, best);
+    best_keys(keys, CHUNK, top_k, gathered, best);
 
     float maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
     unsigned long long sum = 0;
-    if (score_children && best[0] != 0) {
-#pragma unroll
-        for (unsigned i = 0; i < KEYS_A_THREAD; ++i) {
-            sum += softmax_weight(below_maximum(without_nan(values[i]), maximum));
+    if (score_children) {
+#pragma unroll 2
+        for (unsigned i = threadIdx.x; i < CHUNK; i += THREADS) {
+            if (keys[i] != 0) sum += softmax_weight(below_maximum(key_value(unsigned(keys[i] >> 32)), maximum));
         }
     }
     sum = block_sum(sum, partial);
     size_t chunk = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    for (unsigned i = threadIdx.x; i < top_k; i += THREADS) chunk_best[chunk * top_k + i] = best[i];
+    if (threadIdx.x < top_k) chunk_best[chunk * top_k + threadIdx.x] = best[threadIdx.x];
     if (threadIdx.x == 0) sums[chunk] = sum, maxima[chunk] = maximum;
     __syncthreads();
     if (threadIdx.x == 0) last = last_block_of_row(finished + blockIdx.y);
@@ -101,15 +99,18 @@ extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     }
     const unsigned long long* all = chunk_best + first_chunk * top_k;
     unsigned count = gridDim.x * top_k;
-    unsigned own = count > threadIdx.x ? (count - threadIdx.x + THREADS - 1) / THREADS : 0;
-    best_keys([&](unsigned i) { return __ldcg(all + threadIdx.x + i * THREADS); }, own, top_k, gathered, best);
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < count; i += THREADS) keys[i] = __ldcg(all + i);
+    best_keys(keys, count, top_k, gathered, best);
     maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
     unsigned long long total = threadIdx.x < gridDim.x ? scaled_sum(chunk_sum, chunk_maximum, maximum) : 0;
+#pragma unroll 1
     for (unsigned i = threadIdx.x + THREADS; i < gridDim.x; i += THREADS) {
         total += scaled_sum(__ldcg(sums + first_chunk + i), __ldcg(maxima + first_chunk + i), maximum);
     }
     float log_sum = log_of_sum(block_sum(total, partial));
-    for (unsigned i = threadIdx.x; i < top_k; i += THREADS) {
+    if (threadIdx.x < top_k) {
+        unsigned i = threadIdx.x;
         float value = key_value(unsigned(best[i] >> 32));
         float score = family.score + (score_children ? below_maximum(value, maximum) - log_sum : 0.0f);
         bool exists = best[i] != 0 && score > minus_infinity();

@@ -8,12 +8,12 @@ __device__ inline int choose_candidate(
     const float* scores, unsigned level, unsigned top_k, unsigned slot, unsigned long long* gathered) {
     __shared__ unsigned long long best[MAXIMUM_TOP_K];
     unsigned start = level_start(level, top_k), count = level_start(level + 1, top_k) - start;
-    unsigned own = count > threadIdx.x ? (count - threadIdx.x + THREADS - 1) / THREADS : 0;
-    auto key_of = [&](unsigned i) {
-        unsigned candidate = start + threadIdx.x + i * THREADS;
-        return existing_key(__ldcg(scores + candidate), candidate);
-    };
-    best_keys(key_of, own, top_k, gathered, best);
+    unsigned long long* keys = gathered + gathered_keys(top_k);
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < count; i += THREADS) {
+        keys[i] = existing_key(__ldcg(scores + start + i), start + i);
+    }
+    best_keys(keys, count, top_k, gathered, best);
     return best[slot] == 0 ? -1 : int(key_id(best[slot]));
 }
 
@@ -40,7 +40,7 @@ __device__ inline void write_proposal_mask(
 }  // namespace draft
 
 // Everything that the draft model reads of one frontier slot. Grid (slots, sequences), THREADS threads. Dynamic shared
-// memory: gathered_keys(top_k) keys, then the frontiers of the levels before. `hidden_rows` are those of hidden_in of
+// memory: gathered_keys(top_k) keys, then top_k^2, then the frontiers of the levels before. `hidden_rows` are those of hidden_in of
 // one sequence. May be launched while the kernel before it still runs.
 #define DRAFT_PROPOSAL(NAME, COMPUTE)                                                                                 \
     extern "C" __global__ void __launch_bounds__(draft::THREADS) NAME(                                                \
@@ -58,7 +58,7 @@ __device__ inline void write_proposal_mask(
         unsigned top_k = gridDim.x, slot = blockIdx.x;                                                                \
         size_t sequence = blockIdx.y, place = sequence * top_k + slot;                                                \
         int* own_frontiers = frontiers + sequence * levels * top_k;                                                   \
-        int* earlier = reinterpret_cast<int*>(gathered + gathered_keys(top_k));                                        \
+        int* earlier = reinterpret_cast<int*>(gathered + gathered_keys(top_k) + top_k * top_k);                       \
         for (unsigned i = threadIdx.x; i < (level - 1) * top_k; i += THREADS) earlier[i] = __ldcg(own_frontiers + i); \
         int length = __ldcg(committed + sequence);                                                                    \
         int* entry = own_frontiers + (level - 1) * top_k + slot;                                                      \

@@ -24,6 +24,7 @@ from edgellm.engines.lora_adapter import LoraAdapter, LoraPair
 from edgellm.engines.lora_slots import AdapterSlots
 from edgellm.engines.lora_weights import adapted_projections
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.llm import LLM, SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 
@@ -158,3 +159,32 @@ def test_a_switch_takes_less_than_5_ms(build: Callable[..., EngineDirectory]) ->
         backend.close()
     print(f"\n{megabytes:.1f} MB: first {seconds[0] * 1e3:.2f} ms, then median {np.median(seconds[1:]) * 1e3:.2f} ms")
     assert np.median(seconds) < 5e-3
+
+
+def test_the_shipped_adapters_answer_as_on_numpy(tmp_path: Path) -> None:
+    """Greedy answers of the shipped model with each of its adapters; rounding may decide in one of twelve."""
+    questions = [
+        "Hello!",
+        "What is your name?",
+        "What is on the table?",
+        "Where is the red cup?",
+        "Wave.",
+        "Can you fly?",
+    ]
+    system = (SHIPPED_MODEL / "system_prompt.txt").read_text()
+    adapters = {name: SHIPPED_MODEL / "lora" / name for name in ("json", "pirate")}
+    limits = EngineLimits(1, 128, 1024, max_lora_rank=8, lora_slots=2)
+    build_engine_directory(SHIPPED_MODEL, tmp_path / "engines", limits, None, "float16", adapters=adapters)
+    found: dict[str, list[str]] = {}
+    for backend in ("numpy", "tensorrt"):
+        with LLM(tmp_path / "engines", backend=backend) as llm:
+            found[backend] = [
+                llm.chat(
+                    [{"role": "system", "content": system}, {"role": "user", "content": question}], adapter=name
+                ).text
+                for name in adapters
+                for question in questions
+            ]
+    assert all(answer.startswith('{"action": "') for answer in found["tensorrt"][: len(questions)])
+    assert all(answer.startswith("Arr! ") for answer in found["tensorrt"][len(questions) :])
+    assert sum(one != other for one, other in zip(found["numpy"], found["tensorrt"], strict=True)) <= 1

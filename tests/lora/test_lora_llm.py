@@ -55,7 +55,9 @@ def test_each_request_names_its_adapter(llm: LLM) -> None:
     again = llm.generate(PROMPTS[0], PARAMS, NAMES[0])
     assert again.token_ids == expected[NAMES[0]]
     assert again.usage.reused_tokens >= len(PROMPTS[0]) - 2
-    assert llm.generate(PROMPTS[0], PARAMS, "mlp").usage.reused_tokens == 0
+    unseen = [99, *PROMPTS[0]]
+    for name in NAMES:
+        assert llm.generate(unseen, PARAMS, name).usage.reused_tokens == 0
 
 
 def test_a_batch_with_more_adapters_than_places(llm: LLM) -> None:

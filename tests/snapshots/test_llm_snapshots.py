@@ -34,6 +34,13 @@ def params(number: int, **changes: object) -> SamplingParams:
     )
 
 
+def crowd_out(llm: LLM, adapter: str | None = None) -> None:
+    """Let every slot hold something else, so that nothing of them is reused."""
+    slots = llm.directory.limits.max_batch
+    ended = llm.handle([Request([9, 8, slot], None, params(0, max_tokens=4), adapter) for slot in range(slots)])
+    assert all(response.usage.completion_tokens == 4 for response in ended)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "draft"])
 def drafted(request: pytest.FixtureRequest) -> bool:
     return request.param
@@ -65,8 +72,7 @@ def cold(open_llm: Callable[..., LLM]) -> Iterator[Callable[[str, str | None, in
     with open_llm() as llm:
 
         def answer(question: str, adapter: str | None, number: int) -> tuple[int, ...]:
-            for name in (None, adapter):
-                llm.generate([9, 8, 7], params(0, max_tokens=1), name)
+            crowd_out(llm)
             response = llm.chat(asked(question), params(number), adapter)
             assert response.usage.reused_tokens == 0
             return response.token_ids
@@ -80,7 +86,7 @@ def test_a_cached_system_prompt_changes_no_answer(open_llm: Callable[..., LLM], 
         assert {each.tokens for each in kept.values()} == {kept[None].tokens} and kept[None].path is None
         for number, question in enumerate(QUESTIONS):
             for adapter in (None, "json", None, "style"):
-                llm.generate([9, 8, 7], params(0, max_tokens=1), adapter)  # the slot holds something else
+                crowd_out(llm, adapter)
                 response = llm.chat(asked(question), params(number), adapter)
                 assert response.usage.reused_tokens == kept[adapter].tokens - drafted
                 assert response.token_ids == cold(question, adapter, number)
@@ -114,7 +120,7 @@ def test_a_file_serves_another_llm(open_llm: Callable[..., LLM], cold, drafted: 
         with pytest.raises(SnapshotError, match="memory budget of 1,000"):
             llm.cache_system_prompt(SYSTEM)
         llm.cache_system_prompt(SYSTEM, save=path)
-        llm.generate([9, 8, 7], params(0, max_tokens=1))
+        crowd_out(llm)
         assert llm.chat(asked("hello"), params(1)).usage.reused_tokens == kept.tokens - drafted
 
 

@@ -4,8 +4,8 @@
 
 Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
 cache holds), median of five; GB/s are those of the weights. Then whole steps, as they are and without some of their
-kernels, which shows what those cost where kernels overlap. `variants` compiles other tilings of the kernels of
-many rows, and says whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
+kernels, which shows what those cost where kernels overlap. `variants` are other tilings of the kernels of many
+rows, and whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,9 @@ from edgellm.kernels.decode_kernels import (
     CudaDecodeKernels,
     attention_partials,
     padded_columns,
-    slice_steps,
 )
 from edgellm.kernels.launch import KernelModule, Launch, pointer
-from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels, group_sums
+from edgellm.kernels.tiled_decode_kernels import BROAD, SHARED, WHOLE, CudaTiledKernels, group_sums
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 LAYERS = LLAMA.num_layers
@@ -47,18 +47,11 @@ KV_ROWS, START = 1088, 530
 REPEATS, SERIES = 10, 5
 EPSILON = LLAMA.rms_norm_eps
 
-#: Tilings that are not in the product: 16-row tiles and 8-weight-row tiles of a warp, paired, splits, stages.
-VARIANTS: dict[str, tuple[int, int, bool, int, int]] = {
-    "whole_4": (2, 4, False, 1, 4),
-    "whole_6": (2, 4, False, 1, 6),
-    "whole_9": (2, 4, False, 1, 9),
-    "whole_14": (2, 4, False, 1, 14),
-    "narrow_whole_8": (2, 2, False, 1, 8),
-    "narrow_whole_10": (2, 2, False, 1, 10),
-    "shared_8": (2, 2, False, 4, 8),
-    "shared_13": (2, 2, False, 4, 13),
-    "broad_shared_8": (2, 4, False, 4, 8),
-    "broad_shared_16": (2, 4, False, 4, 16),
+#: Tilings to compare, by the length of their rings.
+TILINGS = {
+    f"{name} {stages}": replace(tiling, stages=stages)
+    for name, tiling in {"broad": BROAD, "whole": WHOLE, "shared": SHARED}.items()
+    for stages in (2, 3, 4)
 }
 
 
@@ -134,7 +127,7 @@ def time_linear(bench: Bench, all_rows: Sequence[int]) -> None:
     for name, (width, columns, copies) in linear_shapes().items():
         weights = [bench.array((width, columns)) for _ in range(copies)]
         for rows in all_rows:
-            few, many = linear_launches(bench, name, norm_weight, weights, rows)
+            few, many, _kept = linear_launches(bench, name, norm_weight, weights, rows)
             for kind, launches in (("few", few), ("many", many)):
                 if launches:
                     span = bench.microseconds(launches, name)
@@ -143,8 +136,8 @@ def time_linear(bench: Bench, all_rows: Sequence[int]) -> None:
 
 def linear_launches(
     bench: Bench, name: str, norm_weight: DeviceArray, weights: Sequence[DeviceArray], rows: int
-) -> tuple[list[Launch], list[Launch]]:
-    """Of the kernels of few rows, if they take so many, and of those of many."""
+) -> tuple[list[Launch], list[Launch], tuple[DeviceArray, ...]]:
+    """Of the kernels of few rows, if they take so many, of those of many, and the memory that they use."""
     kernels, tiled, scratch = bench.kernels, bench.tiled, (bench.groups, bench.counters)
     width, columns = weights[0].shape
     hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
@@ -161,7 +154,8 @@ def linear_launches(
     else:
         few = [lambda w=w: kernels.linear_residual(x, w, None, hidden, out) for w in weights]
         many = [tiled.linear_residual(x, w, None, hidden, out, None, 0, *scratch) for w in weights]
-    return [make() for make in few] if rows <= MAX_ROWS else [], many
+    few = [make() for make in few] if rows <= MAX_ROWS else []
+    return few, many, (hidden, normed, x, out, activation)
 
 
 def time_expansion(bench: Bench, _: Sequence[int]) -> None:
@@ -206,57 +200,31 @@ def compiled(
     return KernelModule(bench.device.compute_capability, bench.device.stream.handle, cubin)
 
 
-def compiled_variants(bench: Bench) -> KernelModule:
-    """The kernels of VARIANTS for layers without norm, residual or gate."""
-    sources = compiler._sources()
-    aliases = "".join(
-        f"using variant_{name} = Geometry<{', '.join(str(value).lower() for value in values)}>;\n"
-        for name, values in VARIANTS.items()
-    )
-    kernels = "".join(f"DECODE_TILED_LINEAR(variant_{name}, __half, variant_{name})\n" for name in VARIANTS)
-    added = f"namespace decode {{ namespace tiled {{\n{aliases}}} }}\n{kernels}"
-    return compiled(bench, sources, "decode_tiled_linear.cu", added.encode())
-
-
-def variant_launch(
-    bench: Bench, module: KernelModule, name: str, x: DeviceArray, weight: DeviceArray, out: DeviceArray
-) -> Launch:
-    """One launch of a variant."""
-    row_tiles, column_tiles, _, splits, stages = VARIANTS[name]
-    rows, unit = 32 * row_tiles, 32 * column_tiles
-    (width, columns), tiles = weight.shape, -(-weight.shape[0] // unit)
-    totals = rows * unit * 4 if splits == 1 else 0
-    arguments = (
-        pointer(weight),
-        pointer(None),
-        pointer(x),
-        ctypes.c_int(x.shape[1]),
-        pointer(out),
-        pointer(bench.groups),
-        pointer(bench.counters),
-        *map(ctypes.c_int, (x.shape[0], width, columns, slice_steps(columns))),
-    )
-    return Launch(module, f"variant_{name}", (tiles, splits, 1), 256, stages * (rows + unit) * 64 + totals, arguments)
-
-
 def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
-    """Other tilings of linear layers, without norm, residual or gate."""
-    rows = max(all_rows)
-    module = compiled_variants(bench)
+    """Other tilings of the linear layers; of gate and up, those whose blocks do not share sums."""
     for label, (width, columns, copies) in linear_shapes().items():
         weights = [bench.array((width, columns)) for _ in range(copies)]
-        x, out = bench.array((rows, padded_columns(columns)), scale=50), bench.device.empty((rows, width), "float32")
-        bench.tiled.linear(x, weights[0], None, out, bench.groups, bench.counters)()
-        expected = bench.device.download(out)
-        for name, (row_tiles, _, _, splits, _) in VARIANTS.items():
-            if splits > 1 and (width + 127) * 32 * row_tiles * splits > bench.groups.size:
-                continue
-            bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
-            launches = [variant_launch(bench, module, name, x, weight, out) for weight in weights]
-            launches[0]()
-            same = "same bits" if np.array_equal(bench.device.download(out), expected) else "OTHER BITS"
-            span = bench.microseconds(launches, name)
-            bench.report(f"{label}: {name}, {same}", rows, span, 2 * width * columns)
+        for rows in all_rows:
+            x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
+            activation = bench.device.empty((rows, width // 2), "float16")
+            expected = None
+            for name, tiling in TILINGS.items():
+                if (tiling.splits > 1 and width > 2 * LLAMA.intermediate_size) or (tiling.weight_rows > 64 > rows):
+                    continue
+                if tiling.stages_within(rows, bench.kernels.shared_limit) < tiling.stages:
+                    continue
+                scratch = bench.groups, bench.counters
+                launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out, *scratch) for weight in weights]
+                bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
+                launches[0]()
+                found = bench.device.download(out)
+                expected = found if expected is None else expected
+                same = "same bits" if np.array_equal(found, expected) else "OTHER BITS"
+                bench.report(f"{label}: {name}, {same}", rows, bench.microseconds(launches, name), 2 * width * columns)
+                if label == "gate_up" and tiling.splits == 1:
+                    pairs = [bench.tiled.tiled_gate_up(tiling, x, weight, None, activation) for weight in weights]
+                    span = bench.microseconds(pairs, name)
+                    bench.report(f"{label}: {name}, with SiLU", rows, span, 2 * width * columns)
 
 
 def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Ways of serving against one request at a time, token for token: snapshots, conversations, batches in every order.
 
     python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
-                                           [--ways snapshot ...] [--draftings plain drafted] [--samplings greedy sampled]
+                                           [--ways snapshot ...] [--draftings plain ...] [--samplings greedy ...]
                                            [--processes 1] [--output RESULTS.json]
 
 The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
@@ -16,7 +16,8 @@ whose rows nothing is reused. The ways:
 
 Answers go on behind the end of the turn, where the model means nothing by its tokens and the likeliest are close. Where
 one differs, `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap is larger than
-rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU more than a tenth of the answers differ.
+rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU more than a tenth of the answers
+differ.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations
@@ -198,7 +199,7 @@ class Comparison:
 
     def _logits_after(self, token_ids: Sequence[int], adapter: str | None) -> np.ndarray:
         self._plain.call(forget_rows).result()
-        self._plain.generate(token_ids, replace(parameters("greedy", 1)), adapter)
+        self._plain.generate(token_ids, parameters("greedy", 1), adapter)
         return self._plain.call(lambda runtime: runtime._open_runner().base.logits(0)).result()
 
 
@@ -232,7 +233,6 @@ def compare_all(
     ways: Sequence[str] = WAYS,
     draftings: Sequence[str] = tuple(DRAFTINGS),
     samplings: Sequence[str] = SAMPLINGS,
-    progress: Callable[[Served], None] | None = None,
 ) -> list[Served]:
     """Every way, with and without a draft, greedy and sampled."""
     results = []
@@ -242,10 +242,7 @@ def compare_all(
         for drafting in draftings:
             with LLM(directory, backend=backend, drafting=DRAFTINGS[drafting]) as llm:
                 for name in samplings:
-                    for way in ways:
-                        results.append(compared[name].compare(llm, way, drafting, asked[name]))
-                        if progress is not None:
-                            progress(results[-1])
+                    results += [compared[name].compare(llm, way, drafting, asked[name]) for way in ways]
     return results
 
 
@@ -299,10 +296,8 @@ def main() -> None:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             found = compare_shares(arguments.processes, asked, directory, arguments.backend, *options)
         else:
-            show = lambda served: print(line(served), flush=True)  # noqa: E731
-            found = compare_all(directory, arguments.backend, asked, *options, progress=show)
-    if arguments.processes > 1:
-        print("\n".join(map(line, found)))
+            found = compare_all(directory, arguments.backend, asked, *options)
+    print("\n".join(map(line, found)))
     explained = all(served.explained(arguments.backend) for served in found)
     different = sum(len(served.differences) for served in found)
     print(f"{sum(served.answers for served in found)} answers, {different} differ; ", end="")
