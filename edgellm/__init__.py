@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncLLM
     from edgellm.drafting import DraftingConfig
-    from edgellm.errors import AdapterError, EdgeLLMError, QueueFullError, RequestError, SnapshotError
+    from edgellm.errors import AdapterError, EdgeLLMError, ImageError, QueueFullError, RequestError, SnapshotError
     from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.request import Request
@@ -33,6 +33,7 @@ __all__ = [
     "DraftingConfig",
     "EdgeLLMError",
     "Generation",
+    "ImageError",
     "QueueFullError",
     "Request",
     "RequestError",
@@ -56,6 +57,7 @@ _MODULES = {
     "Generation": "edgellm.generation",
     "QueueFullError": "edgellm.errors",
     "AdapterError": "edgellm.errors",
+    "ImageError": "edgellm.errors",
     "SnapshotError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",
     "RequestError": "edgellm.errors",

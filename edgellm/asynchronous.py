@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.engine_thread import QUEUE_LIMIT
 from edgellm.generation import Generation
@@ -14,6 +14,10 @@ from edgellm.llm import LLM, start_runtime
 from edgellm.request import Messages, Request
 from edgellm.responses import Chunk, Response
 from edgellm.sampling_params import SamplingParams
+from edgellm.sessions import Content, Session
+
+if TYPE_CHECKING:
+    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt
 
 
 class AsyncGeneration:
@@ -78,6 +82,34 @@ class AsyncGeneration:
         self._changed.clear()
 
 
+class AsyncSession:
+    """See `Session`: a conversation that remembers what was said."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """See `Session.messages`."""
+        return self._session.messages
+
+    def replace(self, messages: Messages) -> None:
+        """See `Session.replace`."""
+        self._session.replace(messages)
+
+    async def stream(
+        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+    ) -> AsyncGeneration:
+        """See `Session.stream`."""
+        return AsyncGeneration(await asyncio.to_thread(self._session.stream, content, params, deadline))
+
+    async def send(
+        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+    ) -> Response:
+        """See `Session.send`."""
+        return await (await self.stream(content, params, deadline)).result()
+
+
 class AsyncLLM:
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `LLM`'s.
 
@@ -134,6 +166,21 @@ class AsyncLLM:
         async with await self.submit(Request(messages=messages, params=params, **more)) as generation:
             async for chunk in generation:
                 yield chunk
+
+    async def create_session(
+        self, system: str | None = None, params: SamplingParams | None = None, adapter: str | None = None
+    ) -> AsyncSession:
+        """See `LLM.create_session`."""
+        await self.open()
+        return AsyncSession(self.served.create_session(system, params, adapter))
+
+    async def cache_system_prompt(
+        self, text: SystemPrompt, adapter: str | None = None, save: str | Path | None = None
+    ) -> CachedPrompt:
+        """See `LLM.cache_system_prompt`."""
+        await self.open()
+        kept = self.served.call(lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(text, adapter, save))
+        return await asyncio.wrap_future(kept)
 
     async def close(self) -> None:
         """End all requests as cancelled and free everything."""

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clock:
-    """When a request was accepted, began to be prefilled, gave its first token and its last (monotonic seconds).
+    """When a request was accepted, joined the queue, began to be prefilled, gave its first token and its last
+    (monotonic seconds).
 
     `gaps` are the seconds between the steps that gave it tokens.
     """
 
     accepted: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -47,7 +49,7 @@ class Clock:
             time_to_first_token=first - self.accepted,
             decode_seconds=max(0.0, self.last_token - first),
             total_seconds=time.perf_counter() - self.accepted,
-            queue_seconds=max(0.0, self.started - self.accepted),
+            queue_seconds=max(0.0, self.started - (self.queued or self.accepted)),
             step_gaps=tuple(self.gaps),
         )
 

@@ -98,6 +98,9 @@ class DraftingConfig:
 class PlanChooser(Protocol):
     """Picks the plan of each round. It sees finished rounds only, so that it cannot bias what they emit."""
 
+    #: What it picks of, where there is room.
+    plans: Sequence[DraftPlan]
+
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
 
@@ -109,7 +112,7 @@ class FixedDrafting:
     """Always the same plan, shorter where there is less room."""
 
     def __init__(self, plan: DraftPlan | None) -> None:
-        self.plan = plan
+        self.plan, self.plans = plan, () if plan is None else (plan,)
 
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """See `PlanChooser`."""

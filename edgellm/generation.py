@@ -24,6 +24,7 @@ class Answering:
 
     def __init__(self, sequence: DecodingSequence, deadline: float | None = None) -> None:
         self.sequence, self.deadline = sequence, deadline
+        sequence.clock.queued = time.perf_counter()
         self.cancelled = False
         self.changed = threading.Condition()
         self.chunks: deque[Chunk] = deque()

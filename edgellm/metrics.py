@@ -15,7 +15,7 @@ from edgellm.responses import Response
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 
 _HISTOGRAMS = {
-    "queue_seconds": "Time from a request's acceptance to a free slot.",
+    "queue_seconds": "Time that a request waited for a free slot.",
     "time_to_first_token_seconds": "Time from a request's acceptance to its first token.",
     "step_gap_seconds": "Time between the steps that gave a request tokens.",
     "request_seconds": "Time from a request's acceptance to its end.",
@@ -87,7 +87,8 @@ class EagleGenerationMetrics(VanillaGenerationMetrics):
 
 @dataclass
 class MultimodalMetrics:
-    """Images of prompts, their tokens, the seconds that encoding them took, and how many had been encoded before."""
+    """Images in prompts (a history's again with each turn), their tokens, the seconds that encoding them took, and how
+    many had been encoded before."""
 
     images: int = 0
     image_tokens: int = 0

@@ -32,6 +32,8 @@ class Request:
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("a request has either a prompt or messages: give one of them")
+        if isinstance(self.prompt, (bytes, bytearray)):
+            raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
 
     @property
     def shows_images(self) -> bool:

@@ -10,37 +10,32 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from edgellm.adaptive_drafting import adaptive_drafting
-from edgellm.decoding import Clock, DecodingLoop, DecodingSequence, KVContents, Runner
+from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents, Runner
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
-from edgellm.drafting_controller import DraftingController, DraftingReport, candidate_plans
+from edgellm.drafting_controller import DraftingController, DraftingReport
 from edgellm.drafting_presets import default_drafting
-from edgellm.drafting_statistics import DraftingTally
 from edgellm.engines.backend import Backend, open_backend
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import EdgeLLMError, EngineDirectoryError, RequestError
 from edgellm.generation import Answering, deadline_after
 from edgellm.metrics import Metrics
 from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
+from edgellm.preparation import Preparation
 from edgellm.request import Request
 from edgellm.request_queue import RequestQueue
 from edgellm.responses import Response
 from edgellm.runner_opening import open_runner, read_adapters
-from edgellm.sampling_params import SamplingParams
 from edgellm.serving import RequestServer
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.snapshot_file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
-from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label, system_prompt_ids
-from edgellm.text.message_parts import ImageReference, images_of_messages, images_of_prompt
-from edgellm.text.stop import Answer
+from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgellm.eyes import Eyes
-    from edgellm.multimodal.image_processor import PreparedImage
 
 
 class SpecDecodeRuntime:
@@ -99,6 +94,7 @@ class SpecDecodeRuntime:
         try:
             if self._eyes is not None:
                 self._eyes.load(progress)
+            self._preparation = Preparation(self.directory, self.tokenizer, self._eyes)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             if asked is not None:
@@ -166,13 +162,7 @@ class SpecDecodeRuntime:
             if not runner.backend.fixed_shapes:
                 self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
             elif isinstance(runner, EagleRunner):
-                config = self._drafting
-                if config is None:
-                    plans = []
-                else:
-                    limits = self.directory.limits
-                    plans = candidate_plans(config, limits) if config.adaptive else [config.plan(limits)]
-                self.uncaptured_stages = tuple(runner.capture_steps(plans))
+                self.uncaptured_stages = tuple(runner.capture_steps(self._choosers[self._drafting].plans))
             else:
                 self.uncaptured_stages = tuple(runner.base.capture_steps())
         return not self.uncaptured_stages
@@ -226,33 +216,7 @@ class SpecDecodeRuntime:
 
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
-        clock, params = Clock(), (request.params or SamplingParams()).seeded()
-        runner = self._open_runner()
-        runner.base.adapter_digest(request.adapter)
-        prompt_ids, images = self._shown_prompt(request)
-        self._check_prompt(prompt_ids)
-        answer = Answer(
-            self.tokenizer.detokenizer(),
-            params.stop,
-            params.stop_token_ids,
-            () if params.ignore_eos else self.directory.eos_token_ids,
-            params.max_tokens,
-        )
-        sampling = SamplingValues(
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.seed or 0,
-        )
-        tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
-        limit, adapter = params.max_tokens, request.adapter
-        return DecodingSequence(
-            prompt_ids, sampling, answer, clock, limit, tally, adapter, images, logprobs=params.logprobs
-        )
+        return self._preparation.sequence(request, self._open_runner())
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.Engine`."""
@@ -290,9 +254,7 @@ class SpecDecodeRuntime:
     ) -> Snapshot:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
         snapshots, label = self._open_snapshots(), label or prompt_label(prompt)
-        shown = images_of_messages([{"role": "system", "content": prompt}])
-        token_ids, prepared = self._with_images(system_prompt_ids(self.tokenizer, prompt), shown)
-        self._check_prompt(token_ids)
+        token_ids, prepared = self._preparation.system_prompt(prompt)
         with self._exclusive():
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
             images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
@@ -356,44 +318,6 @@ class SpecDecodeRuntime:
             return Answering(self.prepare(request), deadline_after(request.deadline))
         except EdgeLLMError as error:
             return error
-
-    def _shown_prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens of a request, those of its images included, and the images."""
-        if request.messages is not None:
-            if request.images:
-                raise RequestError("a conversation has its images in its messages: leave `images` out")
-            prompt_ids = self.tokenizer.encode_chat(request.messages)
-            shown = images_of_messages(request.messages)
-        else:
-            prompt_ids = self._prompt_ids(request)
-            shown = images_of_prompt(request.images)
-        return self._with_images(prompt_ids, shown)
-
-    def _with_images(
-        self, prompt_ids: list[int], shown: Sequence[ImageReference]
-    ) -> tuple[list[int], Sequence[PreparedImage]]:
-        """A prompt that shows images, with all their tokens, and the images."""
-        if self._eyes is None:
-            if shown:
-                raise RequestError(
-                    f"the request shows {len(shown)} images, but {self.directory.path} has no vision model: leave them "
-                    "out, or open a directory that has one"
-                )
-            return prompt_ids, ()
-        images = self._eyes.prepare(shown)
-        return self._eyes.expand(prompt_ids, images), images
-
-    def _prompt_ids(self, request: Request) -> list[int]:
-        return self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt or ())
-
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: it must have at least one token")
-        if len(prompt_ids) >= self.context_length:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and the context {self.context_length}, of which at least one "
-                "is for the answer: shorten the prompt or the history, or build with a larger --kv-capacity"
-            )
 
 
 def _open_eyes(

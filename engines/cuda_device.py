@@ -90,7 +90,8 @@ class CudaDevice:
             import pycuda.driver as cuda
         except ImportError as error:
             raise MissingDependencyError(
-                f"pycuda does not load ({error}). Install it with pip install 'edgellm[gpu]', or use --backend numpy."
+                f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, or use "
+                "--backend numpy."
             ) from error
         try:
             cuda.init()

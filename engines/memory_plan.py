@@ -70,8 +70,7 @@ def plan_memory(
         "logits and sampling": sampling,
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
-        decoders = [config] if draft is None else [config, draft.decoder]
-        items["slot exchange"] = sum(math.prod(kv_cache_shape(each, limits)[1:]) for each in decoders) * item
+        items["slot exchange"] = math.prod(kv_cache_shape(config, limits)[1:]) * item
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
@@ -90,10 +89,11 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     rotary = limits.kv_rows * draft.decoder.rotary_dim
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     caches = 2 * draft.decoder.num_layers * math.prod(kv_cache_shape(draft.decoder, limits))
+    exchange = math.prod(kv_cache_shape(draft.decoder, limits)[1:]) if slots > 1 else 0
     return {
         "draft weights": weights * item,
         "draft KV caches": caches * item,
-        "draft buffers": rows * inputs * item + masks + (slots * logits + rotary) * wide,
+        "draft buffers": (rows * inputs + exchange) * item + masks + (slots * logits + rotary) * wide,
     }
 
 

@@ -75,7 +75,8 @@ def load_tensorrt() -> TensorRTLibrary:
     library, reason = _search()
     if library is None:
         raise MissingDependencyError(
-            f"No usable TensorRT: {reason}. On an RTX PC: pip install 'edgellm[rtx]'. On a Jetson use JetPack's own "
-            "TensorRT in a virtual environment made with --system-site-packages. Without a GPU use --backend numpy."
+            f"No usable TensorRT: {reason}. On an RTX PC: pip install '.[rtx]' in EdgeLLM's checkout. On a Jetson use "
+            "JetPack's own TensorRT in a virtual environment made with --system-site-packages. Without a GPU use "
+            "--backend numpy."
         )
     return library

@@ -125,7 +125,7 @@ def _toolkit_headers(root: Path) -> list[Path]:
 
 
 def _load_nvrtc() -> Any:
-    advice = "Install it with: pip install 'cuda-bindings>=12.9' nvidia-cuda-nvrtc (or pip install 'edgellm[gpu]')"
+    advice = "Install it with: pip install 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:

@@ -59,7 +59,7 @@ class CudaKernels:
             import pycuda.driver as cuda
         except ImportError as error:
             raise MissingDependencyError(
-                f"pycuda does not load ({error}). Install it with: pip install 'edgellm[gpu]'"
+                f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout"
             ) from error
         if max_batch < 1:
             raise KernelError(f"max_batch is {max_batch}; expected at least 1")

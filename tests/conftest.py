@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_gpu() is None:
         reason = "no NVIDIA GPU (no driver, or it shows no device)"
     elif importlib.util.find_spec("pycuda") is None:
-        reason = "pycuda is not installed: pip install 'edgellm[gpu]'"
+        reason = "pycuda is not installed: pip install '.[gpu]'"
     else:
         return
     for item in items:

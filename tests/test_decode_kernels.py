@@ -174,7 +174,7 @@ def test_verified_tokens_and_features_are_what_the_description_says(
 
 @pytest.mark.parametrize("architecture", ["sm_87"])
 def test_the_kernels_compile_without_a_gpu(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'edgellm[test]'")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install '.[test]'")
     every = compiler._sources()
     own = {name: text for name, text in every.items() if name.startswith(("decode_", "programmatic_"))}
     monkeypatch.setattr(compiler, "_sources", lambda: own)

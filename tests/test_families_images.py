@@ -248,7 +248,7 @@ def test_every_engine_is_built_with_eyes_and_draft(
     """For real, by TensorRT: base, draft and vision encoder of one directory."""
     library = find_tensorrt()
     if library is None or library.flavour != "rtx":
-        pytest.skip("TensorRT-RTX, which builds without a GPU, is not installed: pip install 'edgellm[test]'")
+        pytest.skip("TensorRT-RTX, which builds without a GPU, is not installed: pip install '.[test]'")
     checkpoint = make_checkpoint(tmp_path / "x", 0, **TINY[family])
     draft = make_draft(tmp_path / "draft", 0, rope_scaling=TINY[family]["rope_scaling"])
     limits = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=8, image_rows=(64,))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, SamplingParams
+from tools.demo_model.eyes.kinds import KINDS
 from tools.demo_model.eyes.samples import SCENES
 from tools.demo_model.words import article, join
 
@@ -44,6 +45,19 @@ def test_places_actions_and_what_is_not_there(llm: LLM):
     assert sentence == "I will pick up the orange hammer."
     assert json.loads(action) == {"action": "pick", "object": "orange hammer"}
     assert asked(llm, "toys", "Give me the hat.") == "I do not see a hat."
+
+
+def test_drafted_answers_about_a_picture_are_plain_ones(llm: LLM):
+    with LLM(SHIPPED, backend="numpy", drafting=None) as plain:
+        for scene, question in (("toys", "What do you see?"), ("study", "Put the book next to the lamp.")):
+            assert asked(llm, scene, question) == asked(plain, scene, question)
+
+
+def test_the_system_prompts_describe_one_robot():
+    from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT, PICTURE_SYSTEM_PROMPT
+
+    assert SYSTEM == PICTURE_SYSTEM_PROMPT and DEFAULT_SYSTEM_PROMPT.startswith(PICTURE_SYSTEM_PROMPT)
+    assert not any(kind in SYSTEM for kind in KINDS)
 
 
 def test_everything_that_ships_is_small():

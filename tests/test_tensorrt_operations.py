@@ -30,7 +30,7 @@ SHAPES = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1040).engine_sh
 def library() -> TensorRTLibrary:
     found = find_tensorrt()
     if found is None:
-        pytest.skip("TensorRT is not installed: pip install 'edgellm[test]'")
+        pytest.skip("TensorRT is not installed: pip install '.[test]'")
     return found
 
 

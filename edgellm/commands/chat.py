@@ -144,7 +144,7 @@ def _handle(state: ChatState, message: str, with_stats: bool) -> None:
         answer(state, message, with_stats)
     elif files:
         for file in files:
-            state.show(file)
+            state.show(file, "This question" if text else "The next question")
         if text:
             answer(state, text, with_stats)
     elif message.strip():

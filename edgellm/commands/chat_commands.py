@@ -60,14 +60,17 @@ class ChatState:
     blind_system: str | None = None
     seeing_system: str | None = None
 
-    def show(self, path: Path) -> None:
-        """Show an image with the next question; RequestError or ImageError where that cannot be."""
+    def show(self, path: Path, question: str = "The next question") -> None:
+        """Show an image with the next question, which is called `question`.
+
+        RequestError or ImageError where that cannot be.
+        """
         require_sight(self.llm)
         picture = read_picture(path)
         self.pictures.append(picture)
         if self.seeing_system is not None and self.conversation.system == self.blind_system:
             self.conversation.system = self.seeing_system
-        self.say(f"The next question shows {picture_in_words(picture)}.")
+        self.say(f"{question} shows {picture_in_words(picture)}.")
 
 
 def is_command(message: str) -> bool:
@@ -222,7 +225,7 @@ def _stats(state: ChatState, argument: str) -> None:
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]
         lines.append(
-            f"images: {counts['images']} shown, {counts['reused_images']} of them known already, "
+            f"images: {counts['images']} in prompts, {counts['reused_images']} of them encoded before, "
             f"{counts['image_tokens']} tokens, encoded in {counts['seconds']:.2f} s"
         )
     lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")

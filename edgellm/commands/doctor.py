@@ -89,7 +89,7 @@ def _version_of(package: str) -> str:
 
 def _pycuda() -> str:
     if importlib.util.find_spec("pycuda") is None:
-        return "not installed (pip install 'edgellm[gpu]')"
+        return "not installed (pip install '.[gpu]' in EdgeLLM's checkout)"
     return _version_of("pycuda")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 DIGEST_BYTES = 32
 BLOCK_BYTES = 1 << 20
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 
 
 class RunningDigest:

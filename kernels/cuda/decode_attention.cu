@@ -53,6 +53,7 @@ __device__ __forceinline__ void attention(
     auto load_tile = [&](int tile) {
         if (tile < end) {
             const int stage = (tile - begin) % KEY_STAGES, rows = min(TILE, start - tile * TILE), chunks = size / 8;
+#pragma unroll 2
             for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
                 const int key = i / chunks, column = i % chunks * 8;
                 const size_t source = static_cast<size_t>(tile * TILE + key) * size + column;
@@ -63,7 +64,7 @@ __device__ __forceinline__ void attention(
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < KEY_STAGES; ++i) load_tile(begin + i);
 
     wait_for_previous_kernel();
@@ -74,6 +75,7 @@ __device__ __forceinline__ void attention(
         prepare_head<T>(new_tokens + own * width + (kv_head * group + warp) * size, queries + warp * size, q_norm, epsilon,
                         rotations + own * rotary, scale, size, rotary);
     const int new_end = min(seen_count, end * TILE - start);  // of the new keys, those in this block's tiles
+#pragma unroll 1
     for (int i = max(0, begin * TILE - start) + warps - 1 - warp; i < new_end; i += warps) {
         const int node = place_of_bit(seen, i);
         prepare_head<T>(new_tokens + node * width + (heads + kv_head) * size, new_keys + i * size, k_norm, epsilon,
@@ -81,6 +83,7 @@ __device__ __forceinline__ void attention(
     }
 
     float maximum = LOWEST, total = 0.f, sum[PAIRS][2] = {};
+#pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
         const int stage = (tile - begin) % KEY_STAGES, count = min(TILE, length - tile * TILE), key_index = tile * TILE + lane;
         const bool counts = lane < count && (!masks_all || key_index == start + own ||
@@ -89,6 +92,7 @@ __device__ __forceinline__ void attention(
         __syncthreads();
         const int first = max(0, tile * TILE - start), last = min(seen_count, (tile + 1) * TILE - start);
         if (first < last) {
+#pragma unroll 1
             for (int i = threadIdx.x; i < (last - first) * size; i += blockDim.x) {
                 const int index = first + i / size, d = i % size, node = place_of_bit(seen, index);
                 const float* new_value = new_tokens + node * width + (heads + kv_heads + kv_head) * size;
@@ -167,6 +171,7 @@ __device__ __forceinline__ void attention(
         if (!last_block || warp >= group) return;
         __threadfence();
         maximum = LOWEST;
+#pragma unroll 1
         for (int s = lane; s < active; s += 32) maximum = fmaxf(maximum, __ldcg(parts + s * (size + 2)));
         maximum = warp_max(maximum), total = 0.f;
 #pragma unroll

@@ -21,6 +21,7 @@ __device__ __forceinline__ void prepare_head(
     int rotary) {
     const int lane = threadIdx.x % 32, half = rotary / 2;
     float squares = 0.f;
+#pragma unroll 2
     for (int d = lane; d < size; d += 32) {
         const float value = __ldcg(source + d);
         squares = fmaf(value, value, squares);
@@ -28,21 +29,25 @@ __device__ __forceinline__ void prepare_head(
     }
     if (norm_weight != nullptr) {
         const float factor = rsqrtf(warp_sum(squares) / size + epsilon);
+#pragma unroll 2
         for (int d = lane; d < size; d += 32) target[d] = target[d] * factor * to_float(norm_weight[d]);
     }
     __syncwarp();
+#pragma unroll 2
     for (int d = lane; d < half; d += 32) {
         const float cosine = to_float(__ldcg(cos_sin + d)), sine = to_float(__ldcg(cos_sin + half + d));
         const float low = target[d], high = target[half + d];
         target[d] = fmaf(low, cosine, -high * sine) * scale;
         target[half + d] = fmaf(high, cosine, low * sine) * scale;
     }
+#pragma unroll 2
     for (int d = rotary + lane; d < size; d += 32) target[d] *= scale;
     __syncwarp();
 }
 
 // The place of the set bit that has `before` set bits below it.
 __device__ __forceinline__ int place_of_bit(unsigned bits, int before) {
+#pragma unroll 1
     for (int i = 0; i < before; ++i) bits &= bits - 1;
     return __ffs(bits) - 1;
 }

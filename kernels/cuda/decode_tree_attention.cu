@@ -12,6 +12,7 @@ constexpr int MAX_TOKENS = 64;  // of a sequence
 constexpr int MAX_OWN = 4;      // of a block
 
 __device__ __forceinline__ int place_of_bit(unsigned long long bits, int before) {
+#pragma unroll 1
     for (int i = 0; i < before; ++i) bits &= bits - 1;
     return __ffsll(static_cast<long long>(bits)) - 1;
 }
@@ -98,7 +99,7 @@ __device__ __forceinline__ void attend(
     };
     const int first_row = __shfl_sync(FULL_WARP, own_row, 0);
     int key = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (; key + 4 <= committed; key += 4) {
         float4 four[HEADS];
 #pragma unroll
@@ -108,6 +109,7 @@ __device__ __forceinline__ void attend(
         add(first_row + key + 2, {four[0].z, four[1].z, four[2].z, four[3].z});
         add(first_row + key + 3, {four[0].w, four[1].w, four[2].w, four[3].w});
     }
+#pragma unroll 1
     for (; key < count; ++key)
         add(__shfl_sync(FULL_WARP, own_row, key),
             {weights[key], weights[TILE + key], weights[2 * TILE + key], weights[3 * TILE + key]});
@@ -154,6 +156,7 @@ __device__ __forceinline__ void attention(
     __syncthreads();
     unsigned long long seen_by_any = 0;
     int least_each = of_token[0].tiles_each, most_each = least_each;
+#pragma unroll 1
     for (int i = 0; i < own_count; ++i) {
         seen_by_any |= of_token[i].seen;
         least_each = min(least_each, of_token[i].tiles_each), most_each = max(most_each, of_token[i].tiles_each);
@@ -169,6 +172,7 @@ __device__ __forceinline__ void attention(
     // Rows before `start` were written in earlier steps, so they may be read before the previous kernel is done.
     auto load = [&](int iteration, int each) {
         const int chunks = size / 8, stage = iteration % KEY_STAGES;
+#pragma unroll 2
         for (int i = threadIdx.x; i < slots * TILE * chunks; i += blockDim.x) {
             const int place = i / chunks, column = i % chunks * 8;
             const int row = tile_of(iteration, each, place / TILE) * TILE + place % TILE;
@@ -179,24 +183,27 @@ __device__ __forceinline__ void attention(
         }
         commit_copies();
     };
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < KEY_STAGES; ++i) load(i, least_each);
 
     wait_for_previous_kernel();
     const int width = (all_heads + 2 * kv_heads) * size;
     const float* new_tokens = qkv + static_cast<size_t>(b) * tokens * width;
     const T* rotations = cos_sin + static_cast<size_t>(b) * tokens * rotary;
+#pragma unroll 1
     for (int i = warp; i < own_count * heads; i += warps) {
         const int t = i / heads, h = i % heads, node = first_token + t;
         prepare_head<T>(new_tokens + node * width + (kv_head * group + first_head + h) * size,
                         queries + (t * HEADS + h) * size, q_norm, epsilon, rotations + node * rotary, scale, size, rotary);
     }
+#pragma unroll 1
     for (int node = warps - 1 - warp; node < tokens; node += warps) {
         if ((seen_by_any >> node & 1) == 0) continue;
         const float* new_value = new_tokens + node * width + (all_heads + kv_heads + kv_head) * size;
         prepare_head<T>(new_tokens + node * width + (all_heads + kv_head) * size, own_floats, k_norm, epsilon,
                         rotations + node * rotary, 1.f, size, rotary);
         const bool writes = first_head == 0 && node >= first_token && node < first_token + own_count;
+#pragma unroll 2
         for (int d = lane; d < size; d += 32) {
             const T key = from_float<T>(own_floats[d]), value = from_float<T>(__ldcg(new_value + d));
             keys[(ring_rows + node) * stride + d] = key, values[(ring_rows + node) * stride + d] = value;
@@ -212,11 +219,14 @@ __device__ __forceinline__ void attention(
     State<PAIRS> state;
     for (int each = least_each; each <= most_each; ++each) {
         int splits_most = 0;
+#pragma unroll 1
         for (int i = 0; i < own_count; ++i)
             if (of_token[i].tiles_each == each) splits_most = max(splits_most, of_token[i].active);
         const int iterations = (splits_most + slots - 1) / slots * each;
         if (each > least_each)
+#pragma unroll 1
             for (int i = 0; i < KEY_STAGES; ++i) load(i, each);
+#pragma unroll 1
         for (int iteration = 0; iteration < iterations; ++iteration) {
             wait_for_copies<KEY_STAGES - 1>();
             __syncthreads();
@@ -249,11 +259,13 @@ __device__ __forceinline__ void attention(
         __syncthreads();
     }
 
+#pragma unroll 1
     for (int i = warp; i < own_count * heads; i += warps) {
         const int t = i / heads, h = i % heads, active = of_token[t].active;
         const size_t result = (static_cast<size_t>(b) * tokens + first_token + t) * all_heads + head + h;
         const float* parts = partial + result * splits * (size + 2);
         float maximum = LOWEST, total = 0.f, sum[PAIRS][2] = {};
+#pragma unroll 1
         for (int s = lane; s < active; s += 32) maximum = fmaxf(maximum, __ldcg(parts + s * (size + 2)));
         maximum = warp_max(maximum);
 #pragma unroll 8

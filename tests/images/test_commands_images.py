@@ -101,8 +101,13 @@ def test_commands_show_images_in_several_turns(edgellm: Edgellm, engines: Path, 
 def test_dropped_paths_are_shown(edgellm: Edgellm, engines: Path, cup: Path, ball: Path) -> None:
     escaped = str(cup).replace(" ", "\\ ").replace("'", "\\'").replace("(", "\\(").replace(")", "\\)")
     lines = f"{ball} What is it?\n{escaped} \nIs {ball.as_uri()} like it?\n"
-    code, out, _ = edgellm("chat", engines, lines=lines)
+    code, out, err = edgellm("chat", engines, lines=lines)
     assert (code, out) == (0, expected(engines, ([ball], "What is it?"), ([cup, ball], "Is  like it?")))
+    assert err.splitlines() == [
+        "This question shows ball.JPG (37 x 15).",
+        "The next question shows my cup's (1).png (20 x 24).",
+        "This question shows ball.JPG (37 x 15).",
+    ]
 
 
 def test_conversations_with_images_are_saved_and_loaded(

@@ -118,3 +118,22 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
             await AsyncLLM(tmp_path).open()
 
     asyncio.run(open_it())
+
+
+def test_sessions_and_cached_system_prompts(serving_engines: Path) -> None:
+    async def talk() -> None:
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
+            kept = await llm.cache_system_prompt("be kind")
+            session = await llm.create_session("be kind", SamplingParams(max_tokens=3, ignore_eos=True))
+            first = await session.send("hi")
+            assert first.usage.reused_tokens == kept.tokens
+            generation = await session.stream("ho")
+            with pytest.raises(RequestError, match="still being answered"):
+                await session.send("too early")
+            second = await generation.result()
+            assert second.usage.reused_tokens > first.usage.prompt_tokens - 2
+            assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 2]
+            session.replace([])
+            assert session.messages == []
+
+    asyncio.run(talk())

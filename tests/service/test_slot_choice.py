@@ -11,6 +11,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting import DraftingConfig
 from edgellm.kv_contents import KVContents
 from edgellm.slot_choice import SlotChoice, choose_slot
+from edgellm.text.chat_template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 SYSTEM = [200, 201, 202, 203]
@@ -134,3 +135,25 @@ def test_rows_stay_true_while_others_finish_and_move(llm: LLM, fresh: LLM) -> No
     for prompt, response in zip(reversed(longer), again, strict=True):
         assert response.token_ids == answer_alone(fresh, prompt)
     assert sum(response.usage.reused_tokens for response in again) > 4 * len(SYSTEM)
+
+
+def test_a_template_that_drops_earlier_thoughts(llm: LLM, fresh: LLM) -> None:
+    """The first half of each earlier answer, which stands for its thoughts: what comes before it is reused."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{{ m.content[(m.content|length) // 2:] }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}[assistant]"
+    )
+    for each in (llm, fresh):
+        each.tokenizer.chat_template = ChatTemplate({"default": source}, "a test's template")
+    session = llm.create_session(params=SamplingParams(max_tokens=12, ignore_eos=True))
+    before: list[dict[str, str]] = []
+    for turn, text in enumerate(("hello", "and?", "why")):
+        with_question = [*session.messages, {"role": "user", "content": text}]
+        prompt = llm.tokenizer.encode_chat(with_question)
+        response = session.send(text, PARAMS)
+        assert response.token_ids == answer_alone(fresh, prompt)
+        if turn:
+            shared = llm.tokenizer.encode_chat(before)  # up to the latest answer, which is cut now
+            assert response.usage.reused_tokens >= len(shared) - missing(llm)
+        before = with_question
+        llm.generate([100 + turn, 3, 4], PARAMS)

@@ -36,8 +36,8 @@ from edgellm.engines.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.preparation import sampling_values
 
 #: Two ways of computing in float32 differ by less than this.
 NUMPY_GAP = 1e-4
@@ -195,17 +195,7 @@ def judged(
     sampling: str,
 ) -> list[Difference]:
     """The first difference of each answer that has one."""
-    params = parameters(sampling, 1)
-    values = SamplingValues(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.seed or 0,
-    )
+    values = sampling_values(parameters(sampling, 1))
     differing = [
         (index, place)
         for index, (one, other) in enumerate(zip(expected, found, strict=True))

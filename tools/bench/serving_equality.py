@@ -45,6 +45,7 @@ from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.preparation import sampling_values
 from tools.bench.drafting_equality import GPU_SPACINGS, NUMPY_GAP, Difference, parameters
 from tools.bench.provenance import provenance
 from tools.demo_model.evaluate import SOURCES, evaluation_items
@@ -188,9 +189,7 @@ class Comparison:
             return None
         prompt = self._plain.tokenizer.encode_chat(messages)
         logits = self._logits_after([*prompt, *expected[:place]], asked.adapter)
-        values = self._plain.call(
-            lambda runtime: runtime.prepare(Request(prompt, None, self._params, asked.adapter)).sampling
-        ).result()
+        values = sampling_values(self._params)
         gap = draw_gap(logits, prompt, expected[:place], values, expected[place], found[place])
         allowed = NUMPY_GAP
         if self._plain.backend_name != "numpy":

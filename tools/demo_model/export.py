@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tools.demo_model.model import Dimensions, Model, load_model
-from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT
+from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT, PICTURE_SYSTEM_PROMPT
 from tools.demo_model.vocabulary import CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, TEXT_END, load_vocabulary, render
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,6 +97,7 @@ def write_directory(weights: Path, work: Path, target: Path, dimensions: Dimensi
         },
     )
     (target / "system_prompt.txt").write_text(DEFAULT_SYSTEM_PROMPT + "\n")
+    (target / "system_prompt_image.txt").write_text(PICTURE_SYSTEM_PROMPT + "\n")
 
 
 def sample_ids(directory: Path) -> torch.Tensor:

@@ -92,8 +92,9 @@ def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
 def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict) -> str:
     """The section about the eyes in the folder `vision`."""
     config = json.loads((vision / "config.json").read_text())["vision_config"]
+    stages = training["stages"]
     return Template((Path(__file__).parent / "model_card_eyes.md").read_text()).substitute(
-        parameters=f"{training['parameters'] / 1e6:.2f}",
+        parameters=f"{stages[0]['parameters'] / 1e6:.2f}",
         size=f"{(vision / 'model.safetensors').stat().st_size / 1e6:.1f}",
         layers=config["num_hidden_layers"],
         width=config["hidden_size"],
@@ -104,10 +105,11 @@ def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict) -> st
         kind_names=", ".join(KINDS),
         table_dialogues=f"{table['dialogues']:,}",
         table_seconds=round(table["seconds"]),
-        shown=f"{training['pictures_shown'] / 1e6:.1f}",
-        steps=f"{training['steps']:,}",
-        minutes=training["minutes"],
-        device=training["device"],
+        stages="\n".join(
+            f"- {stage['pictures_shown'] / 1e6:.1f} M pictures in {stage['steps']:,} steps, {stage['minutes']} minutes "
+            f"on {stage['device']}: {stage['about']}"
+            for stage in stages
+        ),
         items=evaluation["items_per_skill"],
         seed=evaluation["seed"],
         mean=f"{evaluation['all']:.1f}",

@@ -1,7 +1,7 @@
 """Dialogues about pictures: the text skills, with the objects in a user's picture instead of the system prompt.
 
-Training dialogues hold one picture, now and then a second one that replaces the scene. `PICTURE` stands for a picture
-in a message's content.
+Training dialogues hold one picture, some of them a second and a third that each replace the scene. `PICTURE` stands for
+a picture in a message's content.
 """
 
 import random
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from tools.demo_model import actions, dialogue, questions
 from tools.demo_model.dialogue import Dialogue
+from tools.demo_model.eyes.phrases_text import IN_PICTURE
 from tools.demo_model.eyes.scenes import SeenWords, seen_world
 from tools.demo_model.prompts import about_robot
-from tools.demo_model.scene import World
+from tools.demo_model.scene import Thing, World
 from tools.demo_model.turns import Context, Turn
 
 PICTURE = "<|image|>"
 Skill = Callable[[Context], Turn | None]
 
+_ABOUT_PICTURE = (questions.list_objects, questions.count_all, questions.count_kind, questions.exists, questions.where)
 # label -> the skills that can give a turn of that label
 SOURCES: dict[str, tuple[Skill, ...]] = {
     "list": (questions.list_objects,),
@@ -43,12 +45,27 @@ SOURCES: dict[str, tuple[Skill, ...]] = {
     "go": (actions.go,),
     "missing": (questions.where, questions.colour, actions.pick, actions.give, actions.move, actions.look),
     "ambiguous": (questions.where, questions.relation, actions.pick, actions.give, actions.push),
+    "in_picture": _ABOUT_PICTURE,
+    "next_picture": (*_ABOUT_PICTURE, questions.colour, questions.at_position, actions.pick, actions.give),
 }
+EXTRA_LABELS = {"in_picture", "next_picture"}
 # How much rarer skills that need no picture are than in the text model's own training.
 _RARER = """name who place battery need_charge user_name_tell user_name_ask small_talk impossible simple turn wait
 holding release sums"""
-EMPHASIS = dict.fromkeys(_RARER.split(), 0.25)
+EMPHASIS = dict.fromkeys(_RARER.split(), 0.25) | {"list_objects": 1.5, "count_all": 1.5}
 EMPTY_LABELS = {questions.list_objects: "list", questions.count_all: "count_all"}
+
+
+@dataclass
+class SeenContext(Context):
+    """A context whose questions name the picture now and then."""
+
+    share: float = 0.3
+
+    def phrase(self, block: str, **slots: str) -> str:
+        """A phrasing as `Context.phrase`; where there is one that names the picture, it is taken with `share`."""
+        named = block in IN_PICTURE and self.rng.random() < self.share
+        return super().phrase(IN_PICTURE[block] if named else block, **slots)
 
 
 @dataclass
@@ -75,10 +92,19 @@ def start(rng: random.Random, split: str) -> tuple[Dialogue, World]:
     """A dialogue that begins with a picture, and a copy of the world that the picture shows."""
     words = SeenWords(rng, split)
     world = seen_world(rng, words, split)
-    shown = World(None, None, None, None, [type(t)(t.colour, t.kind, t.place, t.cell) for t in world.things], True)
+    shown = World(None, None, None, None, [Thing(t.colour, t.kind, t.place, t.cell) for t in world.things], True)
     talk = Dialogue(rng, split, world=world, system=_system(world, rng, split), emphasis=EMPHASIS)
-    talk.context.words = words
+    talk.context = SeenContext(world, rng, words, split)
     return talk, shown
+
+
+def following(talk: Dialogue) -> tuple[Dialogue, World]:
+    """A dialogue without messages yet that goes on from another with a new picture: the same robot, another scene."""
+    new, shown = start(talk.rng, talk.context.split)
+    for name in ("name", "place", "battery", "limit", "user_name"):
+        setattr(new.world, name, getattr(talk.world, name))
+    new.messages = []
+    return new, shown
 
 
 def _place_picture(messages: list[dict[str, str]]) -> None:
@@ -87,33 +113,28 @@ def _place_picture(messages: list[dict[str, str]]) -> None:
     message["content"] = PICTURE + message["content"]
 
 
-def seen_dialogue(rng: random.Random, split: str, turns: int, second: float = 0.12) -> Seen:
-    """A random dialogue of about that many turns; with probability `second` another picture comes in the middle."""
+def seen_dialogue(rng: random.Random, split: str, turns: int, pictures: int = 1) -> Seen:
+    """A random dialogue of about that many turns, and at most so many pictures, the turns divided among them."""
     talk, shown = start(rng, split)
-    worlds, done = [shown], []
-    stops = [turns] if rng.random() >= second or turns < 4 else [turns // 2, turns - turns // 2]
-    messages: list[dict[str, str]] = []
-    for number, stop in enumerate(stops):
+    messages, worlds, done = [], [shown], []
+    for number in range(pictures):
         if number:
             if talk.world.holding:  # what became of it the next picture could not tell
                 break
-            following, shown = start(rng, split)
-            kept = talk.world
-            for name in ("name", "place", "battery", "limit", "user_name"):
-                setattr(following.world, name, getattr(kept, name))
-            following.messages = []
-            talk, worlds = following, [*worlds, shown]
+            talk, shown = following(talk)
+            worlds.append(shown)
+        stop = turns * (number + 1) // pictures - turns * number // pictures
         for _ in range(3 * stop):
             result = talk.turn()
             if result is not None:
                 done.append(result)
             if sum(m["role"] == "user" for m in talk.messages) >= stop:
                 break
-        if any(m["role"] == "user" for m in talk.messages):
-            _place_picture(talk.messages)
-            messages, talk.messages = messages + talk.messages, []
-        else:
+        if not any(m["role"] == "user" for m in talk.messages):
             worlds.pop()
+            break
+        _place_picture(talk.messages)
+        messages, talk.messages = messages + talk.messages, []
     return Seen(messages, worlds, done)
 
 
@@ -123,28 +144,56 @@ def _label(turn: Turn, skill: Skill) -> str:
     return "place_object" if turn.label == "place" else turn.label
 
 
+def _turns(talk: Dialogue, count: int) -> None:
+    for _ in range(count):
+        talk.turn(talk.next_skill() if talk.world.pending is None else dialogue.clarify)
+
+
+def _item(rng: random.Random, label: str) -> dict | None:
+    """One held-out item of a label, or None where it did not come about."""
+    talk, shown = start(rng, "eval")
+    worlds, messages = [shown], []
+    if label == "next_picture":
+        for _ in range(rng.choice((1, 1, 2))):
+            _turns(talk, rng.choice((1, 1, 2)))
+            if talk.world.pending is not None or talk.world.holding or len(talk.messages) < 2:
+                return None
+            _place_picture(talk.messages)
+            messages += talk.messages
+            talk, shown = following(talk)
+            worlds.append(shown)
+    else:
+        _turns(talk, rng.choice((0, 0, 0, 1, 2, 3)))
+    if talk.world.pending is not None:
+        return None
+    if label in EXTRA_LABELS:
+        talk.context.share = 1.0
+    skill = rng.choice(SOURCES[label])
+    turn = talk.turn(skill)
+    if turn is None or len(talk.messages) > 12 or (label not in EXTRA_LABELS and _label(turn, skill) != label):
+        return None
+    _place_picture(talk.messages)
+    messages = (messages + talk.messages)[:-1]
+    return {
+        "skill": label,
+        "messages": messages,
+        "worlds": worlds,
+        "accepted": list(dict.fromkeys((turn.answer, *turn.accepted))),
+    }
+
+
 def seen_items(seed: int, count_per_skill: int, labels: tuple[str, ...] = tuple(SOURCES)) -> list[dict]:
     """Items {skill, messages, worlds, accepted}: held-out phrasings about scenes with held-out pairs.
 
-    Half of the items come after earlier turns about the same picture.
+    Half of the items come after earlier turns about the same picture; those of `next_picture` after other pictures.
     """
     items = []
     for label in labels:
-        found, attempt = 0, 0
-        while found < count_per_skill:
+        attempt, found = 0, []
+        while len(found) < count_per_skill:
             attempt += 1
-            rng = random.Random(f"eyes {seed} {label} {attempt}")
-            talk, shown = start(rng, "eval")
-            for _ in range(rng.choice((0, 0, 0, 1, 2, 3))):
-                talk.turn(talk.next_skill() if talk.world.pending is None else dialogue.clarify)
-            if talk.world.pending is not None:
-                continue
-            skill = rng.choice(SOURCES[label])
-            turn = talk.turn(skill)
-            if turn is None or _label(turn, skill) != label or len(talk.messages) > 12:
-                continue
-            _place_picture(talk.messages)
-            accepted = list(dict.fromkeys((turn.answer, *turn.accepted)))
-            items.append({"skill": label, "messages": talk.messages[:-1], "worlds": [shown], "accepted": accepted})
-            found += 1
+            item = _item(random.Random(f"eyes {seed} {label} {attempt}"), label)
+            if item:
+                found.append(item)
+        items += found
     return items

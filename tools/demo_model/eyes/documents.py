@@ -1,7 +1,7 @@
 """Training dialogues about pictures as token rows of one length, with the scenes that their pictures show.
 
-A shard holds groups of 64 rows of 512 tokens; the first 8 rows of a group have two pictures, the others one, so that
-every batch of whole groups has the same number of pictures. Rows of a picture are the token `<|image|>`, 81 in a row.
+A shard holds groups of 64 rows of 512 tokens; the first rows of a group have three pictures, others two, most one, so
+that every batch of whole groups has the same number of pictures. A picture's rows are 81 times the token `<|image|>`.
 """
 
 import os
@@ -18,8 +18,9 @@ from tools.demo_model.eyes.layout import ROWS, cells_of
 from tools.demo_model.vocabulary import END, START, load_vocabulary, render
 
 LENGTH = 512
-GROUP, TWICE = 64, 8
-PICTURES = GROUP + TWICE
+GROUP = 64
+PICTURES_OF_ROWS = (3,) * 6 + (2,) * 14 + (1,) * 44
+PICTURES = sum(PICTURES_OF_ROWS)
 
 
 def render_seen(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
@@ -47,12 +48,12 @@ def encode_row(tokenizer: Tokenizer, seen: Seen) -> tuple[np.ndarray, np.ndarray
 
 
 def group(tokenizer: Tokenizer, rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [64, 512], answers [64, 512] and cells [72, 2, 9] of the pictures in the order of their rows."""
+    """Tokens [64, 512], answers [64, 512] and cells [PICTURES, 2, 9] of the pictures in the order of their rows."""
     rows, cells = [], []
     while len(rows) < GROUP:
-        twice = len(rows) < TWICE
-        seen = seen_dialogue(rng, "train", rng.randint(6, 9) if twice else rng.randint(5, 11), float(twice))
-        if len(seen.worlds) != 1 + twice:
+        pictures = PICTURES_OF_ROWS[len(rows)]
+        seen = seen_dialogue(rng, "train", rng.randint(*((5, 11), (4, 8), (3, 6))[pictures - 1]), pictures)
+        if len(seen.worlds) != pictures:
             continue
         row = encode_row(tokenizer, seen)
         if row is None or not row[1].any():

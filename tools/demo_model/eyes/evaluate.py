@@ -32,9 +32,9 @@ def load_shipped_eyes(directory: Path, out: int) -> torch.nn.Module:
 
 
 def as_seen(item: dict) -> torch.Tensor:
-    """The item's picture as the eyes get it [3, 144, 144], values 0 to 255."""
-    small = Image.fromarray(drawn(item)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.asarray(small).transpose(2, 0, 1).astype(np.float32))
+    """The item's pictures as the eyes get them [n, 3, 144, 144], values 0 to 255."""
+    small = [Image.fromarray(each).resize((SIDE, SIDE), Image.Resampling.BICUBIC) for each in drawn(item)]
+    return torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).astype(np.float32))
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     eyes = load_shipped_eyes(arguments.model / "vision", model.d.hidden_size).to(device)
     items = seen_items(arguments.seed, arguments.count)
     with torch.no_grad():
-        rows = torch.cat([eyes(torch.stack([as_seen(item)]).to(device))[1] for item in items])
+        rows = torch.cat([eyes(as_seen(item).to(device))[1] for item in items])
     examination = Examination(items, tokenizer, device, batch=64 if device == "cuda" else 8)
     found = examination.exact_match(model, lambda numbers: rows[numbers], tokenizer.token_to_id(PICTURE))
     for skill, value in sorted(found.items(), key=lambda pair: pair[1]):
@@ -58,7 +58,7 @@ def main() -> None:
         wrong = [n for n, item in enumerate(items) if item["skill"] == skill and not examination.right[n]]
         for number in wrong[: arguments.show]:
             item = items[number]
-            print(f"    {[thing.name + ' ' + thing.place for thing in item['worlds'][0].things]}")
+            print(f"    {[thing.name + ' ' + thing.place for thing in item['worlds'][-1].things]}")
             print(f"    {item['messages'][-1]['content']!r}\n      want {item['accepted'][0]!r}")
     mean = round(100 * sum(examination.right) / len(items), 2)
     print(f"{'all':20} {mean:6.2f} %")

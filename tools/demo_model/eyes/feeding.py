@@ -12,7 +12,7 @@ from tools.demo_model.eyes.documents import shard_groups
 
 
 class Dialogues:
-    """Endless batches of `groups` groups: tokens [64 g, 512] int64, answers [64 g, 512] bool, cells [72 g, 2, 9]."""
+    """Endless batches of `groups` (g) groups: tokens [64 g, 512], answers [64 g, 512], cells [PICTURES g, 2, 9]."""
 
     def __init__(self, folder: Path, groups: int, rng: random.Random, device: str):
         self.folder, self.device = folder, device

@@ -10,20 +10,20 @@ from tools.demo_model.eyes.layout import cells_of
 from tools.demo_model.eyes.samples import picture
 
 
-def drawn(item: dict) -> np.ndarray:
-    """The picture [288, 288, 3] uint8 of an item's scene; its look depends on the item's words alone."""
+def drawn(item: dict) -> list[np.ndarray]:
+    """The pictures [288, 288, 3] uint8 of an item's scenes; their looks depend on the item's words alone."""
     seed = zlib.crc32(json.dumps(item["messages"]).encode())
-    return picture(cells_of(item["worlds"][0])[None], seed)
+    return [picture(cells_of(world)[None], seed + number) for number, world in enumerate(item["worlds"])]
 
 
 def picture_items(seed: int, count_per_skill: int) -> list[dict]:
     """Items {skill, messages, accepted}: contents with a picture are lists of parts, the picture an array."""
     items = seen_items(seed, count_per_skill)
     for item in items:
-        shown = drawn(item)
+        shown = iter(drawn(item))
         for message in item["messages"]:
             if PICTURE in message["content"]:
                 text = message["content"].replace(PICTURE, "")
-                message["content"] = [{"type": "image", "image": shown}, {"type": "text", "text": text}]
+                message["content"] = [{"type": "image", "image": next(shown)}, {"type": "text", "text": text}]
         del item["worlds"]
     return items

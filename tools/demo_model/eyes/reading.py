@@ -44,17 +44,20 @@ class Examination:
             for answer in item["accepted"]:
                 self.cases.append((number, length, tokenizer.encode(prompt + answer + END).ids))
         self.cases.sort(key=lambda case: len(case[2]))
-        self.cells = np.stack([cells_of(item["worlds"][0]) for item in items])
+        self.cells = np.stack([cells_of(world) for item in items for world in item["worlds"]])
+        ends = np.cumsum([len(item["worlds"]) for item in items])
+        self.shown = [list(range(end - len(item["worlds"]), end)) for item, end in zip(items, ends, strict=True)]
 
     @torch.no_grad()
     def exact_match(self, model: Model, rows_of: Callable[[list[int]], torch.Tensor], image: int) -> dict[str, float]:
-        """Percent of the items of each skill; `rows_of` gives the rows of items' pictures by their numbers."""
+        """Percent of the items of each skill; `rows_of` gives the rows of pictures by their numbers, as in `cells`."""
         right = [False] * len(self.items)
         for begin in range(0, len(self.cases), self.batch):
             part = self.cases[begin : begin + self.batch]
             width = -(-max(len(ids) for _, _, ids in part) // 64) * 64
             tokens = torch.tensor([ids + [0] * (width - len(ids)) for _, _, ids in part], device=self.device)
-            hidden, _ = model.from_embeddings(with_pictures(model, tokens, rows_of([n for n, _, _ in part]), image))
+            rows = rows_of([picture for number, _, _ in part for picture in self.shown[number]])
+            hidden, _ = model.from_embeddings(with_pictures(model, tokens, rows, image))
             best = model.logits(hidden).argmax(-1).tolist()
             for (number, length, ids), row in zip(part, best, strict=True):
                 right[number] |= row[length - 1 : len(ids) - 1] == ids[length:]

@@ -18,7 +18,7 @@ from tools.demo_model.eyes.renderer import SIDE, render
 SCENES: dict[str, tuple[int, tuple[str, ...]]] = {
     "breakfast": (
         3,
-        ("blue cup", "", "yellow banana", "", "white bowl", "red apple", "red cup", "brown plate", "grey fork"),
+        ("blue cup", "", "yellow banana", "", "white bowl", "red apple", "red cup", "brown plate", "blue fork"),
     ),
     "workshop": (
         8,
