@@ -155,7 +155,8 @@ def _figures(own: Sequence[BenchRun], yardstick: Sequence[BenchRun]) -> dict[str
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    return None if any(value is None for value in values) else sum(values)
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _compared(own: Sequence[BenchRun], yardstick: Sequence[BenchRun]) -> dict[str, Any]:

@@ -240,7 +240,8 @@ class DecodingLoop:
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
             if sequence.logprobs is not None:
-                logprobs = token_logprobs(self._runner.logits(slot, len(emitted)), emitted, sequence.logprobs)
+                logits = self._runner.logits(slot, len(emitted))
+                logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
             for place, token in enumerate(emitted, 1):
                 try:
                     text = sequence.answer.push(token)
@@ -251,10 +252,11 @@ class DecodingLoop:
                     break
                 if sequence.tally is not None and not launch.is_prefill:
                     sequence.tally.token()
-                if logprobs[place - 1] is not None:
-                    sequence.token_logprobs.append(logprobs[place - 1])
+                logprob = logprobs[place - 1]
+                if logprob is not None:
+                    sequence.token_logprobs.append(logprob)
                 from_draft = plan is not None and place < len(emitted)
-                yield EmittedToken(sequence, token, text, from_draft, logprobs[place - 1])
+                yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
 

@@ -55,7 +55,7 @@ class DraftingConfig:
                 raise RequestError(f"{name} is {value!r}: expected a whole number of at least {least}")
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
                 raise RequestError(f"{name} is {value!r}: expected a number above 0 and up to 1")
         for name in ("sampled", "adaptive"):
             if not isinstance(getattr(self, name), bool):
@@ -112,7 +112,8 @@ class FixedDrafting:
     """Always the same plan, shorter where there is less room."""
 
     def __init__(self, plan: DraftPlan | None) -> None:
-        self.plan, self.plans = plan, () if plan is None else (plan,)
+        self.plan = plan
+        self.plans: Sequence[DraftPlan] = () if plan is None else (plan,)
 
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """See `PlanChooser`."""

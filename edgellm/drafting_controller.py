@@ -113,7 +113,7 @@ class DraftingController:
     def __init__(
         self, plans: Sequence[DraftPlan], costs: RoundCosts, costs_are_wrong: Callable[[], None] | None = None
     ) -> None:
-        self.plans = tuple(plans)
+        self.plans: Sequence[DraftPlan] = tuple(plans)
         self._plain = Candidate(None, PLAIN, 0, "")
         self._candidates = [self._plain, *map(Candidate.of, plans)]
         # Where nothing is drawn at random a round takes the deterministic form of its plan.

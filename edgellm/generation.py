@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from edgellm.decoding import DecodingSequence
-from edgellm.errors import RequestError
+from edgellm.errors import EngineError, RequestError
 from edgellm.responses import Chunk, Response
 
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
@@ -55,6 +55,10 @@ class Answering:
             self.response, self.failure, self.ended = response, failure, True
             self.changed.notify_all()
         self._tell()
+
+    def outcome(self) -> Response | Exception:
+        """The response, or what the request failed with, when it has ended."""
+        return self.response or self.failure or EngineError("the request has not ended")
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""

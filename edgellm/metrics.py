@@ -206,7 +206,7 @@ class Metrics:
         yield from _family(
             "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
         )
-        stages = {
+        stages: dict[str, Any] = {
             "prefill": self.prefill,
             "vanilla": self.vanilla_generation,
             "eagle": self.eagle_generation,

@@ -137,7 +137,11 @@ class SpecDecodeRuntime:
         Raises RequestError where no draft model is loaded, EngineError where the engines cannot serve the setting.
         """
         runner = self._open_runner()
-        if drafting is not None and not isinstance(runner, EagleRunner):
+        if drafting is None:
+            with self._exclusive():
+                self._drafting = None
+            return
+        if not isinstance(runner, EagleRunner):
             raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
         with self._exclusive():
             if drafting not in self._choosers:
@@ -209,7 +213,7 @@ class SpecDecodeRuntime:
                     queue.put(each)
                     self.metrics.accepted()
             RequestServer(self, queue, self.metrics).serve()
-        return [each if isinstance(each, Exception) else each.response or each.failure for each in asked]
+        return [each if isinstance(each, Exception) else each.outcome() for each in asked]
 
     def prepare(self, request: Request) -> DecodingSequence:
         """A request, checked, as `loop` takes it. Any thread may call it.

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 #: The formats that models are computed in, and the NumPy type that holds one.
-STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+STORAGE: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 
 
 def float32_into(values: np.ndarray, dtype: str, target: np.ndarray) -> None:

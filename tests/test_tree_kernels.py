@@ -17,7 +17,7 @@ from edgellm.kernels.tiled_decode_kernels import group_sums, shares_sums, tiles
 
 
 def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A verify step through the twins, in the order of `CudaTreeEngine`; writes KV rows, returns logits and features."""
+    """A verify step through the twins, as `CudaTreeEngine` orders it; writes KV rows, returns logits and features."""
     batch, tokens, hidden_size = arrays["inputs_embeds"].shape
     count, epsilon, layers = batch * tokens, config.rms_norm_eps, config.feature_layers
 

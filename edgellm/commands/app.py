@@ -74,7 +74,8 @@ def _explaining_group(group: typer.Typer) -> typer.Typer:
     """A group of commands that explain their errors."""
     explaining = typer.Typer(help=group.info.help, no_args_is_help=True)
     for command in group.registered_commands:
-        explaining.command(command.name)(_explaining(command.callback))
+        if command.callback is not None:
+            explaining.command(command.name)(_explaining(command.callback))
     return explaining
 
 

@@ -201,14 +201,13 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
     from edgellm.snapshots.binding import snapshot_binding
     from edgellm.snapshots.snapshot_file import check_binding, verify_snapshot
 
-    if item.snapshot is None:
-        raise item.error
-    verify_snapshot(item.path, item.snapshot)
+    snapshot = item.opened()
+    verify_snapshot(item.path, snapshot)
     if model is not None:
-        found, directory = item.snapshot.facts.binding, EngineDirectory.open(model)
+        found, directory = snapshot.facts.binding, EngineDirectory.open(model)
         dtype = "float32" if found.backend == "numpy" else directory.dtype
         expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
-        check_binding(item.path, item.snapshot, replace(expected, images=found.images))
+        check_binding(item.path, snapshot, replace(expected, images=found.images))
 
 
 def _chosen(names: list[str] | None, everything: bool, folder: Path) -> Iterable[SnapshotOnDisk]:
@@ -224,7 +223,7 @@ def _required(names: list[str] | None) -> list[str]:
 
 
 def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
-    snapshot = item.snapshot
+    snapshot = item.opened()
     facts = snapshot.facts
     first = ", ".join(map(str, snapshot.token_ids[:12].tolist()))
     yield "name", facts.label

@@ -139,9 +139,9 @@ def _plans(directory: EngineDirectory) -> str:
 
 def _draft(directory: EngineDirectory) -> str:
     """The draft model, and how much this machine's preset drafts."""
-    if directory.draft is None:
-        return "none: decoding is plain"
     config = default_drafting(directory.limits, "numpy" if find_gpu() is None else "tensorrt")
+    if directory.draft is None or config is None:
+        return "none: decoding is plain"
     kind = "adaptive, up to " if config.adaptive else ""
     return f"{draft_in_words(asdict(directory.draft.config))}; here {kind}{config.plan(directory.limits).name}"
 

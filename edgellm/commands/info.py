@@ -81,7 +81,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             limits,
             specs,
             directory.dtype,
-            draft=draft and draft.config,
+            draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             beside=beside,
         ).items,

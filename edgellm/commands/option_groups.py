@@ -19,9 +19,10 @@ def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     # Not get_type_hints: in Python 3.10 it hides the annotation of a parameter with the default None in an Optional.
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            parameters += _options(parameter.annotation)
+        group = parameter.annotation
+        if isinstance(group, type) and is_dataclass(group):
+            groups[name] = group
+            parameters += _options(group)
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -31,7 +32,7 @@ def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
             values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
         return function(**values)
 
-    command.__signature__ = inspect.Signature(parameters)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 

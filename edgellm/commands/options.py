@@ -194,7 +194,7 @@ def chosen_settings(
         "system": prompt.system_prompt(),
         "system_cache": system_cache,
     }
-    chosen = {key: value for key, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     return replace(
         settings,
         **chosen,

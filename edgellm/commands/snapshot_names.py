@@ -23,6 +23,12 @@ class SnapshotOnDisk:
     snapshot: Snapshot | None
     error: SnapshotError | None = None
 
+    def opened(self) -> Snapshot:
+        """The snapshot; raises the SnapshotError that says why it cannot be used."""
+        if self.snapshot is None:
+            raise self.error or SnapshotError(f"{self.path} holds no snapshot", "empty")
+        return self.snapshot
+
     @property
     def label(self) -> str | None:
         """The prompt's name, where it can be read."""

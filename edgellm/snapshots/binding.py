@@ -105,11 +105,10 @@ def encoder_digest(directory: EngineDirectory, vision_directory: EngineDirectory
 
     The encoder of a `vision_directory` is used in place of the model's.
     """
-    other = vision_directory is not None and vision_directory.path != directory.path
-    chosen = vision_directory if other else directory
+    chosen = directory if vision_directory is None else vision_directory
     if chosen.vision is not None and chosen.vision.files is not None:
         return _files_digest(chosen.vision.files)
-    return _files_digest(chosen.files) if other else NONE
+    return NONE if chosen.path == directory.path else _files_digest(chosen.files)
 
 
 def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:

@@ -69,7 +69,10 @@ class SlotRunner(Protocol):
     """A runner of the decoding loop; one with a draft has a `draft` besides."""
 
     backend: Backend
-    base: AdaptedModel
+
+    @property
+    def base(self) -> AdaptedModel:
+        """The base model's runner."""
 
     def start(
         self,
@@ -120,7 +123,7 @@ class SlotSnapshots:
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
         `images_digest`."""
-        if adapter not in self._bindings:
+        if adapter is not None and adapter not in self._bindings:
             self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
         bound = self._bindings[adapter]
         return bound if images == NONE else replace(bound, images=images)

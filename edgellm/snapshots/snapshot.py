@@ -28,7 +28,7 @@ METADATA_KEY = "edgellm_snapshot"
 TOKEN_IDS, DIGEST = "token_ids", "sha256"
 STATE_PREFIX = "base.state."
 #: NumPy's dtype of a tensor by the project's name of its dtype.
-NUMPY_DTYPES = {**STORAGE, "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
+NUMPY_DTYPES: dict[str, np.dtype] = {**STORAGE, "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 
 _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: The tensors begin at a multiple of it, in bytes.

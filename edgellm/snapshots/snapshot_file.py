@@ -162,6 +162,8 @@ class _DamagedError(SnapshotError):
 
 def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorInfo]) -> dict[str, TensorPlace]:
     """The tensors, each of the dtype and length in tokens that the facts say; raises SnapshotError."""
+    wanted: object
+    found: object
     expected = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
     for name in expected:
         if name not in tensors:

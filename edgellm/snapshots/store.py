@@ -259,11 +259,10 @@ class SnapshotStore:
         """Delete files, the least recently used first, until the rest fits the budget; `kept` always stays."""
         removed = []
         while self.disk_bytes > self.disk_budget and len(self._disk) > 1:
-            evicted = min(
-                (stored for stored in self._disk if stored is not kept), key=lambda item: last_used(item.path)
-            )
+            files = {stored: stored.path for stored in self._disk if stored is not kept and stored.path is not None}
+            evicted = min(files, key=lambda stored: last_used(files[stored]))
             logger.info("snapshot %r is deleted: the disk budget is used up", evicted.facts.label)
-            removed.append(evicted.path)
+            removed.append(files[evicted])
             self._forget_file(evicted)
             with suppress(SnapshotError):
                 delete_file(removed[-1])

@@ -41,9 +41,9 @@ class RowCopy:
 
 
 class _Filling(NamedTuple):
-    """A piece of the copy `index` whose buffer `place` is being filled."""
+    """A piece of the copy `number` whose buffer `place` is being filled."""
 
-    index: int
+    number: int
     place: int
     staged: RowCopy
     filled: Future[None]
@@ -108,18 +108,18 @@ class Uploader:
         try:
             for number, (index, piece) in enumerate(self._pieces(copies)):
                 if len(waiting) == _BUFFERS:
-                    sent, transfer = waiting[0].index, self._send(waiting.popleft())
-                    if waiting[0].index > sent:  # that was the copy's last piece
+                    sent, transfer = waiting[0].number, self._send(waiting.popleft())
+                    if waiting[0].number > sent:  # that was the copy's last piece
                         yield transfer
                 place = number % _BUFFERS
-                transfer = self._under_way[place]
-                if transfer is not None:
-                    transfer.wait()
+                earlier = self._under_way[place]
+                if earlier is not None:
+                    earlier.wait()
                 staged = self._staged(place, piece)
                 waiting.append(_Filling(index, place, staged, pool.submit(_fill, staged.values, piece)))
             while waiting:
-                sent, transfer = waiting[0].index, self._send(waiting.popleft())
-                if not waiting or waiting[0].index > sent:
+                sent, transfer = waiting[0].number, self._send(waiting.popleft())
+                if not waiting or waiting[0].number > sent:
                     yield transfer
         finally:  # after a failure: nothing writes to the buffers any more
             wait([filling.filled for filling in waiting])

@@ -51,10 +51,12 @@ class TokenText:
             self._known[token_id] = self._find_bytes(self.tokenizer.id_to_token(token_id))
         return self._known[token_id]
 
-    def _find_bytes(self, token: str) -> bytes | None:
+    def _find_bytes(self, token: str | None) -> bytes | None:
+        if token is None:
+            return None
         if self.is_byte_level:
-            values = [self._characters.get(character) for character in token]
-            return token.encode() if None in values else bytes(values)
+            known = all(character in self._characters for character in token)
+            return bytes(self._characters[character] for character in token) if known else token.encode()
         match = BYTE_TOKEN.match(token) if self.has_byte_fallback else None
         return bytes([int(match[1], 16)]) if match else None
 
@@ -90,7 +92,7 @@ class Detokenizer:
             return ""
         data = tokens.bytes_of(token_id)
         if tokens.is_byte_level:
-            return self._utf8.decode(data)
+            return self._utf8.decode(data or b"")
         # A text's first space is the decoder's to strip, in whatever form it comes.
         if data is not None and (self._context or data[0] >= 0x80):
             settled = self._settle_pending()

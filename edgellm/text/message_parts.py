@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from edgellm.errors import RequestError
 
@@ -24,7 +24,7 @@ class ImageReference:
 
     source: Any
     is_url: bool
-    channels: str
+    channels: Literal["RGB", "BGR"]
     name: str
 
 

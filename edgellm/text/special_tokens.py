@@ -119,7 +119,7 @@ class AnchoredTokenizer:
                     )
                 ]
             )
-            self._ids[self._tokenizer.token_to_id(anchor)] = token_id
+            self._ids[self._tokenizer.token_to_id(anchor)] = token_id  # type: ignore[index]
 
     def encode(self, rendered: str, disguise: Disguise) -> list[int]:
         """The ids of a rendered template: its own special tokens as such, disguised ones as plain text."""

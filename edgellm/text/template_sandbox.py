@@ -116,7 +116,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationExtension])
         self.optimized = False  # nothing is computed at compile time that could be left for the rendering
-        self.concat = _concat
+        self.concat = _concat  # type: ignore[method-assign]
         self.filters = {name: _guarded(self.filters[name]) for name in FILTERS}
         self.filters |= {"tojson": _guarded(_tojson), "indent": _guarded(_indent), "format": _guarded(_format)}
         self.filters |= {"_concat": _concat_values, "_value": lambda value: current_budget.get().take(value)}

@@ -47,7 +47,8 @@ template <typename T, typename G> struct Copies {
     int columns, column, rows_left, batch_left;  // of weight rows and activations, counted from the thread's first
 
     __device__ Copies(
-        const T* matrix, const T* input, unsigned team_ring, int first_column, int batch, int rows, int columns, int stride)
+        const T* matrix, const T* input, unsigned team_ring, int first_column, int batch, int rows, int columns,
+        int stride)
         : columns(columns) {
         const int thread = threadIdx.x % TEAM_THREADS, own = thread / (4 * STAGE_STEPS);
         const int step = thread / 4 % STAGE_STEPS, quad = thread % 4;

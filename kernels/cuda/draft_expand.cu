@@ -39,8 +39,8 @@ __device__ inline Family family_of_row(
 }  // namespace draft
 
 // Children of each frontier node. Grid (chunks of the draft vocabulary, rows of all sequences), THREADS threads; `rows`
-// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys, then MAXIMUM_KEYS. `finished` is 0 before and after. May be
-// launched while the kernel before it still runs.
+// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys, then MAXIMUM_KEYS. `finished` is 0 before
+// and after. May be launched while the kernel before it still runs.
 extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
     const float* logits, const int* draft_to_target, const int* frontiers, int* candidate_tokens,
     float* candidate_scores, int* candidate_parents, unsigned* finished, unsigned long long* sums,

@@ -40,8 +40,8 @@ __device__ inline void write_proposal_mask(
 }  // namespace draft
 
 // Everything that the draft model reads of one frontier slot. Grid (slots, sequences), THREADS threads. Dynamic shared
-// memory: gathered_keys(top_k) keys, then top_k^2, then the frontiers of the levels before. `hidden_rows` are those of hidden_in of
-// one sequence. May be launched while the kernel before it still runs.
+// memory: gathered_keys(top_k) keys, then top_k^2, then the frontiers of the levels before. `hidden_rows` are those of
+// hidden_in of one sequence. May be launched while the kernel before it still runs.
 #define DRAFT_PROPOSAL(NAME, COMPUTE)                                                                                 \
     extern "C" __global__ void __launch_bounds__(draft::THREADS) NAME(                                                \
         const int* committed, const int* position_offsets, const float* rotary_table, const char* embedding,          \

@@ -128,7 +128,7 @@ def test_conversations_with_images_are_saved_and_loaded(
 
 def test_statistics_count_images(edgellm: Edgellm, engines: Path, cup: Path) -> None:
     _, _, err = edgellm("chat", engines, "--image", cup, lines="What is it?\nAnd now?\n/stats\n")
-    assert "\nimages: 2 shown, 1 of them known already, 12 tokens, encoded in " in err
+    assert "\nimages: 2 in prompts, 1 of them encoded before, 12 tokens, encoded in " in err
 
 
 def test_bad_images_are_errors_and_the_chat_goes_on(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
