@@ -1,7 +1,7 @@
-"""Verify steps of 17 to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
+"""Verify steps of 17 to 32 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
 
-They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that a tree may
-have any size and what is accepted does not depend on it. The norms are launches of their own here: their results serve
+They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what
+is accepted does not depend on a tree's size. (TensorRT is faster for more tokens.) The norms are launches of their own here: their results serve
 every block of the linear layer that follows.
 """
 
@@ -36,7 +36,7 @@ class CudaTreeEngine(CudaDecodeEngine):
 
     @staticmethod
     def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
-        sums = max(group_sums(rows(shape), width) for width in _shared_widths(config, kernels.multiprocessors))
+        sums = max(group_sums(width) for width in _shared_widths(config, kernels.multiprocessors))
         return {
             "normed": ((rows(shape), padded_columns(config.hidden_size)), dtype),
             "groups": ((sums,), "float32"),
@@ -136,7 +136,7 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
     reason = unsupported_layers(config, shape, dtype)
     if reason is not None or shared_limit is None:
         return reason
-    needed = tiled_shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+    needed = tiled_shared_bytes(shape.tokens, config.hidden_size, config.head_dim, shared_limit)
     return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of steps of 17 to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
+"""The kernels of steps of 17 to 32 tokens on the GPU, as trees have that are verified, prepared once for every step.
 
 Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels`, and scratch memory of its own behind
 them, and returns a `Launch` that enqueues it. A row gets the bits that `CudaDecodeKernels` computes.
@@ -17,7 +17,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 
 #: The most rows of a step (its tokens, of all sequences together).
-MAX_TILED_ROWS = 64
+MAX_TILED_ROWS = 32
 
 _THREADS = 256
 _NORM_THREADS, _NORM_SLICES = 512, 16
@@ -27,29 +27,29 @@ _KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
 _ATTENTION_WARPS = 16
 
 
+#: Weight rows of a tile.
+_UNIT = 64
+
+
 @dataclass(frozen=True)
 class Tiling:
-    """How decode_tiled_linear.cu's kernels of one kind work.
-
-    A tile has `weight_rows`; `stages` are those of the ring, as many as the GPU has memory for, at most.
-    """
+    """How decode_tiled_linear.cu's kernels of one kind work: `stages` are those of the ring, at most."""
 
     name: str
-    weight_rows: int
     splits: int
     stages: int
 
-    def shared_bytes(self, batch: int, stages: int) -> int:
+    def shared_bytes(self, stages: int) -> int:
         """The rings of two teams, and a part of their sums."""
-        return 2 * stages * (_kind(batch) + self.weight_rows) * 128 + 2 * _kind(batch) * self.weight_rows * 4
+        return 2 * stages * (MAX_TILED_ROWS + _UNIT) * 128 + 2 * MAX_TILED_ROWS * _UNIT * 4
 
-    def stages_within(self, batch: int, shared_limit: int) -> int:
+    def stages_within(self, shared_limit: int) -> int:
         """How many of the stages fit; 2 where not even these do."""
-        fitting = (stages for stages in range(self.stages, 2, -1) if self.shared_bytes(batch, stages) <= shared_limit)
+        fitting = (stages for stages in range(self.stages, 2, -1) if self.shared_bytes(stages) <= shared_limit)
         return next(fitting, 2)
 
 
-BROAD, WHOLE, SHARED = Tiling("_broad", 128, 1, 3), Tiling("", 64, 1, 2), Tiling("_shared", 64, _SPLITS, 3)
+WHOLE, SHARED = Tiling("", 1, 2), Tiling("_shared", _SPLITS, 3)
 
 
 class CudaTiledKernels:
@@ -100,7 +100,7 @@ class CudaTiledKernels:
 
         `groups` float32 of `group_sums` and `counters` uint32 of `tiles` (zero before and after) are its own.
         """
-        tiling = SHARED if shares_sums(weight.shape[0], self._module.multiprocessors) else self._whole(_rows(x))
+        tiling = SHARED if shares_sums(weight.shape[0], self._module.multiprocessors) else WHOLE
         return self.tiled_linear(tiling, x, weight, bias, output, groups, counters)
 
     def tiled_linear(
@@ -119,7 +119,7 @@ class CudaTiledKernels:
 
     def gate_up(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
         """See `numpy_tiled_decode_kernels.gate_up`."""
-        return self.tiled_gate_up(self._whole(_rows(x)), x, weight, bias, output)
+        return self.tiled_gate_up(WHOLE, x, weight, bias, output)
 
     def tiled_gate_up(
         self, tiling: Tiling, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray
@@ -171,7 +171,7 @@ class CudaTiledKernels:
                 f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {weight.shape}"
             )
-        stages = tiling.stages_within(batch, self._module.shared_limit)
+        stages = tiling.stages_within(self._module.shared_limit)
         every = (
             pointer(weight),
             pointer(bias),
@@ -181,14 +181,9 @@ class CudaTiledKernels:
             *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns), stages)),
             *behind,
         )
-        grid = (-(-rows // (tiling.weight_rows // sums)), tiling.splits, 1)
-        name = f"{name}{tiling.name}_{_kind(batch)}_{weight.dtype}"
-        return Launch(self._module, name, grid, _THREADS, tiling.shared_bytes(batch, stages), every)
-
-    def _whole(self, batch: int) -> Tiling:
-        """Of layers with many tiles: the broad ones read the activations half as often, if there is memory for them."""
-        fits = BROAD.shared_bytes(batch, 2) <= self._module.shared_limit
-        return BROAD if _kind(batch) == 64 and fits else WHOLE
+        grid = (-(-rows // (_UNIT // sums)), tiling.splits, 1)
+        name = f"{name}{tiling.name}_{weight.dtype}"
+        return Launch(self._module, name, grid, _THREADS, tiling.shared_bytes(stages), every)
 
     def attention(
         self,
@@ -236,33 +231,27 @@ class CudaTiledKernels:
 
 def shares_sums(rows: int, multiprocessors: int) -> bool:
     """Whether blocks share the sums of a linear layer of `rows`: where it has tiles for too few multiprocessors."""
-    return -(-rows // BROAD.weight_rows) < 0.75 * multiprocessors
+    return tiles(rows) < 1.5 * multiprocessors
 
 
-def group_sums(batch: int, rows: int) -> int:
+def group_sums(rows: int) -> int:
     """Number of float32 values that the blocks of a matrix of `rows` leave for each other, where they share sums."""
-    return tiles(rows) * SHARED.weight_rows * _kind(batch) * _SPLITS
+    return tiles(rows) * _UNIT * MAX_TILED_ROWS * _SPLITS
 
 
 def tiles(rows: int) -> int:
-    """The most tiles that a matrix of `rows` has whose sums blocks share."""
-    return -(-rows // SHARED.weight_rows)
+    """The tiles of a matrix of `rows`."""
+    return -(-rows // _UNIT)
 
 
-def tiled_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
+def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
     own, warps = _attention_block(tokens, head_size, shared_limit)
     return max(
-        WHOLE.shared_bytes(batch * tokens, 2),
-        SHARED.shared_bytes(batch * tokens, 2),
+        WHOLE.shared_bytes(2),
         _attention_bytes(tokens, head_size, own, warps),
         8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )
-
-
-def _kind(batch: int) -> int:
-    """Rows of activations of the kernels that serve `batch`."""
-    return 32 if batch <= 32 else 64
 
 
 def _attention_block(tokens: int, size: int, shared_limit: int) -> tuple[int, int]:

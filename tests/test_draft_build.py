@@ -135,8 +135,15 @@ def test_every_draft_engine_builds(name: str) -> None:
             assert len(build_plan(draft, shape, "float16", attention, "sm_86")) > 1000
 
 
-@pytest.mark.parametrize("attention", ["native", "composed"])
-@pytest.mark.parametrize("name", ["eagle2_biases", "eagle3_speculators"])  # features after the final norm, and before
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("eagle2_biases", "native"),  # features after the final norm
+        ("eagle3_speculators", "composed"),  # and before
+        pytest.param("eagle2_biases", "composed", marks=pytest.mark.slow),
+        pytest.param("eagle3_speculators", "native", marks=pytest.mark.slow),
+    ],
+)
 def test_every_base_engine_with_features_builds(name: str, attention: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     config = golden_models(name)["base"]

@@ -83,8 +83,15 @@ def simulate(
     return 1.0 - emitted / work / 1000 / best_rate(costs, acceptance, plans), used
 
 
-@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
-@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(
+    ("device", "in_flight"),
+    [
+        pytest.param(GPU, 1, id="GPU-1"),
+        pytest.param(CPU, 0, id="CPU-0"),
+        pytest.param(GPU, 0, id="GPU-0", marks=pytest.mark.slow),
+        pytest.param(CPU, 1, id="CPU-1", marks=pytest.mark.slow),
+    ],
+)
 def test_regret_on_a_steady_text(device, in_flight):
     """What 2,000 tokens lose, finding out included, of which 2 % goes into trying what does not look best."""
     regrets = []

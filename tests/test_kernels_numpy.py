@@ -177,7 +177,7 @@ def chi_square(tokens: np.ndarray, probability: np.ndarray) -> float:
     return float((((observed - expected)[used] ** 2) / expected[used]).sum() / (used.sum() - 1))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+@pytest.mark.parametrize("seed", [0, 2**64 - 1, pytest.param(1, marks=pytest.mark.slow)])
 def test_samples_follow_softmax(seed):
     row = np.array([1.0, -1.0, 0.5, 2.0, 0.0, 1.5, -0.5, 0.3, 1.2, 0.9, -2.0])
     probability = np.exp(row) / np.exp(row).sum()

@@ -45,8 +45,12 @@ def test_limits_name_every_engine() -> None:
     ]
 
 
-@pytest.mark.parametrize("attention", ["native", "composed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(family, "native") for family in FAMILIES]
+    + [("qwen3_vl", "composed")]
+    + [pytest.param(family, "composed", marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3_vl"],
+)
 def test_every_phase_of_every_family_builds(library: TensorRTLibrary, family: str, attention: str) -> None:
     config = FAMILIES[family]
     target = None if library.flavour == "trt" else "sm_86"

@@ -27,6 +27,8 @@ from edgellm.multimodal.vision_layout import window_rows
 
 needs_tensorrt = pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed")
 LIMITS = EngineLimits(1, 16, 64, image_rows=(64, 128))
+#: One golden model of each kind of encoder; the others are variants.
+FAMILIES = ("llava_clip", "llava_siglip", "qwen2_5_vl", "qwen3_vl")
 
 
 def vision_folder(name: str, place: Path) -> Path:
@@ -35,8 +37,17 @@ def vision_folder(name: str, place: Path) -> Path:
 
 
 @needs_tensorrt
-@pytest.mark.parametrize(("dtype", "attention"), [("float16", "native"), ("bfloat16", "composed")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "attention"),
+    [("qwen3_vl", "bfloat16", "composed")]
+    + [(name, "float16", "native") for name in FAMILIES]
+    + [
+        pytest.param(name, dtype, attention, marks=pytest.mark.slow)
+        for name in NAMES
+        for dtype, attention in (("float16", "native"), ("bfloat16", "composed"))
+        if not (name in FAMILIES and attention == "native" or (name, attention) == ("qwen3_vl", "composed"))
+    ],
+)
 def test_every_family_builds(name: str, dtype: str, attention: str) -> None:
     config = golden_config(name)
     rows = choose_image_rows(config)[0] if config.image_side else 288  # windows of 16 and of 36 patches

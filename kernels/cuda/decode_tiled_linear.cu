@@ -1,5 +1,5 @@
-// Linear layers of 17 to 64 rows of activations, as trees have that are verified: tiles of 64 or 128 weight rows times all
-// rows of activations.
+// Linear layers of 17 to 32 rows of activations, as trees have that are verified: tiles of 64 weight rows times all rows of
+// activations.
 //
 // Every sum has the order of decode_linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
 // the bits of the decode step. A block has two teams of four warps; each takes half of K, streams weights and activations
@@ -264,21 +264,18 @@ __device__ __forceinline__ void linear(
             }
 }
 
-// Tiles of 128 weight rows and of 64; `Shared`: of 64 whose groups four blocks compute.
-template <int ROWS> using Broad = Geometry<1, ROWS / 16, 4, false, 1>;
-template <int ROWS> using BroadPairs = Geometry<1, ROWS / 16, 4, true, 1>;
-template <int ROWS> using Whole = Geometry<2, ROWS / 32, 4, false, 1>;
-template <int ROWS> using Pairs = Geometry<2, ROWS / 32, 4, true, 1>;
-template <int ROWS> using Shared = Geometry<2, ROWS / 32, 4, false, GROUPS>;
+// Tiles of 64 weight rows; `Shared`: tiles whose groups four blocks compute.
+using Whole = Geometry<2, 1, 4, false, 1>;
+using Pairs = Geometry<2, 1, 4, true, 1>;
+using Shared = Geometry<2, 1, 4, false, GROUPS>;
 
 }  // namespace tiled
 }  // namespace decode
 
-#define DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(decode::tiled::THREADS, BLOCKS) NAME
+#define DECODE_TILED_KERNEL(NAME) extern "C" __global__ void __launch_bounds__(decode::tiled::THREADS, 2) NAME
 
-#define DECODE_TILED_LINEAR(NAME, BLOCKS, T, GEOMETRY)                                                                 \
-    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
+#define DECODE_TILED_LINEAR(NAME, T, GEOMETRY)                                                                         \
+    DECODE_TILED_KERNEL(NAME)                                                                                          \
     (const T* weight, const T* bias, const T* input, int stride, float* output, float* partial, unsigned* counters,    \
      int batch, int rows, int columns, int steps, int stages) {                                                        \
         decode::tiled::linear<T, decode::tiled::GEOMETRY>(                                                             \
@@ -286,8 +283,8 @@ template <int ROWS> using Shared = Geometry<2, ROWS / 32, 4, false, GROUPS>;
             stages);                                                                                                   \
     }
 
-#define DECODE_TILED_GATE_UP(NAME, BLOCKS, T, GEOMETRY)                                                                \
-    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
+#define DECODE_TILED_GATE_UP(NAME, T, GEOMETRY)                                                                        \
+    DECODE_TILED_KERNEL(NAME)                                                                                          \
     (const T* weight, const T* bias, const T* input, int stride, T* output, float* partial, unsigned* counters,        \
      int batch, int rows, int columns, int steps, int stages) {                                                        \
         decode::tiled::linear<T, decode::tiled::GEOMETRY>(                                                             \
@@ -295,8 +292,8 @@ template <int ROWS> using Shared = Geometry<2, ROWS / 32, 4, false, GROUPS>;
             steps, stages);                                                                                            \
     }
 
-#define DECODE_TILED_RESIDUAL(NAME, BLOCKS, T, GEOMETRY)                                                               \
-    DECODE_TILED_KERNEL(NAME, BLOCKS)                                                                                  \
+#define DECODE_TILED_RESIDUAL(NAME, T, GEOMETRY)                                                                       \
+    DECODE_TILED_KERNEL(NAME)                                                                                          \
     (const T* weight, const T* bias, const T* input, int stride, const void* residual, int residual_float,             \
      float* output, float* partial, unsigned* counters, int batch, int rows, int columns, int steps, int stages,       \
      T* features, int feature_stride) {                                                                                \
@@ -307,19 +304,11 @@ template <int ROWS> using Shared = Geometry<2, ROWS / 32, 4, false, GROUPS>;
             partial, counters, batch, rows, columns, steps, stages);                                                   \
     }
 
-#define DECODE_TILED_KERNELS(NAME, T, ROWS)                                                                            \
-    DECODE_TILED_LINEAR(decode_tiled_linear_##ROWS##_##NAME, 2, T, Whole<ROWS>)                                        \
-    DECODE_TILED_GATE_UP(decode_tiled_gate_up_##ROWS##_##NAME, 2, T, Pairs<ROWS>)                                      \
-    DECODE_TILED_LINEAR(decode_tiled_linear_shared_##ROWS##_##NAME, 2, T, Shared<ROWS>)                                \
-    DECODE_TILED_RESIDUAL(decode_tiled_residual_shared_##ROWS##_##NAME, 2, T, Shared<ROWS>)
+#define DECODE_TILED_KERNELS(NAME, T)                                                                                  \
+    DECODE_TILED_LINEAR(decode_tiled_linear_##NAME, T, Whole)                                                          \
+    DECODE_TILED_GATE_UP(decode_tiled_gate_up_##NAME, T, Pairs)                                                        \
+    DECODE_TILED_LINEAR(decode_tiled_linear_shared_##NAME, T, Shared)                                                  \
+    DECODE_TILED_RESIDUAL(decode_tiled_residual_shared_##NAME, T, Shared)
 
-#define DECODE_BROAD_KERNELS(NAME, T, ROWS)                                                                            \
-    DECODE_TILED_LINEAR(decode_tiled_linear_broad_##ROWS##_##NAME, 1, T, Broad<ROWS>)                                  \
-    DECODE_TILED_GATE_UP(decode_tiled_gate_up_broad_##ROWS##_##NAME, 1, T, BroadPairs<ROWS>)
-
-DECODE_TILED_KERNELS(float16, __half, 32)
-DECODE_TILED_KERNELS(float16, __half, 64)
-DECODE_BROAD_KERNELS(float16, __half, 64)
-DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 32)
-DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16, 64)
-DECODE_BROAD_KERNELS(bfloat16, __nv_bfloat16, 64)
+DECODE_TILED_KERNELS(float16, __half)
+DECODE_TILED_KERNELS(bfloat16, __nv_bfloat16)

@@ -1,4 +1,4 @@
-// Attention of the 17 to 64 new tokens of a tree: decode_attention.cu for many tokens, with the same bits.
+// Attention of the up to 64 new tokens of a tree: decode_attention.cu for many tokens, with the same bits.
 //
 // A block serves a few tokens and up to four query heads of one key-value head: so few tokens read the keys anew. A warp
 // takes one token and one split of its keys at a time; what the splits leave is merged by the same block, in their order.

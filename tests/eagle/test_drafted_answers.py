@@ -34,7 +34,7 @@ def plain(directory: EngineDirectory) -> Iterator[LLM]:
 
 
 @pytest.fixture(
-    params=[(KINDS[0], 0), (KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0)],
+    params=[(KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0), pytest.param((KINDS[0], 0), marks=pytest.mark.slow)],
     ids=lambda pair: f"{pair[0].kind}-{pair[1]} ahead",
 )
 def drafted(
@@ -75,7 +75,7 @@ def test_answers_are_the_same_and_the_response_says_what_drafting_did(plain: LLM
 def test_an_ending_token_inside_an_accepted_run_ends_the_answer_there(plain: LLM, drafted: LLM) -> None:
     """Each of many tokens of the answer ends one: nothing behind it is shown, counted, or left to be reused."""
     whole = plain.generate(PROMPT, GREEDY).token_ids
-    for index, token in list(enumerate(whole))[::3]:
+    for index, token in list(enumerate(whole))[::5]:
         params = SamplingParams(ignore_eos=True, max_tokens=30, stop_token_ids=(token,))
         first = whole.index(token)
         response = drafted.generate(PROMPT, params)

@@ -36,7 +36,16 @@ PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 28
 
 
-@pytest.fixture(scope="module", params=[(1, True), (1, False), (3, True), (3, False)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        (1, True),
+        (3, False),
+        pytest.param((1, False), marks=pytest.mark.slow),
+        pytest.param((3, True), marks=pytest.mark.slow),
+    ],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def eagle(
     request: pytest.FixtureRequest,
     make_engines: Callable[..., EngineDirectory],

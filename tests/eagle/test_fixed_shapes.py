@@ -37,8 +37,15 @@ def answers(runner: EagleRunner, sampling: SamplingValues, plans: Sequence[Draft
     return [tokens[:COUNT] for tokens in found]
 
 
-@pytest.mark.parametrize("generation", ["1", "3"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("generation", "sampling"),
+    [
+        ("1", "greedy"),
+        ("3", "sampled"),
+        pytest.param("1", "sampled", marks=pytest.mark.slow),
+        pytest.param("3", "greedy", marks=pytest.mark.slow),
+    ],
+)
 def test_captured_rounds_of_fixed_shapes_equal_plain_decoding(
     generation: str,
     sampling: str,

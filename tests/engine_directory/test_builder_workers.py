@@ -38,7 +38,10 @@ def children() -> Callable[[], set[int]]:
     return lambda: every_child() - before
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3, None])
+@pytest.mark.parametrize(
+    "workers",
+    [0, None, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_every_shape_is_built_once(
     directory: EngineDirectory, workers: int | None, children: Callable[[], set[int]]
 ) -> None:

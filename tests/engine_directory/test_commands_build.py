@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from edgellm.commands.app import create_app
 from edgellm.commands.build import ProgressDisplay
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
@@ -30,10 +32,10 @@ def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "engines"
-    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_89", "--max-batch", "2", *SMALL)
+    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_89", "--max-batch", "1", *SMALL)
     assert result.returncode == 0, result.stderr
     directory = EngineDirectory.open(target, verify=True)
-    assert directory.limits == EngineLimits(2, 16, 128)
+    assert directory.limits == EngineLimits(1, 16, 128)
     for shape in directory.limits.engine_shapes():
         rows = [line.split() for line in result.stdout.splitlines() if f" {shape.name} " in line]
         assert [row[0] for row in rows] == ["sm_86", "sm_89"] or [row[0] for row in rows] == ["sm_89", "sm_86"]
@@ -41,7 +43,7 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     for word in ("weights", "total on disk", "time", "peak host memory"):
         assert word in result.stdout
     assert "\r" not in result.stderr
-    assert "plans: done 6 of 6" in result.stderr
+    assert "plans: done 4 of 4" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,10 @@ def test_wrong_use_ends_with_a_message_and_nothing_made(
     checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     filled = [argument.format(checkpoint=checkpoint, target=tmp_path / "engines") for argument in arguments]
-    result = edgellm("build", *filled)
-    assert result.returncode == code
-    assert message in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
+    result = CliRunner().invoke(create_app(), ["build", *filled])
+    assert result.exit_code == code
+    assert message in " ".join(result.output.split())
+    assert isinstance(result.exception, SystemExit)
     assert not list(tmp_path.iterdir())
 
 
@@ -77,7 +79,7 @@ def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
     assert again.stdout.count("kept") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_leave_nothing_behind(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The limits ask for some twenty plans, so that the build is under way for long enough."""
     command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(tmp_path / "engines"), "--max-batch", "8"]

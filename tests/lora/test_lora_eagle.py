@@ -62,8 +62,8 @@ def answers(
 def test_drafting_changes_no_token_under_an_adapter(runner: EagleRunner, sampling: SamplingValues) -> None:
     plain = {name: answers(runner, (name,), None, sampling) for name in NAMES}
     assert len({tuple(tokens[0]) for tokens in plain.values()}) == len(NAMES)
-    for name in (*NAMES, *reversed(NAMES)):
-        for plan in (chain(3), tree(4, 3, 12)):
+    for plan, names in ((chain(3), NAMES), (tree(4, 3, 12), tuple(reversed(NAMES)))):
+        for name in names:
             assert answers(runner, (name,), plan, sampling) == plain[name]
 
 

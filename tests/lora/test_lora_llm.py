@@ -61,11 +61,11 @@ def test_each_request_names_its_adapter(llm: LLM) -> None:
 
 
 def test_a_batch_with_more_adapters_than_places(llm: LLM) -> None:
-    expected = {(index, name): fresh(llm, prompt, name) for index, prompt in enumerate(PROMPTS) for name in NAMES}
-    for shift in range(len(NAMES)):
+    for shift in (0, 2):
         names = [NAMES[(index + shift) % len(NAMES)] for index in range(len(PROMPTS))]
+        expected = [fresh(llm, prompt, name) for prompt, name in zip(PROMPTS, names, strict=True)]
         found = llm.handle([Request(prompt, None, PARAMS, name) for prompt, name in zip(PROMPTS, names, strict=True)])
-        assert [response.token_ids for response in found] == [expected[pair] for pair in enumerate(names)]
+        assert [response.token_ids for response in found] == expected
 
 
 def test_acceptance_is_reported_under_an_adapter(llm: LLM) -> None:

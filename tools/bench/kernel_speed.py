@@ -39,7 +39,7 @@ from edgellm.kernels.decode_kernels import (
     padded_columns,
 )
 from edgellm.kernels.launch import KernelModule, Launch, pointer
-from edgellm.kernels.tiled_decode_kernels import BROAD, SHARED, WHOLE, CudaTiledKernels, group_sums
+from edgellm.kernels.tiled_decode_kernels import SHARED, WHOLE, CudaTiledKernels, group_sums
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 LAYERS = LLAMA.num_layers
@@ -50,7 +50,7 @@ EPSILON = LLAMA.rms_norm_eps
 #: Tilings to compare, by the length of their rings.
 TILINGS = {
     f"{name} {stages}": replace(tiling, stages=stages)
-    for name, tiling in {"broad": BROAD, "whole": WHOLE, "shared": SHARED}.items()
+    for name, tiling in {"whole": WHOLE, "shared": SHARED}.items()
     for stages in (2, 3, 4)
 }
 
@@ -65,7 +65,7 @@ class Bench:
         self.tiled = CudaTiledKernels(self.kernels)
         self.random = np.random.default_rng(0)
         self._noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
-        self.groups = self.device.empty((group_sums(64, 2 * LLAMA.intermediate_size),), "float32")
+        self.groups = self.device.empty((group_sums(2 * LLAMA.intermediate_size),), "float32")
         self.counters = self.device.zeros((4096,), "uint32")
         self.results: dict[str, Any] = {}
 
@@ -209,9 +209,9 @@ def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
             activation = bench.device.empty((rows, width // 2), "float16")
             expected = None
             for name, tiling in TILINGS.items():
-                if (tiling.splits > 1 and width > 2 * LLAMA.intermediate_size) or (tiling.weight_rows > 64 > rows):
+                if tiling.splits > 1 and width > 2 * LLAMA.intermediate_size:
                     continue
-                if tiling.stages_within(rows, bench.kernels.shared_limit) < tiling.stages:
+                if tiling.stages_within(bench.kernels.shared_limit) < tiling.stages:
                     continue
                 scratch = bench.groups, bench.counters
                 launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out, *scratch) for weight in weights]
@@ -314,7 +314,7 @@ def main() -> None:
     """Time what was asked for, print it and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=list(SECTIONS), default=["steps", "attention", "linear"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     bench = Bench()
