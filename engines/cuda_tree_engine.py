@@ -1,8 +1,8 @@
 """Verify steps of 17 to 32 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
 
-They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what
-is accepted does not depend on a tree's size. (TensorRT is faster for more tokens.) The norms are launches of their own here: their results serve
-every block of the linear layer that follows.
+They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what is
+accepted does not depend on the size of such a tree. For more tokens TensorRT is faster. The norms are launches of their
+own here: their results serve every block of the linear layer that follows.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NORM_THREADS, _NORM_SLICES = 512, 16
 #: Blocks that share the sums of a tile, where a matrix has few of them.
 _SPLITS = 4
 _KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
-_ATTENTION_WARPS = 16
+_ATTENTION_WARPS, _OWN_TOKENS = 16, 2
 
 
 #: Weight rows of a tile.
@@ -256,11 +256,10 @@ def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_lim
 
 def _attention_block(tokens: int, size: int, shared_limit: int) -> tuple[int, int]:
     """Tokens of a block, and its warps: as many as its memory allows."""
-    own = 4 if tokens > 32 else 2
     warps = _ATTENTION_WARPS
-    while warps > own and _attention_bytes(tokens, size, own, warps) > shared_limit:
+    while warps > _OWN_TOKENS and _attention_bytes(tokens, size, _OWN_TOKENS, warps) > shared_limit:
         warps //= 2
-    return own, warps
+    return _OWN_TOKENS, warps
 
 
 def _attention_bytes(tokens: int, size: int, own: int, warps: int) -> int:

@@ -11,7 +11,6 @@ from edgellm.engines.cuda_decode_engine import unsupported
 from edgellm.engines.decoder import DecoderDescription, decoder_weights, head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.numpy_operations import NumpyOperations
-from edgellm.kernels import compiler
 from edgellm.kernels import numpy_decode_kernels as twins
 from edgellm.kernels.decode_kernels import attention_splits
 
@@ -170,22 +169,6 @@ def test_verified_tokens_and_features_are_what_the_description_says(
     for index in range(config.num_layers):
         for name in (f"k_cache_{index}", f"v_cache_{index}"):
             np.testing.assert_allclose(arrays[name], described[name], atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("architecture", ["sm_87"])
-def test_the_kernels_compile_without_a_gpu(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install '.[test]'")
-    every = compiler._sources()
-    own = {name: text for name, text in every.items() if name.startswith(("decode_", "programmatic_"))}
-    monkeypatch.setattr(compiler, "_sources", lambda: own)
-    cubin = compiler.compile_kernels(architecture)
-    for dtype in (b"float16", b"bfloat16"):
-        linear = (b"norm_linear_", b"norm_gate_up_", b"linear_residual_")
-        wide = tuple(name + b"wide_" for name in (*linear, b"norms_linear_"))
-        tiled = tuple(b"tiled_" + name for name in (b"linear_", b"linear_shared_", b"gate_up_", b"residual_shared_"))
-        attention = b"attention_1_", b"attention_4_", b"tree_attention_1_", b"tree_attention_4_"
-        for name in (*linear, *wide, *tiled, *attention, b"norm_"):
-            assert b"decode_" + name + dtype in cubin
 
 
 def test_splits_of_the_keys_do_not_depend_on_the_batch() -> None:

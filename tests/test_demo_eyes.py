@@ -28,7 +28,7 @@ TILE = 64
 
 @pytest.fixture(scope="module")
 def items() -> list[dict]:
-    return seen_items(3, 10)
+    return seen_items(3, 10, novel=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_answers_agree_with_the_cells_that_are_drawn():
     colours, kinds = list(COLOURS), list(KINDS)
     rows, columns = ("back", "middle", "front"), ("left", "centre", "right")
     checked = dict.fromkeys(("list", "count", "where", "relation", "colour", "action", "missing"), 0)
-    for item in seen_items(4, 25):
+    for item in seen_items(4, 40):
         if len(item["messages"]) > 2:
             continue  # earlier turns may have moved things
         cells = cells_of(item["worlds"][0])

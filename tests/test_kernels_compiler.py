@@ -34,7 +34,7 @@ def quick(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_87", pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm_110", marks=pytest.mark.slow), "sm_120"],
+    ["sm_87", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_90", "sm_110", "sm_120"))],
 )
 def test_compiles_for_jetson_and_pc(architecture):
     assert architecture in SUPPORTED
@@ -42,6 +42,13 @@ def test_compiles_for_jetson_and_pc(architecture):
     assert cubin.startswith(b"\x7fELF")
     for name in _PARAMETERS:
         assert b".text." + name.encode() + b"\0" in cubin
+    for dtype in (b"float16", b"bfloat16"):  # the decode engine's, whose names are put together where they are launched
+        linear = (b"norm_linear_", b"norm_gate_up_", b"linear_residual_")
+        wide = tuple(name + b"wide_" for name in (*linear, b"norms_linear_"))
+        tiled = tuple(b"tiled_" + name for name in (b"linear_", b"linear_shared_", b"gate_up_", b"residual_shared_"))
+        attention = b"attention_1_", b"attention_4_", b"tree_attention_1_", b"tree_attention_4_"
+        for name in (*linear, *wide, *tiled, *attention, b"norm_"):
+            assert b"decode_" + name + dtype in cubin
 
 
 def test_compiler_knows_every_supported_architecture():

@@ -45,7 +45,7 @@ def vision_folder(name: str, place: Path) -> Path:
         pytest.param(name, dtype, attention, marks=pytest.mark.slow)
         for name in NAMES
         for dtype, attention in (("float16", "native"), ("bfloat16", "composed"))
-        if not (name in FAMILIES and attention == "native" or (name, attention) == ("qwen3_vl", "composed"))
+        if not ((name in FAMILIES and attention == "native") or (name, attention) == ("qwen3_vl", "composed"))
     ],
 )
 def test_every_family_builds(name: str, dtype: str, attention: str) -> None:

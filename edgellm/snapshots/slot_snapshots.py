@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from edgellm.engines.backend import Backend, Readback, Transfer
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
@@ -266,10 +268,15 @@ class SlotSnapshots:
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 
-        The content is hashed while it is copied.
+        The content of a file is hashed while it is copied. A file that is used again is kept in memory from then on,
+        where the budget allows.
         """
         snapshot = self.store.open(stored)
         self._check(stored.path, snapshot, binding)
+        if snapshot.is_mapped and snapshot.is_verified and snapshot.nbytes <= self.store.memory_budget:
+            with suppress(DeviceMemoryError):
+                snapshot = snapshot.copied(self._backend.host_memory)
+                self.store.put(snapshot)
         digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
         try:
             arriving: Iterable[tuple[str, Transfer]] = self._arriving(slot, stored, snapshot, tokens)

@@ -7,9 +7,8 @@
 namespace decode {
 namespace tree {
 
-constexpr int HEADS = 4;        // query heads of a warp
-constexpr int MAX_TOKENS = 64;  // of a sequence
-constexpr int MAX_OWN = 4;      // of a block
+constexpr int HEADS = 4;    // query heads of a warp
+constexpr int MAX_OWN = 4;  // tokens of a block
 
 __device__ __forceinline__ int place_of_bit(unsigned long long bits, int before) {
 #pragma unroll 1

@@ -103,6 +103,18 @@ def test_rows_are_restored_bit_by_bit_into_any_slot(slots: Slots, tmp_path: Path
         assert np.isnan(cache[1 - slot]).all() and np.isnan(cache[slot, :, len(SYSTEM) :]).all()
 
 
+def test_a_file_that_is_used_again_is_kept_in_memory(slots: Slots, tmp_path: Path) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
+    expected = rows_of(runner, 1, len(SYSTEM))
+    for use in (1, 2, 3):
+        forget(runner)
+        assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+        assert same_rows(rows_of(runner, 0, len(SYSTEM)), expected)
+        assert snapshots.store.memory_bytes == (path.stat().st_size if use > 1 else 0)
+
+
 def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_path: Path) -> None:
     runner, _ = slots
     snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)

@@ -17,6 +17,7 @@ from pathlib import Path
 from edgellm import LLM, SamplingParams
 from tools.demo_model.evaluate import evaluation_items
 from tools.demo_model.eyes.items import picture_items
+from tools.demo_model.eyes.scenes import NOVEL
 from tools.demo_model.styles import FOLLOWS, STYLES, styled_items
 
 #: An answer, the rounds that were drafted for it, and the tokens of these rounds.
@@ -70,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--skills", nargs="*", help="only these")
     parser.add_argument("--pictures", action="store_true", help="the visual skills instead, about drawn scenes")
+    parser.add_argument("--novel", type=float, default=NOVEL, help="share of objects of held-out colour and kind")
     parser.add_argument("--adapter", choices=sorted(STYLES), help="with this adapter, and answers in its style")
     parser.add_argument("--show", type=int, default=2, help="failures to print per skill")
     parser.add_argument("--results", type=Path)
@@ -79,7 +81,10 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print exact match per skill, the worst first, and write it as JSON."""
     arguments, begin = parse(), time.time()
-    items = (picture_items if arguments.pictures else evaluation_items)(arguments.seed, arguments.count)
+    if arguments.pictures:
+        items = picture_items(arguments.seed, arguments.count, arguments.novel)
+    else:
+        items = evaluation_items(arguments.seed, arguments.count)
     items = [item for item in items if not arguments.skills or item["skill"] in arguments.skills]
     if arguments.adapter:
         items = styled_items(items, arguments.adapter)
@@ -92,6 +97,8 @@ def main() -> None:
         "exact_match_percent": table,
         "all": mean,
     }
+    if arguments.pictures:
+        result["held_out_pairs"] = round(arguments.novel, 3)
     if arguments.adapter:
         follows = FOLLOWS[arguments.adapter]
         result["adapter"] = arguments.adapter

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tools.demo_model import actions, dialogue, questions
 from tools.demo_model.dialogue import Dialogue
 from tools.demo_model.eyes.phrases_text import IN_PICTURE
-from tools.demo_model.eyes.scenes import SeenWords, seen_world
+from tools.demo_model.eyes.scenes import NOVEL, SeenWords, seen_world
 from tools.demo_model.prompts import about_robot
 from tools.demo_model.scene import Thing, World
 from tools.demo_model.turns import Context, Turn
@@ -88,19 +88,22 @@ def _system(world: World, rng: random.Random, split: str) -> str:
     return about_robot(world, rng, split)
 
 
-def start(rng: random.Random, split: str) -> tuple[Dialogue, World]:
-    """A dialogue that begins with a picture, and a copy of the world that the picture shows."""
+def start(rng: random.Random, split: str, novel: float = 0.0) -> tuple[Dialogue, World]:
+    """A dialogue that begins with a picture, and a copy of the world that the picture shows.
+
+    `novel` is the share of held-out pairs among the objects. In evaluation no question names the picture unasked.
+    """
     words = SeenWords(rng, split)
-    world = seen_world(rng, words, split)
+    world = seen_world(rng, words, novel)
     shown = World(None, None, None, None, [Thing(t.colour, t.kind, t.place, t.cell) for t in world.things], True)
     talk = Dialogue(rng, split, world=world, system=_system(world, rng, split), emphasis=EMPHASIS)
-    talk.context = SeenContext(world, rng, words, split)
+    talk.context = SeenContext(world, rng, words, split, 0.3 if split == "train" else 0.0)
     return talk, shown
 
 
-def following(talk: Dialogue) -> tuple[Dialogue, World]:
+def following(talk: Dialogue, novel: float = 0.0) -> tuple[Dialogue, World]:
     """A dialogue without messages yet that goes on from another with a new picture: the same robot, another scene."""
-    new, shown = start(talk.rng, talk.context.split)
+    new, shown = start(talk.rng, talk.context.split, novel)
     for name in ("name", "place", "battery", "limit", "user_name"):
         setattr(new.world, name, getattr(talk.world, name))
     new.messages = []
@@ -149,9 +152,9 @@ def _turns(talk: Dialogue, count: int) -> None:
         talk.turn(talk.next_skill() if talk.world.pending is None else dialogue.clarify)
 
 
-def _item(rng: random.Random, label: str) -> dict | None:
+def _item(rng: random.Random, label: str, novel: float) -> dict | None:
     """One held-out item of a label, or None where it did not come about."""
-    talk, shown = start(rng, "eval")
+    talk, shown = start(rng, "eval", novel)
     worlds, messages = [shown], []
     if label == "next_picture":
         for _ in range(rng.choice((1, 1, 2))):
@@ -160,14 +163,14 @@ def _item(rng: random.Random, label: str) -> dict | None:
                 return None
             _place_picture(talk.messages)
             messages += talk.messages
-            talk, shown = following(talk)
+            talk, shown = following(talk, novel)
             worlds.append(shown)
     else:
         _turns(talk, rng.choice((0, 0, 0, 1, 2, 3)))
     if talk.world.pending is not None:
         return None
     if label in EXTRA_LABELS:
-        talk.context.share = 1.0
+        talk.context.share = 1.0 if label == "in_picture" else 0.3
     skill = rng.choice(SOURCES[label])
     turn = talk.turn(skill)
     if turn is None or len(talk.messages) > 12 or (label not in EXTRA_LABELS and _label(turn, skill) != label):
@@ -182,17 +185,20 @@ def _item(rng: random.Random, label: str) -> dict | None:
     }
 
 
-def seen_items(seed: int, count_per_skill: int, labels: tuple[str, ...] = tuple(SOURCES)) -> list[dict]:
-    """Items {skill, messages, worlds, accepted}: held-out phrasings about scenes with held-out pairs.
+def seen_items(
+    seed: int, count_per_skill: int, labels: tuple[str, ...] = tuple(SOURCES), novel: float = NOVEL
+) -> list[dict]:
+    """Items {skill, messages, worlds, accepted}: held-out phrasings about new scenes.
 
-    Half of the items come after earlier turns about the same picture; those of `next_picture` after other pictures.
+    A share `novel` of the objects is of held-out pairs of colour and kind, as many as there are by default. Half of the
+    items come after earlier turns about the same picture; those of `next_picture` after other pictures.
     """
     items = []
     for label in labels:
         attempt, found = 0, []
         while len(found) < count_per_skill:
             attempt += 1
-            item = _item(random.Random(f"eyes {seed} {label} {attempt}"), label)
+            item = _item(random.Random(f"eyes {seed} {label} {attempt}"), label, novel)
             if item:
                 found.append(item)
         items += found

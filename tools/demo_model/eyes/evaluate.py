@@ -18,6 +18,7 @@ from tools.demo_model.eyes.export import EYES, load_eyes
 from tools.demo_model.eyes.items import drawn
 from tools.demo_model.eyes.reading import Examination
 from tools.demo_model.eyes.renderer import SIDE
+from tools.demo_model.eyes.scenes import NOVEL
 from tools.demo_model.model import load_model
 from tools.demo_model.vocabulary import load_vocabulary
 
@@ -42,13 +43,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the model directory with `vision`")
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=77005)
+    parser.add_argument("--novel", type=float, default=NOVEL, help="share of objects of held-out colour and kind")
     parser.add_argument("--show", type=int, default=2, help="failures to print per skill")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(arguments.model, device), load_vocabulary(arguments.model)
     eyes = load_shipped_eyes(arguments.model / "vision", model.d.hidden_size).to(device)
-    items = seen_items(arguments.seed, arguments.count)
+    items = seen_items(arguments.seed, arguments.count, novel=arguments.novel)
     with torch.no_grad():
         rows = torch.cat([eyes(as_seen(item).to(device))[1] for item in items])
     examination = Examination(items, tokenizer, device, batch=64 if device == "cuda" else 8)
@@ -63,7 +65,13 @@ def main() -> None:
     mean = round(100 * sum(examination.right) / len(items), 2)
     print(f"{'all':20} {mean:6.2f} %")
     if arguments.results:
-        record = {"seed": arguments.seed, "items_per_skill": arguments.count, "exact_match_percent": found, "all": mean}
+        record = {
+            "seed": arguments.seed,
+            "novel": round(arguments.novel, 3),
+            "items_per_skill": arguments.count,
+            "exact_match_percent": found,
+            "all": mean,
+        }
         arguments.results.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from tools.demo_model.eyes.dialogues import PICTURE, seen_items
 from tools.demo_model.eyes.layout import cells_of
 from tools.demo_model.eyes.samples import picture
+from tools.demo_model.eyes.scenes import NOVEL
 
 
 def drawn(item: dict) -> list[np.ndarray]:
@@ -16,9 +17,9 @@ def drawn(item: dict) -> list[np.ndarray]:
     return [picture(cells_of(world)[None], seed + number) for number, world in enumerate(item["worlds"])]
 
 
-def picture_items(seed: int, count_per_skill: int) -> list[dict]:
+def picture_items(seed: int, count_per_skill: int, novel: float = NOVEL) -> list[dict]:
     """Items {skill, messages, accepted}: contents with a picture are lists of parts, the picture an array."""
-    items = seen_items(seed, count_per_skill)
+    items = seen_items(seed, count_per_skill, novel=novel)
     for item in items:
         shown = iter(drawn(item))
         for message in item["messages"]:

@@ -14,6 +14,7 @@ from tools.demo_model.words import Words
 ROWS_COLUMNS = tuple((row, column) for row in (2, 1, 0) for column in range(3))
 COUNTS = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 5, 10, 14, 16, 14, 10, 6))
 HELD_OUT_PAIR_ONE_IN = 7
+NOVEL = 1 / HELD_OUT_PAIR_ONE_IN  # share of held-out pairs in scenes where every pair is as likely
 
 
 def held_out_pair(colour: str, kind: str) -> bool:
@@ -40,17 +41,17 @@ def _pair(rng: random.Random, things: list[Thing], repeat: tuple[float, float]) 
     return colour, kind
 
 
-def seen_things(rng: random.Random, world: World, split: str) -> list[Thing]:
+def seen_things(rng: random.Random, world: World, novel: float) -> list[Thing]:
     """Up to eight objects on different cells, in the order of a picture, no colour and kind twice.
 
-    Training scenes hold no held-out pair; in evaluation about half of the objects are held-out pairs.
+    A share `novel` of them, none in training, is of held-out pairs of colour and kind.
     """
     count = rng.choices(*COUNTS)[0]
     repeat = rng.choice((0.1, 0.35, 0.6)), rng.choice((0.1, 0.35, 0.6))
     cells = sorted(rng.sample(ROWS_COLUMNS, count), key=ROWS_COLUMNS.index)
     things: list[Thing] = []
     for cell in cells:
-        wanted = split == "eval" and rng.random() < 0.5
+        wanted = rng.random() < novel
         while True:
             colour, kind = _pair(rng, things, repeat)
             if held_out_pair(colour, kind) is not wanted:
@@ -63,7 +64,7 @@ def seen_things(rng: random.Random, world: World, split: str) -> list[Thing]:
     return things
 
 
-def seen_world(rng: random.Random, words: Words, split: str) -> World:
+def seen_world(rng: random.Random, words: Words, novel: float = 0.0) -> World:
     """A random world whose objects are told by a picture alone; the rest a system prompt may tell."""
     world = World(
         name=words.draw("name") if rng.random() < 0.9 else None,
@@ -75,5 +76,5 @@ def seen_world(rng: random.Random, words: Words, split: str) -> World:
     )
     if world.battery is not None and rng.random() < 0.3:
         world.limit = words.rng.choice((5, 8, 10, 12, 15, 18, 20, 22, 25, 30, 33, 35, 40, 50))
-    world.things = seen_things(rng, world, split)
+    world.things = seen_things(rng, world, novel)
     return world

@@ -145,8 +145,8 @@ class Training:
         compiled = self.cuda and not arguments.eager
         self.see = torch.compile(seeing_loss) if compiled else seeing_loss
         self.read = torch.compile(answer_loss) if compiled else answer_loss
-        self.examination = Examination(seen_items(11, arguments.items), tokenizer, device)
-        self.quick = Examination(seen_items(12, max(2, arguments.items // 3)), tokenizer, device)
+        self.examination = Examination(seen_items(11, arguments.items, novel=0.5), tokenizer, device)
+        self.quick = Examination(seen_items(12, max(2, arguments.items // 3), novel=0.5), tokenizer, device)
         for each in (self.examination, self.quick):
             each.pictures = self.draw(each.cells, TorchArrays(7, device), True)
         self.probes = {

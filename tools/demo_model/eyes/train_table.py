@@ -72,7 +72,7 @@ def main() -> None:
     image = tokenizer.token_to_id(PICTURE)
     tables = token_tables(lambda text: tokenizer.encode(text).ids)
     table = Table(model.model.embed_tokens.weight, tables).to(device)
-    examination = Examination(seen_items(11, arguments.items), tokenizer, device)
+    examination = Examination(seen_items(11, arguments.items, novel=0.5), tokenizer, device)
     optimizer = torch.optim.AdamW(table.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
 
     def examined() -> dict[str, float]:
