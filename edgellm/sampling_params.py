@@ -52,11 +52,6 @@ class SamplingParams:
         """Whether tokens are drawn at random rather than taken greedily."""
         return self.temperature > 0.0
 
-    @property
-    def needs_penalties(self) -> bool:
-        """Whether logits depend on the tokens that came before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
     def seeded(self) -> SamplingParams:
         """These parameters with a seed: their own, or a random one of 32 bits where sampling needs one."""
         if self.seed is not None or not self.needs_sampling:

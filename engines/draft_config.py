@@ -58,11 +58,6 @@ class DraftConfig:
         return len(self.feature_layers) * self.hidden_size
 
     @property
-    def embedding_name(self) -> str:
-        """The embedding table: among the head's own weights if `has_embedding`, else among the base's."""
-        return DRAFT_EMBEDDING if self.has_embedding else self.base_embedding
-
-    @property
     def head_name(self) -> str:
         """The weight that gives logits: among the head's own weights if `has_head`, else among the base's."""
         return DRAFT_HEAD if self.has_head else self.base_head

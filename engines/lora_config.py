@@ -1,9 +1,8 @@
 """`adapter_config.json` of PEFT: what a LoRA adapter says about itself, with all that is wrong with it.
 
-Rank, scale and targets follow PEFT's rules (https://huggingface.co/docs/peft, `LoraConfig`): `target_modules` names the
-ends of module names, or is a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern`
-that matches a module's name or its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora`
-alpha / sqrt(r) (Kalajdzievski 2023).
+Rank, scale and targets follow the rules of PEFT's `LoraConfig`: `target_modules` names the ends of module names, or is
+a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern` that matches a module's name or
+its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora` alpha / sqrt(r) (Kalajdzievski 2023).
 """
 
 from __future__ import annotations

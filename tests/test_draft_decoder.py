@@ -13,6 +13,7 @@ from safetensors import safe_open
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, DecoderDescription, decoder_weights
 from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.draft_config import DRAFT_EMBEDDING
 from edgellm.engines.draft_decoder import (
     DraftDescription,
     draft_engine_weights,
@@ -103,7 +104,7 @@ class Head:
             own = load_numpy_weights(checkpoint, draft_weights(self.config))
             self.mapping = load_draft_to_target(checkpoint, self.config)
         self.weights = draft_engine_weights(self.config, "accept", own, base_weights)
-        self.embedding = (own if self.config.has_embedding else base_weights)[self.config.embedding_name]
+        self.embedding = own[DRAFT_EMBEDDING] if self.config.has_embedding else base_weights[self.config.base_embedding]
         states, _ = expected_of(self.metadata["base"])
         self.token_ids = states["token_ids"]
         self.features = np.concatenate([states["entering"][layer - 1] for layer in self.config.feature_layers], axis=1)

@@ -76,12 +76,6 @@ def test_one_stop_string_may_stand_alone():
 def test_default_is_greedy_and_plain():
     params = SamplingParams()
     assert not params.needs_sampling
-    assert not params.needs_penalties
-
-
-@pytest.mark.parametrize("change", [{"repetition_penalty": 1.1}, {"presence_penalty": 1}, {"frequency_penalty": -1}])
-def test_penalties_are_noticed(change):
-    assert SamplingParams(**change).needs_penalties
 
 
 def test_seeds_are_drawn_only_where_needed():

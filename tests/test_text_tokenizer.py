@@ -253,7 +253,6 @@ def test_directory_with_all_files(tmp_path):
     tokenizer = Tokenizer.from_directory(tmp_path, vocab_size=400)
     assert tokenizer.special_tokens == {"eos_token": END, "pad_token": WIDE}
     assert tokenizer.eos_token_ids == (tokenizer.token_to_id(END),)
-    assert tokenizer.bos_token_ids == ()
     assert tokenizer.token_to_id("<tool_call>") in tokenizer.special_token_ids
     assert specials(tokenizer, tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == [START, END, START]
 

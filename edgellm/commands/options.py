@@ -15,8 +15,6 @@ from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
 
-SAMPLING = "Sampling"
-
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
     """An option for a field of `SamplingParams`; a wrong value is a usage error that names option and range."""

@@ -97,11 +97,6 @@ class Tokenizer:
         """The id of the tokenizer's own end-of-sequence token, where it names one."""
         return self._ids_of_named("eos_token")
 
-    @property
-    def bos_token_ids(self) -> tuple[int, ...]:
-        """The id of the tokenizer's own beginning-of-sequence token, where it names one."""
-        return self._ids_of_named("bos_token")
-
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary, or None."""
         return self._tokenizer.token_to_id(token)
