@@ -129,7 +129,8 @@ __device__ __forceinline__ void attention(
     const int slots = warps / own_tokens, slot = warp / own_tokens, own = warp % own_tokens;
     const int kv_head = blockIdx.y % kv_heads, first_head = blockIdx.y / kv_heads * HEADS;
     const int heads = min(HEADS, group - first_head), all_heads = group * kv_heads, b = blockIdx.z;
-    const int first_token = blockIdx.x * own_tokens, token = first_token + own, own_count = min(own_tokens, tokens - first_token);
+    const int first_token = blockIdx.x * own_tokens, token = first_token + own;
+    const int own_count = min(own_tokens, tokens - first_token);
     const int stride = size + PADDING, ring_rows = KEY_STAGES * slots * TILE;
     T* keys = reinterpret_cast<T*>(shared);                  // [KEY_STAGES, slots, TILE, stride], [tokens, stride]
     T* values = keys + (ring_rows + tokens) * stride;        // the same
@@ -241,7 +242,8 @@ __device__ __forceinline__ void attention(
 #pragma unroll
                     for (int h = 0; h < HEADS; ++h) {
                         if (h >= heads) continue;
-                        float* part = partial + ((static_cast<size_t>(row) * all_heads + head + h) * splits + split) * (size + 2);
+                        const size_t result = static_cast<size_t>(row) * all_heads + head + h;
+                        float* part = partial + (result * splits + split) * (size + 2);
                         if (lane == 0) __stcg(reinterpret_cast<float2*>(part), make_float2(state.maximum[h], state.total[h]));
 #pragma unroll
                         for (int pair = 0; pair < PAIRS; ++pair)

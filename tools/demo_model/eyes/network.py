@@ -18,7 +18,7 @@ class Sizes:
 
     hidden_size: int = 192
     intermediate_size: int = 768
-    num_hidden_layers: int = 6
+    num_hidden_layers: int = 7
     num_attention_heads: int = 6
     image_size: int = 144
     patch_size: int = 16
