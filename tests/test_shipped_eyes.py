@@ -47,6 +47,21 @@ def test_places_actions_and_what_is_not_there(llm: LLM):
     assert asked(llm, "toys", "Give me the hat.") == "I do not see a hat."
 
 
+@pytest.mark.parametrize("question", ["What is in the picture?", "What do you see in this image?"])
+def test_questions_that_name_the_picture(llm: LLM, question: str):
+    assert asked(llm, "toys", question) == asked(llm, "toys", "What do you see?")
+
+
+def test_published_tensors_are_those_of_the_record():
+    from safetensors.numpy import load_file
+
+    tensors = load_file(SHIPPED / "vision" / "model.safetensors")
+    assert {tensor.dtype.name for tensor in tensors.values()} == {"float16"}
+    trained = sum(tensor.size for name, tensor in tensors.items() if "post_layernorm" not in name)
+    results = Path(__file__).parent.parent / "tools" / "demo_model" / "results" / "eyes_training.json"
+    assert {stage["parameters"] for stage in json.loads(results.read_text())["stages"]} == {trained}
+
+
 def test_drafted_answers_about_a_picture_are_plain_ones(llm: LLM):
     with LLM(SHIPPED, backend="numpy", drafting=None) as plain:
         for scene, question in (("toys", "What do you see?"), ("study", "Put the book next to the lamp.")):

@@ -89,10 +89,14 @@ def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
     )
 
 
-def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict) -> str:
-    """The section about the eyes in the folder `vision`."""
+def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs: dict) -> str:
+    """The section about the eyes in the folder `vision`; `pairs` is the evaluation with more held-out pairs."""
     config = json.loads((vision / "config.json").read_text())["vision_config"]
     stages = training["stages"]
+    rows = [
+        f"| {skill} | {value:.1f} | {pairs['exact_match_percent'][skill]:.1f} |"
+        for skill, value in sorted(evaluation["exact_match_percent"].items())
+    ]
     return Template((Path(__file__).parent / "model_card_eyes.md").read_text()).substitute(
         parameters=f"{stages[0]['parameters'] / 1e6:.2f}",
         size=f"{(vision / 'model.safetensors').stat().st_size / 1e6:.1f}",
@@ -113,7 +117,10 @@ def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict) -> st
         items=evaluation["items_per_skill"],
         seed=evaluation["seed"],
         mean=f"{evaluation['all']:.1f}",
-        scores=score_table(evaluation["exact_match_percent"]),
+        items_pairs=pairs["items_per_skill"],
+        seed_pairs=pairs["seed"],
+        mean_pairs=f"{pairs['all']:.1f}",
+        scores="\n".join(["| skill | % | % |", "| --- | --- | --- |", *rows]),
     )
 
 
@@ -152,7 +159,9 @@ def main() -> None:
         adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
     eyes, folder = "", arguments.model / "vision"
     if folder.is_dir():
-        eyes = eyes_text(folder, result("eyes_training"), result("eyes_table"), result("eyes_evaluation"))
+        eyes = eyes_text(
+            folder, *map(result, ("eyes_training", "eyes_table", "eyes_evaluation", "eyes_evaluation_pairs"))
+        )
     (arguments.model / "MODEL_CARD.md").write_text(
         card(result("training"), result("evaluation"), result("checks"), draft, adapters, eyes)
     )
