@@ -309,7 +309,7 @@ def test_greedy_trees_emit_the_tokens_of_plain_decoding(tables, kind):
     "name", [name if name in ("plain", "all") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 )
 def test_deterministic_trees_keep_the_law_of_the_base(tables, name):
-    slots = tree_tokens_emitted(tables, SETTINGS[name], "tree", 1500)
+    slots = tree_tokens_emitted(tables, SETTINGS[name], "tree", 1000)
     assert fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS[name]))
 
 
@@ -329,7 +329,7 @@ DRAFTS = {"plain": Settings(), "top-k": Settings(0.7, 2), "filtered": Settings(1
     ],
 )
 def test_sampled_chains_keep_the_law_of_the_base(tables, name, draft):
-    slots = chain_tokens_emitted(tables, SETTINGS[name], DRAFTS[draft], 2500)
+    slots = chain_tokens_emitted(tables, SETTINGS[name], DRAFTS[draft], 1500)
     assert fits(slots.tokens[:, :EMITTED], enumerated(tables, SETTINGS[name]))
 
 

@@ -181,16 +181,16 @@ def chi_square(tokens: np.ndarray, probability: np.ndarray) -> float:
 def test_samples_follow_softmax(seed):
     row = np.array([1.0, -1.0, 0.5, 2.0, 0.0, 1.5, -0.5, 0.3, 1.2, 0.9, -2.0])
     probability = np.exp(row) / np.exp(row).sum()
-    assert 0.1 < chi_square(draws(row, 6000, seed=seed), probability) < 2.6  # 10 degrees: p < 0.004 beyond
+    assert 0.1 < chi_square(draws(row, 3000, seed=seed), probability) < 2.6  # 10 degrees: p < 0.004 beyond
     kept = np.where(row >= 0.5, np.exp(row), 0)
-    assert 0.05 < chi_square(draws(row, 6000, seed=seed, threshold=0.5), kept / kept.sum()) < 3.2  # 5 degrees
+    assert 0.05 < chi_square(draws(row, 3000, seed=seed, threshold=0.5), kept / kept.sum()) < 3.2  # 5 degrees
 
 
 def test_sequences_and_positions_are_independent():
     """Pairs of neighbouring draws fill the table of pairs as evenly as independent draws would."""
     row = np.zeros(6, np.float32)
     even = np.full(36, 1 / 36)
-    first, second = draws(row, 6000, sequence=0), draws(row, 6000, sequence=1)
+    first, second = draws(row, 3000, sequence=0), draws(row, 3000, sequence=1)
     assert 0.4 < chi_square(first * 6 + second, even) < 1.8  # 35 degrees
     assert 0.4 < chi_square(first[:-1] * 6 + first[1:], even) < 1.8
 

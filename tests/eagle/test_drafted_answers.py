@@ -166,7 +166,7 @@ def test_a_failing_request_leaves_the_model_usable(plain: LLM, drafted: LLM, mon
 
 def test_a_batch_gives_each_prompt_its_own_answer(plain: LLM, drafted: LLM) -> None:
     """More prompts than slots, of different lengths, ending at different times: slots are given up and taken over."""
-    prompts = [PROMPT[:length] for length in (3, 19, 8, 1, 12, 5, 17)]
+    prompts = [PROMPT[:length] for length in (3, 19, 8, 1, 12)]
     stop = plain.generate(PROMPT[:8], GREEDY).token_ids[6]
     for params in (
         SamplingParams(ignore_eos=True, max_tokens=25, stop_token_ids=(stop,)),

@@ -81,8 +81,18 @@ def answers(
     return [tokens[:count] for tokens in found], steps
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_one_slot(eagle: EagleRunner, sampling: SamplingValues) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "greedy",
+        "sampled",
+        "everything",
+        pytest.param("penalized", marks=pytest.mark.slow),
+        pytest.param("filtered", marks=pytest.mark.slow),
+    ],
+)
+def test_one_slot(eagle: EagleRunner, name: str) -> None:
+    sampling = SAMPLINGS[name]
     plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)
     for plan in PLANS:
         drafted, steps = answers(eagle, PROMPTS[:1], [sampling], lambda step, plan=plan: plan)

@@ -95,7 +95,7 @@ def compare(slots: tuple[Runner, EngineDirectory], folder: Path, questions: Sequ
 
 
 def test_answers_with_a_snapshot_are_those_without(slots: tuple[Runner, EngineDirectory], tmp_path: Path) -> None:
-    assert compare(slots, tmp_path, QUESTIONS[:6], 16) == 0
+    assert compare(slots, tmp_path, QUESTIONS[:4], 12) == 0
 
 
 @pytest.mark.slow
