@@ -13,15 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.adapted_runner import AdaptedRunner
 from edgellm.engines.arriving_rows import ArrivingRows
 from edgellm.engines.backend import Backend, Engine, Readback, Transfer
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.emitted_tokens import EmittedRings
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import AdapterError, EngineError
 from edgellm.engines.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import AdapterSlots, require_adapters
@@ -33,7 +31,21 @@ from edgellm.engines.slot_rows import SlotRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
+#: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.
+_EMITTED_PLACES = 8
 _PHASES = ("prefill", "decode")
+
+
+class EmittedTokens:
+    """The tokens that a step emits: for each of n sequences the one at its place of its ring."""
+
+    def __init__(self, ring: Readback, places: Sequence[int]) -> None:
+        """`ring` reads [n, E] int32."""
+        self._ring, self._places = ring, tuple(places)
+
+    def wait(self) -> np.ndarray:
+        """[n] int32, once the step is done."""
+        return self._ring.wait()[np.arange(len(self._places)), self._places]
 
 
 class FeatureUser(Protocol):
@@ -54,7 +66,7 @@ class FeatureUser(Protocol):
         """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
 
 
-class BaseEngineRunner(AdaptedRunner):
+class BaseEngineRunner:
     """Owns engines, weights, KV caches and device state of one base model.
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does what
@@ -152,7 +164,7 @@ class BaseEngineRunner(AdaptedRunner):
             self.backend.upload(array[one], np.asarray([value], np.int32))
         self._select(one, self.sampling.plain(one), self._row_features(tokens - 1))
         self.lengths[slot] = count
-        first = self._emitted.read(one, one)
+        first = self._read_emitted(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
 
     def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
@@ -187,7 +199,7 @@ class BaseEngineRunner(AdaptedRunner):
             self._warm.add(key)
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
-        return self._emitted.read(slots, slice(0, bucket))
+        return self._read_emitted(slots, slice(0, bucket))
 
     def capture_steps(self) -> list[str]:
         """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
@@ -199,7 +211,7 @@ class BaseEngineRunner(AdaptedRunner):
             batch = key[0]
             if key not in self._warm:
                 self._decode_step(*key)
-                self._emitted.read(slice(0, batch), slice(0, batch)).wait()
+                self._read_emitted(slice(0, batch), slice(0, batch)).wait()
                 self._warm.add(key)
             if key not in self._steps:
                 self._capture_decode(key)
@@ -209,6 +221,11 @@ class BaseEngineRunner(AdaptedRunner):
             for batch, rows, plain, adapts in sorted(self._uncaptured)
         ]
 
+    @property
+    def adapter_kinds(self) -> tuple[bool, ...]:
+        """What `adapts` can say."""
+        return (False,) if self.adapters is None else (False, True)
+
     def _capture_decode(self, key: tuple[int, int, bool, bool]) -> None:
         def step() -> None:
             self._decode_step(*key)
@@ -216,6 +233,40 @@ class BaseEngineRunner(AdaptedRunner):
         self._steps[key] = self.backend.capture(step, f"the decode step {key}")
         if self._steps[key] is step:
             self._uncaptured.add(key)
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """Let the sequence that `slot` is going to hold take the adapter `name` (None: none), until it stops.
+
+        Its KV rows are reusable for sequences with the same adapter only. Raises AdapterError for a name that is not
+        loaded, and where more adapters would be in use at once than the engines hold; nothing has changed then.
+        """
+        if self.adapters is not None or name is not None:
+            self._adapter_slots(name).assign(slot, name)
+
+    def adapter_digest(self, name: str | None) -> str | None:
+        """What is computed with an adapter is bound to this (None: without one); AdapterError as `set_adapter`."""
+        return None if name is None else self._adapter_slots(name).digest(name)
+
+    def has_adapter_place(self, slot: int, name: str | None) -> bool:
+        """Whether `set_adapter` would find a place for the adapter now."""
+        return name is None or self._adapter_slots(name).has_place(name, slot)
+
+    def _adapter_slots(self, name: str | None) -> AdapterSlots:
+        if self.adapters is None:
+            raise AdapterError(f"the adapter {name!r} was asked for, but the model was opened without adapters")
+        return self.adapters
+
+    def adapts(self, slots: slice) -> bool:
+        """Whether a sequence of the slots has an adapter."""
+        return self.adapters is not None and self.adapters.in_use(slots)
+
+    def engine_shape(self, shape: EngineShape, slots: slice) -> EngineShape:
+        """The shape of the engine that must run for the slots: `shape` itself, or the one that applies adapters."""
+        return self.limits.with_adapters(shape) if self.adapts(slots) else shape
+
+    def adapter_inputs(self, shape: EngineShape, slots: slice) -> dict[str, Array]:
+        """What an engine with adapters is bound to beside the rest; nothing for one without."""
+        return self.adapters.bindings(slots) if shape.lora_slots and self.adapters is not None else {}
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -276,7 +327,9 @@ class BaseEngineRunner(AdaptedRunner):
         self._positions = backend.zeros((slots,), "int32")
         self._active = backend.zeros((slots,), "int32")
         self._tokens = backend.zeros((slots,), "int32")
-        self._emitted = EmittedRings(backend, slots)
+        self._emitted_index = backend.zeros((slots,), "int32")
+        self._emitted = backend.host_visible((slots, _EMITTED_PLACES), "int32")
+        self._next_places = [0] * slots  # the values of `_emitted_index`
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
@@ -407,8 +460,8 @@ class BaseEngineRunner(AdaptedRunner):
             self._start[slots],
             self._positions[slots],
             self.sampling.token_counts[slots],
-            self._emitted.index[slots],
-            self._emitted.tokens[slots],
+            self._emitted_index[slots],
+            self._emitted[slots],
         )
 
     def _features_of(self, batch: int, tokens: int) -> Array:
@@ -419,3 +472,10 @@ class BaseEngineRunner(AdaptedRunner):
         """The features [1, 1, F] of one row of the latest prefill."""
         size = self._feature_size
         return self._features_buffer[row * size : (row + 1) * size].reshape(1, 1, size)
+
+    def _read_emitted(self, slots: slice, advanced: slice) -> EmittedTokens:
+        """Read what a step that advanced the slots `advanced` emitted for `slots`."""
+        emitted = EmittedTokens(self.backend.read(self._emitted[slots]), self._next_places[slots])
+        for slot in range(advanced.start, advanced.stop):
+            self._next_places[slot] = (self._next_places[slot] + 1) % _EMITTED_PLACES
+        return emitted
