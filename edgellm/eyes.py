@@ -36,11 +36,6 @@ class Eyes:
         vision, config = vision_directory.vision, directory.config
         if vision is None:
             raise EngineDirectoryError(f"{vision_directory.path} has no vision model")
-        if vision.config.out_hidden_size != config.hidden_size:
-            raise EngineDirectoryError(
-                f"the vision model of {vision_directory.path} makes embeddings of {vision.config.out_hidden_size}, the "
-                f"language model of {directory.path} has a hidden size of {config.hidden_size}: take its own"
-            )
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
         self.image_token_id = vision.config.image_token_id

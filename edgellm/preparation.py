@@ -21,13 +21,14 @@ from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgellm.eyes import Eyes
+    from edgellm.late_eyes import LateEyes
     from edgellm.multimodal.image_processor import PreparedImage
 
 
 class Preparation:
     """Makes requests ready for one model. Any thread may use it."""
 
-    def __init__(self, directory: EngineDirectory, tokenizer: Tokenizer, eyes: Eyes | None) -> None:
+    def __init__(self, directory: EngineDirectory, tokenizer: Tokenizer, eyes: Eyes | LateEyes | None) -> None:
         """Without `eyes` images are refused."""
         self._directory, self._tokenizer, self._eyes = directory, tokenizer, eyes
 
@@ -69,8 +70,8 @@ class Preparation:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
             return self._checked(self._tokenizer.encode_chat(request.messages), images_of_messages(request.messages))
-        prompt = request.prompt or ()
-        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt = () if request.prompt is None else request.prompt
+        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         return self._checked(prompt_ids, images_of_prompt(request.images))
 
     def _checked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from edgellm.errors import RequestError
@@ -34,6 +35,10 @@ class Request:
             raise RequestError("a request has either a prompt or messages: give one of them")
         if isinstance(self.prompt, (bytes, bytearray)):
             raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            wrong = [each for each in self.prompt if not isinstance(each, Integral)]
+            if wrong:
+                raise RequestError(f"the prompt has {wrong[0]!r} among its token ids: expected whole numbers, or text")
 
     @property
     def shows_images(self) -> bool:

@@ -14,10 +14,11 @@ from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents, Runner
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting_controller import DraftingController, DraftingReport
 from edgellm.drafting_presets import default_drafting
-from edgellm.engines.backend import Backend, open_backend
+from edgellm.engines.backend import open_backend
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.errors import EdgeLLMError, EngineDirectoryError, RequestError
+from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.eyes_opening import open_eyes, vision_directory
 from edgellm.generation import Answering, deadline_after
 from edgellm.metrics import Metrics
 from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
@@ -36,6 +37,7 @@ from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgellm.eyes import Eyes
+    from edgellm.late_eyes import LateEyes
 
 
 class SpecDecodeRuntime:
@@ -64,7 +66,7 @@ class SpecDecodeRuntime:
         metrics: Metrics | None = None,
     ) -> None:
         self.directory = EngineDirectory.open(Path(engine_directory))
-        self._multimodal_directory = _multimodal_directory(self.directory, multimodal_engine_directory)
+        self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self.metrics = metrics or Metrics()
         self.tokenizer.takes_images = self.has_vision_model
@@ -74,7 +76,7 @@ class SpecDecodeRuntime:
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
         self._snapshots: SlotSnapshots | None = None
-        self._eyes: Eyes | None = None
+        self._eyes: Eyes | LateEyes | None = None
         self._observer: Observer | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
@@ -83,7 +85,7 @@ class SpecDecodeRuntime:
         try:
             asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             if self._multimodal_directory is not None:
-                self._eyes = _open_eyes(opened, self.directory, self._multimodal_directory, self.metrics)
+                self._eyes = open_eyes(opened, self.directory, self._multimodal_directory, self.metrics)
             beside = None if self._eyes is None else self._eyes.memory
             self._runner = open_runner(opened, self.directory, asked, loras, progress, beside)
         except BaseException:
@@ -322,25 +324,6 @@ class SpecDecodeRuntime:
             return Answering(self.prepare(request), deadline_after(request.deadline))
         except EdgeLLMError as error:
             return error
-
-
-def _open_eyes(
-    backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
-) -> Eyes:
-    """The eyes of a model; what they need is loaded only for models that see."""
-    from edgellm.eyes import Eyes
-
-    return Eyes(backend, directory, vision_directory, metrics)
-
-
-def _multimodal_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:
-    """The directory with the vision engines, None without; EngineDirectoryError where `path` has none."""
-    found = directory if path is None else EngineDirectory.open(Path(path))
-    if found.vision is not None and found.limits.image_rows:
-        return found
-    if path is not None:
-        raise EngineDirectoryError(f"{path} has no vision model: leave multimodal_engine_directory out, or build one")
-    return None
 
 
 def _closed() -> RequestError:

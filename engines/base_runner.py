@@ -13,13 +13,15 @@ from typing import Protocol
 
 import numpy as np
 
+from edgellm.engines.adapted_runner import AdaptedRunner
 from edgellm.engines.arriving_rows import ArrivingRows
 from edgellm.engines.backend import Backend, Engine, Readback, Transfer
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.errors import AdapterError, EngineError
+from edgellm.engines.emitted_tokens import EmittedRings
+from edgellm.engines.errors import EngineError
 from edgellm.engines.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import AdapterSlots, require_adapters
@@ -31,21 +33,7 @@ from edgellm.engines.slot_rows import SlotRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
-#: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.
-_EMITTED_PLACES = 8
 _PHASES = ("prefill", "decode")
-
-
-class EmittedTokens:
-    """The tokens that a step emits: for each of n sequences the one at its place of its ring."""
-
-    def __init__(self, ring: Readback, places: Sequence[int]) -> None:
-        """`ring` reads [n, E] int32."""
-        self._ring, self._places = ring, tuple(places)
-
-    def wait(self) -> np.ndarray:
-        """[n] int32, once the step is done."""
-        return self._ring.wait()[np.arange(len(self._places)), self._places]
 
 
 class FeatureUser(Protocol):
@@ -66,7 +54,7 @@ class FeatureUser(Protocol):
         """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
 
 
-class BaseEngineRunner:
+class BaseEngineRunner(AdaptedRunner):
     """Owns engines, weights, KV caches and device state of one base model.
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does what
@@ -148,7 +136,11 @@ class BaseEngineRunner:
         if not 0 <= reused < count:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise EngineError(f"token ids must lie in 0..{self.config.vocab_size - 1}")
+            last = self.config.vocab_size - 1
+            wrong = ids[(ids < 0) | (ids > last)][0]
+            raise EngineError(
+                f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer"
+            )
         self._image_inputs.check(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
@@ -164,7 +156,7 @@ class BaseEngineRunner:
             self.backend.upload(array[one], np.asarray([value], np.int32))
         self._select(one, self.sampling.plain(one), self._row_features(tokens - 1))
         self.lengths[slot] = count
-        first = self._read_emitted(one, one)
+        first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
 
     def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
@@ -199,7 +191,7 @@ class BaseEngineRunner:
             self._warm.add(key)
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
-        return self._read_emitted(slots, slice(0, bucket))
+        return self._emitted.read(slots, slice(0, bucket))
 
     def capture_steps(self) -> list[str]:
         """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
@@ -211,7 +203,7 @@ class BaseEngineRunner:
             batch = key[0]
             if key not in self._warm:
                 self._decode_step(*key)
-                self._read_emitted(slice(0, batch), slice(0, batch)).wait()
+                self._emitted.read(slice(0, batch), slice(0, batch)).wait()
                 self._warm.add(key)
             if key not in self._steps:
                 self._capture_decode(key)
@@ -221,11 +213,6 @@ class BaseEngineRunner:
             for batch, rows, plain, adapts in sorted(self._uncaptured)
         ]
 
-    @property
-    def adapter_kinds(self) -> tuple[bool, ...]:
-        """What `adapts` can say."""
-        return (False,) if self.adapters is None else (False, True)
-
     def _capture_decode(self, key: tuple[int, int, bool, bool]) -> None:
         def step() -> None:
             self._decode_step(*key)
@@ -233,40 +220,6 @@ class BaseEngineRunner:
         self._steps[key] = self.backend.capture(step, f"the decode step {key}")
         if self._steps[key] is step:
             self._uncaptured.add(key)
-
-    def set_adapter(self, slot: int, name: str | None) -> None:
-        """Let the sequence that `slot` is going to hold take the adapter `name` (None: none), until it stops.
-
-        Its KV rows are reusable for sequences with the same adapter only. Raises AdapterError for a name that is not
-        loaded, and where more adapters would be in use at once than the engines hold; nothing has changed then.
-        """
-        if self.adapters is not None or name is not None:
-            self._adapter_slots(name).assign(slot, name)
-
-    def adapter_digest(self, name: str | None) -> str | None:
-        """What is computed with an adapter is bound to this (None: without one); AdapterError as `set_adapter`."""
-        return None if name is None else self._adapter_slots(name).digest(name)
-
-    def has_adapter_place(self, slot: int, name: str | None) -> bool:
-        """Whether `set_adapter` would find a place for the adapter now."""
-        return name is None or self._adapter_slots(name).has_place(name, slot)
-
-    def _adapter_slots(self, name: str | None) -> AdapterSlots:
-        if self.adapters is None:
-            raise AdapterError(f"the adapter {name!r} was asked for, but the model was opened without adapters")
-        return self.adapters
-
-    def adapts(self, slots: slice) -> bool:
-        """Whether a sequence of the slots has an adapter."""
-        return self.adapters is not None and self.adapters.in_use(slots)
-
-    def engine_shape(self, shape: EngineShape, slots: slice) -> EngineShape:
-        """The shape of the engine that must run for the slots: `shape` itself, or the one that applies adapters."""
-        return self.limits.with_adapters(shape) if self.adapts(slots) else shape
-
-    def adapter_inputs(self, shape: EngineShape, slots: slice) -> dict[str, Array]:
-        """What an engine with adapters is bound to beside the rest; nothing for one without."""
-        return self.adapters.bindings(slots) if shape.lora_slots and self.adapters is not None else {}
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -327,9 +280,7 @@ class BaseEngineRunner:
         self._positions = backend.zeros((slots,), "int32")
         self._active = backend.zeros((slots,), "int32")
         self._tokens = backend.zeros((slots,), "int32")
-        self._emitted_index = backend.zeros((slots,), "int32")
-        self._emitted = backend.host_visible((slots, _EMITTED_PLACES), "int32")
-        self._next_places = [0] * slots  # the values of `_emitted_index`
+        self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
@@ -460,8 +411,8 @@ class BaseEngineRunner:
             self._start[slots],
             self._positions[slots],
             self.sampling.token_counts[slots],
-            self._emitted_index[slots],
-            self._emitted[slots],
+            self._emitted.index[slots],
+            self._emitted.tokens[slots],
         )
 
     def _features_of(self, batch: int, tokens: int) -> Array:
@@ -472,10 +423,3 @@ class BaseEngineRunner:
         """The features [1, 1, F] of one row of the latest prefill."""
         size = self._feature_size
         return self._features_buffer[row * size : (row + 1) * size].reshape(1, 1, size)
-
-    def _read_emitted(self, slots: slice, advanced: slice) -> EmittedTokens:
-        """Read what a step that advanced the slots `advanced` emitted for `slots`."""
-        emitted = EmittedTokens(self.backend.read(self._emitted[slots]), self._next_places[slots])
-        for slot in range(advanced.start, advanced.stop):
-            self._next_places[slot] = (self._next_places[slot] + 1) % _EMITTED_PLACES
-        return emitted

@@ -32,6 +32,9 @@ def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
 class DecoderDescription(LayerDescription[Tensor]):
     """Describes a decoder to an interpreter of operations, for one engine shape."""
 
+    #: Whether the residual stream, and the head, are computed in float32.
+    wide_residual, wide_head = False, False
+
     def __init__(self, operations: Operations[Tensor], config: DecoderConfig, shape: EngineShape) -> None:
         super().__init__(operations, config, shape, decoder_weights(config))
         self.config = config
@@ -39,17 +42,17 @@ class DecoderDescription(LayerDescription[Tensor]):
     def describe(self) -> None:
         """Declare the inputs of DESIGN's engine edge, compute, and declare `logits` and the caches as outputs."""
         ops, config, shape = self.operations, self.config, self.shape
-        hidden = ops.input("inputs_embeds", (shape.batch, shape.tokens, config.hidden_size), "compute")
+        hidden = self._wide(ops.input("inputs_embeds", (shape.batch, shape.tokens, config.hidden_size), "compute"))
         positions = self.position_inputs()
         self.adapter_inputs()
         features = {}
         for index in range(config.num_layers):
             if index in config.feature_layers:
-                features[index] = hidden
+                features[index] = ops.to_compute(hidden) if self.wide_residual else hidden
             hidden = self._layer(index, hidden, positions)
             if shape.phase == "prefill" and index < config.deepstack_layers:
                 size = (shape.batch, shape.tokens, config.hidden_size)
-                hidden = ops.add(hidden, ops.input(f"deepstack_features_{index}", size, "compute"))
+                hidden = ops.add(hidden, self._wide(ops.input(f"deepstack_features_{index}", size, "compute")))
         if config.num_layers in config.feature_layers:  # every row of the last hidden state is needed
             hidden = features[config.num_layers] = self.norm(hidden, _FINAL_NORM)
             normed = self.selected_rows(hidden)
@@ -58,11 +61,18 @@ class DecoderDescription(LayerDescription[Tensor]):
         if features:
             parts = [features[index] for index in config.feature_layers]
             ops.output("hidden_states", ops.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
-        ops.output("logits", ops.to_float32(ops.linear(normed, self.weight(head_weight_name(config)))))
+        head = self.weight(head_weight_name(config))
+        if self.wide_head:
+            normed, head = ops.to_float32(normed), ops.to_float32(head)
+        ops.output("logits", ops.to_float32(ops.linear(normed, head)))
 
     def _layer(self, index: int, hidden: Tensor, positions: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ops, layer = self.operations, f"model.layers.{index}."
         normed = self.norm(hidden, f"{layer}input_layernorm.weight")
-        hidden = ops.add(hidden, self.attention(index, layer, normed, positions))
+        hidden = ops.add(hidden, self._wide(self.attention(index, layer, normed, positions)))
         normed = self.norm(hidden, f"{layer}post_attention_layernorm.weight")
-        return ops.add(hidden, self.mlp(layer, normed))
+        return ops.add(hidden, self._wide(self.mlp(layer, normed)))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """In the residual stream's dtype."""
+        return self.operations.to_float32(x) if self.wide_residual else x

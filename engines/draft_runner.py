@@ -29,6 +29,7 @@ from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.slot_rows import SlotRows
 from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.draft_tree_interface import Expansion
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ class EagleDraftEngineRunner:
             self._workspace,
         )
 
+    def expansion(self, level: int, candidates: Candidates) -> Expansion | None:
+        """The expansion of `level`, for the kernel that finishes it; None where candidates are drawn."""
+        plan = candidates.plan
+        return None if plan.sampled else Expansion(level, not plan.is_static, self.draft_to_target, self._workspace)
+
     def propose(self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int) -> None:
         """Feed the frontier of `level` to the draft, behind the `committed` [B] rows; its logits are then there."""
         slots, width = slice(0, batch), candidates.plan.top_k
@@ -186,12 +192,14 @@ class EagleDraftEngineRunner:
             self.hidden_states(batch, 1 if level == 1 else width),
             candidates.tokens,
             candidates.scores,
+            candidates.parents,
             candidates.frontiers,
             views["inputs_embeds"],
             views["fed"],
             self._propose_start[slots],
             views["rope_rotary_cos_sin"],
             views["attention_mask"],
+            self.expansion(level, candidates),
         )
         engine.enqueue()
 

@@ -66,7 +66,8 @@ class Platform:
 
 def present_platform() -> Platform | None:
     """This machine's platform, or None without a GPU or without TensorRT."""
-    capability, library = current_compute_capability(), find_tensorrt()
+    capability = current_compute_capability()
+    library = find_tensorrt() if capability else None
     return Platform(capability, library.flavour, library.version) if capability and library else None
 
 

@@ -78,8 +78,8 @@ class SamplingState:
         self._node_parameters: dict[int, dict[str, Array]] = {}
         self._stale: set[int] = set()
         self._parameters: dict[str, Array] = {name: backend.zeros((slots,), dtype) for name, dtype in _DTYPES.items()}
-        for slot in range(slots):
-            self._take(slot, SamplingValues())
+        for name, array in self._parameters.items():
+            backend.upload(array, np.full(slots, getattr(SamplingValues(), name), np.dtype(_DTYPES[name])))
         self._processed = backend.empty((slots, vocab_size), "float32")
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
@@ -132,11 +132,15 @@ class SamplingState:
         return self._node_parameters[nodes]
 
     def _take(self, slot: int, values: SamplingValues) -> None:
-        self._values[slot] = values
+        """Bring what changes to the device: most requests draw as the one before."""
+        before, self._values[slot] = self._values[slot], values
+        if before == values:
+            return
         self._stale.update(self._node_parameters)
         for name, array in self._parameters.items():
-            row = np.asarray([getattr(values, name)], np.dtype(_DTYPES[name]))
-            self._backend.upload(array[slot : slot + 1], row)
+            value = getattr(values, name)
+            if value != getattr(before, name):
+                self._backend.upload(array[slot : slot + 1], np.asarray([value], np.dtype(_DTYPES[name])))
 
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""

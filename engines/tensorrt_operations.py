@@ -35,6 +35,9 @@ class TensorRTOperations(Operations[Any]):
     network grows, so the methods read it from there.
     """
 
+    #: Whether an RMS norm is multiplied by its weight, heads are rotated, and attention is computed, in float32.
+    wide_norm, wide_rotation, wide_scores = False, False, False
+
     def __init__(self, trt: Any, network: Any, dtype: str, attention: str) -> None:
         self.trt = trt
         self.network = network
@@ -81,8 +84,11 @@ class TensorRTOperations(Operations[Any]):
     def rms_norm(self, x: Any, weight: Any, epsilon: float) -> Any:
         wide = self.to_float32(x)
         mean = self._mean(self._elementwise(wide, wide, "PROD"))
-        normed = self._cast(self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV"), self.compute)
-        return self._elementwise(normed, self._reshape(weight, self._last_axis(weight.shape[0], x)), "PROD")
+        normed = self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV")
+        weight = self._reshape(weight, self._last_axis(weight.shape[0], x))
+        if self.wide_norm:
+            return self._cast(self._elementwise(normed, self.to_float32(weight), "PROD"), self.compute)
+        return self._elementwise(self._cast(normed, self.compute), weight, "PROD")
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
         wide = self.to_float32(x)
@@ -135,8 +141,11 @@ class TensorRTOperations(Operations[Any]):
 
     def rotary_embedding(self, x: Any, cos_sin: Any) -> Any:
         rotary = cos_sin.shape[2]
+        if self.wide_rotation:
+            x, cos_sin = self.to_float32(x), self.to_float32(cos_sin)
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
-        return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
+        rotated = self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
+        return self.to_compute(rotated)
 
     def kv_cache_update(self, cache: Any, update: Any, start_index: Any) -> Any:
         mode = self.trt.KVCacheMode.LINEAR
@@ -166,6 +175,8 @@ class TensorRTOperations(Operations[Any]):
         batch, heads, tokens, size = query.shape
         kv_heads, seen = keys.shape[1], keys.shape[2]
         group = heads // kv_heads
+        if self.wide_scores:
+            query, keys, values = (self.to_float32(each) for each in (query, keys, values))
         rows = self._reshape(query, (batch, kv_heads, group * tokens, size))
         scores = self._layer(
             self.network.add_matrix_multiply(rows, operation.NONE, keys, operation.TRANSPOSE), "scores"
@@ -180,13 +191,13 @@ class TensorRTOperations(Operations[Any]):
             scores = self._layer(self.network.add_select(mask, scores, hidden), "masked")
         softmax = self.network.add_softmax(scores)
         softmax.axes = 1 << (len(scores.shape) - 1)
-        weights = self._cast(self._layer(softmax, "softmax"), self.compute)
+        weights = self._cast(self._layer(softmax, "softmax"), values.dtype)
         if tokens > 1:
             weights = self._reshape(weights, (batch, kv_heads, group * tokens, seen))
         context = self._layer(
             self.network.add_matrix_multiply(weights, operation.NONE, values, operation.NONE), "context"
         )
-        return self._reshape(context, (batch, heads, tokens, size))
+        return self._reshape(self.to_compute(context), (batch, heads, tokens, size))
 
     def silu_mul(self, gate_up: Any) -> Any:
         half = gate_up.shape[-1] // 2

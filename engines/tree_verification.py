@@ -60,6 +60,7 @@ class TreeVerification:
             candidates.tokens,
             candidates.scores,
             candidates.parents,
+            candidates.frontiers,
             candidates.selected,
             tree.tokens,
             tree.parents,
@@ -69,6 +70,7 @@ class TreeVerification:
             tree.inputs_embeds,
             tree.rope_rotary_cos_sin,
             tree.attention_mask,
+            self._draft.expansion(tree.plan.steps, candidates),
         )
         engine.enqueue()
 

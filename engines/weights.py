@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from edgellm.engines.number_formats import convert, float32_into
 _PIECE = 1 << 22
 #: NumPy asks for huge pages for one large array, not for many small ones; buffers start on a cache line.
 _ALIGNMENT = 64
+#: More than a few threads wait for memory.
+_THREADS = 4
 
 
 def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, np.ndarray]:
@@ -27,17 +30,19 @@ def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> d
     sizes = [-(-math.prod(spec.shape) // step) * step for spec in specs]
     arena = np.empty(sum(sizes) + step, np.float32)
     position = -(arena.ctypes.data // 4) % step
-    weights = {}
+    weights, conversions = {}, []
     for spec, size in zip(specs, sizes, strict=True):
         buffer = arena[position : position + math.prod(spec.shape)]
         filled = 0
         for name, shape in spec.parts:
             values = _part(checkpoint, name, shape)
             target = buffer[filled : filled + values.size].reshape(values.shape)
-            float32_into(values, checkpoint.info(name).dtype, target)
+            conversions.append((values, checkpoint.info(name).dtype, target))
             filled += values.size
         weights[spec.name] = buffer.reshape(spec.shape)
         position += size
+    with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it converts
+        list(pool.map(lambda each: float32_into(*each), conversions))
     return weights
 
 

@@ -14,18 +14,17 @@ from edgellm.kernels.draft_tree_checks import (
     check_top_k,
     check_verification,
 )
+from edgellm.kernels.draft_tree_interface import Expansion
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 from edgellm.kernels.log_softmax import CHUNK
 
-#: Frontier nodes of a batch; each has a counter at the start of the workspace, whatever the other sizes are.
-MAXIMUM_ROWS = 1024
-
-_COUNTER_BYTES = 4 * MAXIMUM_ROWS
 _KEY_BYTES = 8
-_THREADS = 512  # THREADS of cuda/draft_tree.cuh
-_MAXIMUM_KEYS = 4096  # MAXIMUM_KEYS of cuda/draft_tree.cuh
-_TREE_THREADS = 512  # TREE_THREADS of cuda/draft_verification.cu
+_THREADS, _EXPAND_THREADS = 512, 512  # as the kernels' sources say
+#: Threads that share one maximum in `draft_expand`, for few and for many of the best keys.
+_LANES_OF_FEW, _LANES_OF_MANY, _FEW = 32, 4, 16
+#: Shared memory for the lists that warps merge.
+_LIST_BYTES = 32 << 10
 #: Up to so many candidates, a block of `draft_verification` keeps their keys in 32 KiB of shared memory.
 _KEPT_KEYS = 8192
 
@@ -53,8 +52,7 @@ class CudaDraftTree:
         """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
         check_top_k("expand_workspace_size", top_k)
         check_draft_vocabulary(draft_vocab_size)
-        chunks = batch * top_k * _chunks(draft_vocab_size)
-        return _COUNTER_BYTES + chunks * (8 + _KEY_BYTES * top_k + 4)
+        return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
 
     def expand_frontier(
         self,
@@ -74,21 +72,17 @@ class CudaDraftTree:
         check_top_k("expand_frontier", sizes["K"])
         check_draft_vocabulary(sizes["V"])
         check_expansion(level, sizes, self.expand_workspace_size(sizes["B"], sizes["V"], sizes["K"]))
-        rows, chunks, top_k = sizes["B"] * sizes["n"], _chunks(sizes["V"]), sizes["K"]
-        if rows > MAXIMUM_ROWS:
-            raise KernelError(f"expand_frontier: {rows} frontier nodes in the batch; expected at most {MAXIMUM_ROWS}")
         if workspace.pointer % 8:
             raise KernelError("expand_frontier: workspace starts at an address that is no multiple of 8; align it")
-        sums = workspace.pointer + _COUNTER_BYTES
-        best = sums + 8 * rows * chunks
-        maxima = best + _KEY_BYTES * rows * chunks * top_k
+        rows, top_k = sizes["B"] * sizes["n"], sizes["K"]
+        lanes = _LANES_OF_FEW if top_k <= _FEW else _LANES_OF_MANY
         arguments = (
-            *map(pointer, (logits, draft_to_target, frontiers, *candidates, workspace)),
-            *map(ctypes.c_void_p, (sums, best, maxima)),
-            *_unsigned(score, sizes["V"], sizes["n"], level, sizes["F"], top_k, sizes["C"]),
+            pointer(logits),
+            *_partial_results(workspace, rows, _chunks(sizes["V"]), top_k),
+            *_unsigned(score, sizes["V"], top_k, lanes),
         )
-        shared_bytes = _gathered_bytes(top_k) + _KEY_BYTES * _MAXIMUM_KEYS
-        self._launch("draft_expand", (chunks, rows, 1), _THREADS, shared_bytes, arguments)
+        shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * top_k
+        self._launch("draft_expand", (_chunks(sizes["V"]), rows, 1), shared_bytes, arguments, _EXPAND_THREADS)
 
     def prepare_proposal(
         self,
@@ -101,12 +95,14 @@ class CudaDraftTree:
         hidden_in: DeviceArray,
         candidate_tokens: DeviceArray,
         candidate_scores: DeviceArray,
+        candidate_parents: DeviceArray,
         frontiers: DeviceArray,
         inputs_embeds: DeviceArray,
         hidden_out: DeviceArray,
         kvcache_start_index: DeviceArray,
         rope_rotary_cos_sin: DeviceArray,
         attention_mask: DeviceArray,
+        expansion: Expansion | None,
     ) -> None:
         """What the draft model reads in propose step `level`; see the interface."""
         arrays = (
@@ -117,6 +113,7 @@ class CudaDraftTree:
             hidden_in,
             candidate_tokens,
             candidate_scores,
+            candidate_parents,
             frontiers,
             inputs_embeds,
             hidden_out,
@@ -127,14 +124,17 @@ class CudaDraftTree:
         sizes = check_device_arguments("prepare_proposal", *arrays)
         check_proposal(level, sizes)
         item_size, top_k = ITEM_SIZES[embedding.dtype], sizes["K"]
+        rows = 1 if level == 1 else top_k
+        expanded, list_bytes = _expansion_arguments("prepare_proposal", expansion, level, sizes["B"], top_k)
         arguments = (
             *map(pointer, arrays),
+            *expanded,
             *_unsigned(select, level, *(sizes[axis] for axis in "FCnPRLV")),
             *map(ctypes.c_size_t, (sizes["H"] * item_size, sizes["G"] * item_size)),
         )
-        shared_bytes = _gathered_bytes(top_k) + _KEY_BYTES * top_k**2 + 4 * (level - 1) * top_k
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (level - 1) * top_k
         name = f"draft_proposal_{embedding.dtype}"
-        self._launch(name, (top_k, sizes["B"], 1), _THREADS, shared_bytes, arguments)
+        self._launch(name, (top_k, sizes["B"], 1), shared_bytes, arguments)
 
     def prepare_verification(
         self,
@@ -149,6 +149,7 @@ class CudaDraftTree:
         candidate_tokens: DeviceArray,
         candidate_scores: DeviceArray,
         candidate_parents: DeviceArray,
+        frontiers: DeviceArray,
         selected: DeviceArray,
         tree_tokens: DeviceArray,
         tree_parents: DeviceArray,
@@ -158,6 +159,7 @@ class CudaDraftTree:
         inputs_embeds: DeviceArray,
         rope_rotary_cos_sin: DeviceArray,
         attention_mask: DeviceArray,
+        expansion: Expansion | None,
     ) -> None:
         """The tree to verify and what the base model reads of it; see the interface."""
         arrays = (
@@ -170,6 +172,7 @@ class CudaDraftTree:
             candidate_tokens,
             candidate_scores,
             candidate_parents,
+            frontiers,
             selected,
             tree_tokens,
             tree_parents,
@@ -182,18 +185,28 @@ class CudaDraftTree:
         )
         sizes = check_device_arguments("prepare_verification", *arrays)
         check_verification(candidates, sizes)
-        keeps_keys = candidates <= _KEPT_KEYS
+        top_k, keeps_keys = sizes["K"], candidates <= _KEPT_KEYS
+        level = 1 if expansion is None else expansion.level
+        expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, level, sizes["B"], top_k)
+        children = 0 if expansion is None else top_k if level == 1 else top_k**2
         arguments = (
             *map(pointer, arrays),
-            *_unsigned(select, keeps_keys, candidates, *(sizes[axis] for axis in "CSPRLV")),
+            *expanded,
+            *_unsigned(level, sizes["F"], top_k, select, keeps_keys, candidates),
+            *_unsigned(*(sizes[axis] for axis in "CSPRLV")),
             ctypes.c_size_t(sizes["H"] * ITEM_SIZES[embedding.dtype]),
         )
         name = f"draft_verification_{embedding.dtype}"
-        shared_bytes = 4 * candidates if keeps_keys else 0
-        self._launch(name, (sizes["T"], sizes["B"], 1), _TREE_THREADS, shared_bytes, arguments)
+        shared_bytes = (_KEY_BYTES + 4) * children + list_bytes + (4 * candidates if keeps_keys else 0)
+        self._launch(name, (sizes["T"], sizes["B"], 1), shared_bytes, arguments)
 
     def _launch(
-        self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: tuple[Any, ...]
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        shared_bytes: int,
+        arguments: tuple[Any, ...],
+        threads: int = _THREADS,
     ) -> None:
         launch = Launch(self._module, name, grid, threads, shared_bytes, arguments)
         launch.overlap_previous()
@@ -204,9 +217,30 @@ def _chunks(draft_vocab_size: int) -> int:
     return -(-draft_vocab_size // CHUNK)
 
 
-def _gathered_bytes(top_k: int) -> int:
-    """Shared memory of `best_keys`: gathered_keys of cuda/draft_tree.cuh."""
-    return _KEY_BYTES * (128 if top_k <= 16 else 32) * top_k
+def _partial_results(workspace: DeviceArray, rows: int, chunks: int, top_k: int) -> tuple[ctypes.c_void_p, ...]:
+    """Best keys, sums and maxima of the chunks of all rows."""
+    sums = workspace.pointer + _KEY_BYTES * rows * chunks * top_k
+    return tuple(map(ctypes.c_void_p, (workspace.pointer, sums, sums + 8 * rows * chunks)))
+
+
+def _expansion_arguments(
+    kernel: str, expansion: Expansion | None, level: int, batch: int, top_k: int
+) -> tuple[tuple[Any, ...], int]:
+    """What a kernel needs to finish an expansion of `level`, and its bytes of shared memory for lists to merge."""
+    if expansion is None:
+        return (*(ctypes.c_void_p(0) for _ in range(4)), *_unsigned(0, 0, 0, 0)), 0
+    if expansion.level != level:
+        raise KernelError(f"{kernel}: the expansion of level {expansion.level}; expected that of level {level}")
+    sizes = check_device_arguments("expansion", expansion.draft_to_target, expansion.workspace)
+    chunks, rows = _chunks(sizes["V"]), 1 if level == 1 else top_k
+    list_bytes = _KEY_BYTES * chunks * top_k
+    mergers = min(rows, _THREADS // 32, max(1, _LIST_BYTES // list_bytes))
+    arguments = (
+        *_partial_results(expansion.workspace, batch * rows, chunks, top_k),
+        pointer(expansion.draft_to_target),
+        *_unsigned(chunks, expansion.score, sizes["V"], mergers),
+    )
+    return arguments, mergers * list_bytes
 
 
 def _unsigned(*values: int) -> tuple[ctypes.c_uint, ...]:

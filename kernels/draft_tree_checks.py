@@ -31,6 +31,7 @@ SIGNATURES["prepare_proposal"] = (
     ("hidden_in", "BnG", "compute"),
     ("candidate_tokens", "BC", "int32"),
     ("candidate_scores", "BC", "float32"),
+    ("candidate_parents", "BC", "int32"),
     ("frontiers", "BFK", "int32"),
     ("inputs_embeds", "BKH", "compute"),
     ("hidden_out", "BKG", "compute"),
@@ -48,6 +49,7 @@ SIGNATURES["prepare_verification"] = (
     ("candidate_tokens", "BC", "int32"),
     ("candidate_scores", "BC", "float32"),
     ("candidate_parents", "BC", "int32"),
+    ("frontiers", "BFK", "int32"),
     ("selected", "BS", "int32"),
     ("tree_tokens", "BT", "int32"),
     ("tree_parents", "BT", "int32"),
@@ -58,6 +60,7 @@ SIGNATURES["prepare_verification"] = (
     ("rope_rotary_cos_sin", "BTR", "compute"),
     ("attention_mask", "B1TL", "bool"),
 )
+SIGNATURES["expansion"] = (("draft_to_target", "V", "int32"), ("workspace", "N", "uint8"))
 
 
 def check_expansion(level: int, sizes: dict[str, int], workspace_size: int) -> None:

@@ -23,7 +23,7 @@ implementations give the same bits.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgellm.kernels.arrays import Array
 
@@ -44,8 +44,21 @@ def candidate_count(steps: int, top_k: int) -> int:
     return level_start(steps + 1, top_k)
 
 
+class Expansion(NamedTuple):
+    """An `expand_frontier` that the next `prepare_proposal` or `prepare_verification` finishes: its arguments."""
+
+    level: int
+    score: bool
+    draft_to_target: Array
+    workspace: Array
+
+
 class DraftTreeKernels(Protocol):
-    """One implementation of the draft tree's kernels."""
+    """One implementation of the draft tree's kernels.
+
+    What `expand_frontier` writes is there once the `prepare_proposal` of the same level, or the `prepare_verification`
+    after the last level, has been given its `Expansion`: what remains to be done takes no launch of its own.
+    """
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
         """Bytes of workspace that `expand_frontier` needs for `batch` sequences, at every level; may be 0."""
@@ -70,8 +83,8 @@ class DraftTreeKernels(Protocol):
         `candidate_scores` [B, C] float32 (the parent's score, 0 for the root, plus the log-probability) and
         `candidate_parents` [B, C] int32 (the parent's index, -1 for the root). Entries that do not exist (an idle
         parent, fewer than K logits above -inf) get token -1, score -inf, parent -1. `workspace` [N] uint8 has at
-        least `expand_workspace_size` bytes, is zero before the first call and is left fit for the next. Without `score`
-        log-probabilities count as 0: a static tree needs none, and they cost more than the rest.
+        least `expand_workspace_size` bytes and holds what the `Expansion` finishes. Without `score` log-probabilities
+        count as 0: a static tree needs none.
 
         The log-probability is (logit - m) - log(s), m the row's maximum, in float32; s is the sum over chunks of
         4,096 ids of the chunk's sum of exp(logit - its maximum), times exp(its maximum - m), all in unsigned 64-bit
@@ -90,14 +103,18 @@ class DraftTreeKernels(Protocol):
         hidden_in: Array,
         candidate_tokens: Array,
         candidate_scores: Array,
+        candidate_parents: Array,
         frontiers: Array,
         inputs_embeds: Array,
         hidden_out: Array,
         kvcache_start_index: Array,
         rope_rotary_cos_sin: Array,
         attention_mask: Array,
+        expansion: Expansion | None,
     ) -> None:
         """Everything that the draft model reads in propose step `level`: one token for each frontier slot.
+
+        Finishes the `expansion` of this level; None: the level's candidates are there, each parent's best first.
 
         With `select`, first writes row level - 1 of `frontiers` [B, F, K] int32: the level's K candidates with the
         highest `candidate_scores` [B, C] float32, best first, the lower index first among equals, -1 where there are
@@ -126,6 +143,7 @@ class DraftTreeKernels(Protocol):
         candidate_tokens: Array,
         candidate_scores: Array,
         candidate_parents: Array,
+        frontiers: Array,
         selected: Array,
         tree_tokens: Array,
         tree_parents: Array,
@@ -135,8 +153,12 @@ class DraftTreeKernels(Protocol):
         inputs_embeds: Array,
         rope_rotary_cos_sin: Array,
         attention_mask: Array,
+        expansion: Expansion | None,
     ) -> None:
         """Choose the tree to verify, lay it out as T tokens, and write everything that the base model reads.
+
+        Finishes the `expansion` of the last level, whose parents are in `frontiers` [B, F, K] int32; None: all
+        candidates are there.
 
         With `select`, first writes `selected` [B, V-1] int32: the V - 1 best of the first `candidates` candidates by
         `candidate_scores` [B, C] float32, the lower index first among equals, in ascending order of index; -1 behind

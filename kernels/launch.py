@@ -79,7 +79,9 @@ class Launch:
         threads: int,
         shared_bytes: int,
         arguments: Sequence[Any],
+        cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
+        """`cluster`: of blocks that may read each other's shared memory (sm_90 and later); divides `grid`."""
         driver = kernels.driver
         self._driver = driver
         self._function = kernels.function(name, shared_bytes)
@@ -93,7 +95,14 @@ class Launch:
         config.hStream = kernels.stream
         self._config = config
         self._can_overlap = kernels.can_overlap
+        self._attributes: list[Any] = []
         self.name = name
+        if cluster != (1, 1, 1):
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimensions = attribute.value.clusterDim
+            dimensions.x, dimensions.y, dimensions.z = cluster
+            self._add(attribute)
 
     def overlap_previous(self) -> None:
         """Let this kernel start before its predecessor has finished, where the GPU can; the kernel must wait itself."""
@@ -102,8 +111,13 @@ class Launch:
         attribute = self._driver.CUlaunchAttribute()
         attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        self._config.attrs = [attribute]
-        self._config.numAttrs = 1
+        self._add(attribute)
+
+    def _add(self, attribute: Any) -> None:
+        if all(other.id != attribute.id for other in self._attributes):
+            self._attributes.append(attribute)
+            self._config.attrs = self._attributes
+            self._config.numAttrs = len(self._attributes)
 
     def __call__(self) -> None:
         (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)

@@ -6,7 +6,7 @@ import numpy as np
 
 from edgellm.kernels.checks import check_host_arguments
 from edgellm.kernels.draft_tree_checks import check_expansion, check_proposal, check_verification
-from edgellm.kernels.draft_tree_interface import level_start
+from edgellm.kernels.draft_tree_interface import Expansion, level_start
 from edgellm.kernels.log_softmax import LogSoftmax
 from edgellm.kernels.numpy_kernels import NumpyKernels, bfloat16_bits
 from edgellm.kernels.numpy_tree_layout import (
@@ -99,14 +99,16 @@ class NumpyDraftTree:
         hidden_in: np.ndarray,
         candidate_tokens: np.ndarray,
         candidate_scores: np.ndarray,
+        candidate_parents: np.ndarray,
         frontiers: np.ndarray,
         inputs_embeds: np.ndarray,
         hidden_out: np.ndarray,
         kvcache_start_index: np.ndarray,
         rope_rotary_cos_sin: np.ndarray,
         attention_mask: np.ndarray,
+        expansion: Expansion | None,
     ) -> None:
-        """What the draft model reads in propose step `level`; see the interface."""
+        """What the draft model reads in propose step `level`; see the interface. No expansion waits here."""
         sizes = check_host_arguments(
             "prepare_proposal",
             committed,
@@ -116,6 +118,7 @@ class NumpyDraftTree:
             hidden_in,
             candidate_tokens,
             candidate_scores,
+            candidate_parents,
             frontiers,
             inputs_embeds,
             hidden_out,
@@ -152,6 +155,7 @@ class NumpyDraftTree:
         candidate_tokens: np.ndarray,
         candidate_scores: np.ndarray,
         candidate_parents: np.ndarray,
+        frontiers: np.ndarray,
         selected: np.ndarray,
         tree_tokens: np.ndarray,
         tree_parents: np.ndarray,
@@ -161,6 +165,7 @@ class NumpyDraftTree:
         inputs_embeds: np.ndarray,
         rope_rotary_cos_sin: np.ndarray,
         attention_mask: np.ndarray,
+        expansion: Expansion | None,
     ) -> None:
         """The tree to verify and what the base model reads of it; see the interface."""
         sizes = check_host_arguments(
@@ -174,6 +179,7 @@ class NumpyDraftTree:
             candidate_tokens,
             candidate_scores,
             candidate_parents,
+            frontiers,
             selected,
             tree_tokens,
             tree_parents,

@@ -52,7 +52,7 @@ def golden_images(name: str) -> list[GoldenImage]:
             deepstack.append(expected[f"deepstack_{len(deepstack)}_{index}"])
         embeddings = expected[f"embeddings_{index}"]
         grid = tuple(expected[f"grid_{index}"].tolist())
-        patches = expected[f"patches_{index}"]
+        patches = expected[f"patches_{index}"].astype(np.float32)
         images.append(GoldenImage(patches, grid, len(embeddings), f"image {index}", embeddings, tuple(deepstack)))
     assert images
     return images

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import random_trees as shared
+from gpu_device import cuda_device, device_copy
 from gpu_timing import microseconds
 
-from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import IN_PROMPT
@@ -30,20 +30,14 @@ TWIN, TWIN_KERNELS = NumpyAcceptance(), NumpyKernels()
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, the acceptance kernels and a workspace that all calls share."""
-    if find_gpu() is None:
-        pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
-    from edgellm.engines.cuda_device import CudaDevice
     from edgellm.kernels.cuda_acceptance import CudaAcceptance
     from edgellm.kernels.cuda_kernels import CudaKernels
 
-    device = CudaDevice()
-    kernels = CudaKernels(device.stream, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
-    device.acceptance = CudaAcceptance(kernels, device.stream)
-    device.workspace = device.zeros((1 << 20,), "uint8")
-    yield device
-    del device.acceptance, device.workspace, kernels
-    device.close()
+    with cuda_device() as device:
+        device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
+        device.acceptance = CudaAcceptance(device.kernels, device.stream)
+        device.workspace = device.zeros((1 << 20,), "uint8")
+        yield device
 
 
 @pytest.fixture
@@ -55,11 +49,7 @@ def on_device(gpu, value: Any) -> Any:
     """Arrays (and lists of them) in device memory; uint16 stands for bfloat16. Other arguments as they are."""
     if isinstance(value, list):
         return [on_device(gpu, item) for item in value]
-    if not isinstance(value, np.ndarray):
-        return value
-    array = gpu.empty(value.shape, "bfloat16" if value.dtype == np.uint16 else value.dtype.name)
-    gpu.upload(array, value)
-    return array
+    return device_copy(gpu, value) if isinstance(value, np.ndarray) else value
 
 
 def assert_equal(gpu, device: Any, host: Any, message: str) -> None:

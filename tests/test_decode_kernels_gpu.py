@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gpu_device import cuda_device
 from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
-from edgellm.engines.gpu import find_gpu
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS
 
@@ -35,17 +35,11 @@ ODD = {
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, and the decode kernel loaded into it."""
-    if find_gpu() is None:
-        pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
-    from edgellm.engines.cuda_device import CudaDevice
     from edgellm.kernels.decode_kernels import CudaDecodeKernels
 
-    device = CudaDevice()
-    device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
-    yield device
-    del device.decode_kernels
-    device.close()
+    with cuda_device() as device:
+        device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
+        yield device
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:

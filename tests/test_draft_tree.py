@@ -37,10 +37,10 @@ def propose(drafting, level: int, select: bool = True) -> tuple[np.ndarray, ...]
         drafting.rotary_table,
         drafting.embedding,
         drafting.hidden[level - 1],
-        drafting.candidate_tokens,
-        drafting.candidate_scores,
+        *drafting.candidates(),
         drafting.frontiers,
         *outputs,
+        None,
     )
     return outputs
 
@@ -121,7 +121,9 @@ def verify(drafting, rng, tree_size: int, tokens: int, select: bool, static: np.
         drafting.rotary_table,
         drafting.embedding,
         *drafting.candidates(),
+        drafting.frontiers,
         *outputs,
+        None,
     )
     check_verification(drafting, roots, positions, outputs)
     return outputs
@@ -318,10 +320,10 @@ def test_limits_are_refused_with_what_was_found_and_expected():
             drafting.rotary_table,
             drafting.embedding,
             deep.hidden[0],
-            drafting.candidate_tokens,
-            drafting.candidate_scores,
+            *drafting.candidates(),
             drafting.frontiers,
             *outputs,
+            None,
         )
 
 

@@ -7,11 +7,10 @@ import logging
 import draft_tree_reference as reference
 import numpy as np
 import pytest
+from gpu_device import cuda_device, device_copy
 from gpu_timing import microseconds
 
-from edgellm.engines.gpu import find_gpu
-from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.draft_tree_interface import candidate_count, level_start
+from edgellm.kernels.draft_tree_interface import Expansion, candidate_count, level_start
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
 
@@ -24,25 +23,11 @@ DTYPES = pytest.mark.parametrize("compute", [np.float32, np.float16, np.uint16],
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
-    if find_gpu() is None:
-        pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
-    from edgellm.engines.cuda_device import CudaDevice
     from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 
-    device = CudaDevice()
-    device.draft_tree = CudaDraftTree(device.stream)
-    yield device
-    del device.draft_tree
-    device.close()
-
-
-def device_copy(gpu, values: np.ndarray) -> DeviceArray:
-    """The values in device memory; uint16 stands for bfloat16."""
-    dtype = "bfloat16" if values.dtype == np.uint16 else values.dtype.name
-    array = gpu.empty(values.shape, dtype)
-    gpu.upload(array, values)
-    return array
+    with cuda_device() as device:
+        device.draft_tree = CudaDraftTree(device.stream)
+        yield device
 
 
 class Twins:
@@ -83,26 +68,32 @@ class Twins:
 
     def expand(self, level: int, score: bool = True) -> None:
         names = (f"logits {level}", "draft_to_target", "frontiers", *self.CANDIDATES)
-        self._enqueue("expand_frontier", names, level, score, workspaces=True)
-        self._compare(f"expand {level}", self.CANDIDATES)
+        for kernels, arrays, workspace in self._sides():
+            kernels.expand_frontier(level, score, *[arrays[name] for name in names], workspace)
 
     def propose(self, level: int, select: bool = True) -> None:
-        written = ("frontiers", *self.proposal)
-        names = (*self.PLACES, f"hidden {level}", "candidate_tokens", "candidate_scores", *written)
-        self._enqueue("prepare_proposal", names, level, select)
+        """Finishes the expansion of the level, too."""
+        written = (*self.CANDIDATES, "frontiers", *self.proposal)
+        names = (*self.PLACES, f"hidden {level}", *written)
+        for kernels, arrays, workspace in self._sides():
+            expansion = Expansion(level, select, arrays["draft_to_target"], workspace)
+            kernels.prepare_proposal(level, select, *[arrays[name] for name in names], expansion)
         self._compare(f"propose {level}", written)
 
-    def verify(self, select: bool = True, candidates: int | None = None) -> None:
-        names = ("token_ids", "positions", *self.PLACES, *self.CANDIDATES, *self.verification)
+    def verify(self, select: bool = True, candidates: int | None = None, expanded: bool = True) -> None:
+        """Finishes the expansion of the last level, where that was just `expanded`."""
+        written = (*self.CANDIDATES, "frontiers", *self.verification)
+        names = ("token_ids", "positions", *self.PLACES, *written)
         count = self.drafting.candidate_tokens.shape[1] if candidates is None else candidates
-        self._enqueue("prepare_verification", names, select, count)
-        self._compare("verify", self.verification)
+        for kernels, arrays, workspace in self._sides():
+            expansion = Expansion(self.drafting.steps, select, arrays["draft_to_target"], workspace)
+            arguments = (select, count, *[arrays[name] for name in names], expansion if expanded else None)
+            kernels.prepare_verification(*arguments)
+        self._compare("verify", written)
 
-    def _enqueue(self, kernel: str, names, *values, workspaces: bool = False) -> None:
-        host = [self.host[name] for name in names] + [self.host_workspace] * workspaces
-        device = [self.device[name] for name in names] + [self.workspace] * workspaces
-        getattr(TWIN, kernel)(*values, *host)
-        getattr(self.gpu.draft_tree, kernel)(*values, *device)
+    def _sides(self):
+        """Kernels, arrays and workspace of the twin and of the GPU."""
+        return (TWIN, self.host, self.host_workspace), (self.gpu.draft_tree, self.device, self.workspace)
 
     def _compare(self, step: str, names) -> None:
         for name in names:
@@ -191,7 +182,7 @@ def test_nodes_of_a_large_selection_tie(gpu):
     twins = Twins(gpu, drafting, 1024, 1024)
     twins.round()
     assert drafting.candidate_tokens.shape[1] > 8192
-    twins.verify(candidates=candidate_count(2, 64))
+    twins.verify(candidates=candidate_count(2, 64), expanded=False)
 
 
 @pytest.mark.parametrize("committed", [0, 60, 66, 70, 75, -3])
@@ -212,6 +203,9 @@ def test_captured_round(gpu, caplog):
     candidates = [device[name] for name in Twins.CANDIDATES]
     places = [device[name] for name in Twins.PLACES]
 
+    def expansion(level: int) -> Expansion:
+        return Expansion(level, True, device["draft_to_target"], twins.workspace)
+
     def expand(level: int) -> None:
         arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
         kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
@@ -220,11 +214,13 @@ def test_captured_round(gpu, caplog):
         expand(1)
         for level in range(1, drafting.steps):
             outputs = [device[name] for name in ("frontiers", *twins.proposal)]
-            kernels.prepare_proposal(level, True, *places, device[f"hidden {level}"], *candidates[:2], *outputs)
+            inputs = (*places, device[f"hidden {level}"], *candidates)
+            kernels.prepare_proposal(level, True, *inputs, *outputs, expansion(level))
             expand(level + 1)
-        tree = [device[name] for name in twins.verification]
+        tree = [device[name] for name in ("frontiers", *twins.verification)]
         count = drafting.candidate_tokens.shape[1]
-        kernels.prepare_verification(True, count, device["token_ids"], device["positions"], *places, *candidates, *tree)
+        roots = (device["token_ids"], device["positions"])
+        kernels.prepare_verification(True, count, *roots, *places, *candidates, *tree, expansion(drafting.steps))
 
     with caplog.at_level(logging.WARNING):
         launch = gpu.capture(step, "a round of drafting")
@@ -252,16 +248,19 @@ def test_captured_round(gpu, caplog):
                     True,
                     *[twins.host[name] for name in Twins.PLACES],
                     drafting.hidden[level - 1],
-                    *drafting.candidates()[:2],
+                    *drafting.candidates(),
                     drafting.frontiers,
                     *outputs,
+                    None,
                 )
         TWIN.prepare_verification(
             True,
             drafting.candidate_tokens.shape[1],
             *[twins.host[name] for name in ("token_ids", "positions", *Twins.PLACES)],
             *drafting.candidates(),
+            drafting.frontiers,
             *[twins.host[name] for name in twins.verification],
+            None,
         )
         for name, values in twins.host.items():
             np.testing.assert_array_equal(on_device[name], values, err_msg=f"replay {replay}: {name}")
@@ -279,12 +278,6 @@ def test_limits_are_refused(gpu):
         gpu.draft_tree.expand_frontier(33, True, *[twins.device[name] for name in arrays], twins.workspace)
     with pytest.raises(KernelError, match=r"K = 65 .*expected 1 to 64"):
         gpu.draft_tree.expand_workspace_size(1, 9, 65)
-    many = reference.random_drafting(np.random.default_rng(7), 17, 64, 2, 9)
-    rows = Twins(gpu, many, 5, 8)
-    rows.expand(1)
-    with pytest.raises(KernelError, match=r"1088 frontier nodes in the batch; expected at most 1024"):
-        arrays = ["logits 2", "draft_to_target", "frontiers", *Twins.CANDIDATES]
-        gpu.draft_tree.expand_frontier(2, True, *[rows.device[name] for name in arrays], rows.workspace)
 
 
 def test_times_of_the_default_tree(gpu):
@@ -298,18 +291,23 @@ def test_times_of_the_default_tree(gpu):
     candidates = [device[name] for name in Twins.CANDIDATES]
     places = [device[name] for name in Twins.PLACES]
     outputs = [device[name] for name in ("frontiers", *twins.proposal)]
-    tree = [device[name] for name in twins.verification]
+    tree = [device[name] for name in ("frontiers", *twins.verification)]
     start_of_round = (device["token_ids"], device["positions"])
+
+    def expansion(level: int) -> Expansion:
+        return Expansion(level, True, device["draft_to_target"], twins.workspace)
 
     def expand(level: int) -> None:
         arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
         kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
 
     def propose(level: int) -> None:
-        kernels.prepare_proposal(level, True, *places, device[f"hidden {level}"], *candidates[:2], *outputs)
+        inputs = (*places, device[f"hidden {level}"], *candidates)
+        kernels.prepare_proposal(level, True, *inputs, *outputs, expansion(level))
 
     def verify() -> None:
-        kernels.prepare_verification(True, candidate_count(6, 10), *start_of_round, *places, *candidates, *tree)
+        count = candidate_count(6, 10)
+        kernels.prepare_verification(True, count, *start_of_round, *places, *candidates, *tree, expansion(6))
 
     def all_of_a_round() -> None:
         expand(1)

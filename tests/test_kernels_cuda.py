@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from gpu_device import cuda_device, device_copy
 from gpu_timing import microseconds
 
-from edgellm.engines.gpu import find_gpu
-from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.interface import SequenceState
@@ -27,30 +26,16 @@ TWIN = NumpyKernels()
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
-    if find_gpu() is None:
-        pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
-    from edgellm.engines.cuda_device import CudaDevice
     from edgellm.kernels.cuda_kernels import CudaKernels
 
-    device = CudaDevice()
-    device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH)
-    yield device
-    del device.kernels
-    device.close()
+    with cuda_device() as device:
+        device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH)
+        yield device
 
 
 @pytest.fixture
 def random_numbers():
     return np.random.default_rng(20)
-
-
-def device_copy(gpu, values: np.ndarray) -> DeviceArray:
-    """The values in device memory; uint16 stands for bfloat16."""
-    dtype = "bfloat16" if values.dtype == np.uint16 else values.dtype.name
-    array = gpu.empty(values.shape, dtype)
-    gpu.upload(array, values)
-    return array
 
 
 def assert_equals_twin(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 
 from edgellm.engines.backend import Backend, Readback, Transfer
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
@@ -27,7 +25,7 @@ from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, Snap
 from edgellm.snapshots.snapshot_file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.stored_files import opened_unchanged
-from edgellm.snapshots.transfer import FilePlace, RowCopy, Uploader, download, model_caches, slot_rows
+from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")
 
@@ -112,8 +110,7 @@ class SlotSnapshots:
         self._slot_rows: dict[int, dict[str, Array]] = {}
         self._checked: WeakSet[Snapshot] = WeakSet()
         self._uploader = Uploader(runner.backend)
-        if any(stored.path is not None for stored in store.snapshots()):
-            self._uploader.reserve()
+        self._reserve(store.snapshots())
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
@@ -242,17 +239,17 @@ class SlotSnapshots:
         shown = mapped.facts.binding.images if self._sees else NONE
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
         self._check(path, mapped, expected)
-        digest = RunningDigest(mapped.body)
+        digest = RunningDigest(mapped.body, mapped.sections)
         try:
             in_memory = mapped.nbytes <= self.store.memory_budget
             snapshot = mapped.copied(self._backend.host_memory) if in_memory else None
-            verify_snapshot(path, mapped, digest)
+            verify_snapshot(path, mapped, digest.finish())
         finally:
             digest.cancel()
         stored = self.store.add_file(path)
         if snapshot is not None:
             return self.store.put(snapshot)
-        self._uploader.reserve()
+        self._reserve([stored])
         return stored
 
     def close(self) -> None:
@@ -268,35 +265,38 @@ class SlotSnapshots:
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 
-        The content of a file is hashed while it is copied. A file that is used again is kept in memory from then on,
-        where the budget allows.
+        The content of a file is hashed while it is copied, unless that was done and the file is still the same.
         """
         snapshot = self.store.open(stored)
         self._check(stored.path, snapshot, binding)
-        if snapshot.is_mapped and snapshot.is_verified and snapshot.nbytes <= self.store.memory_budget:
-            with suppress(DeviceMemoryError):
-                snapshot = snapshot.copied(self._backend.host_memory)
-                self.store.put(snapshot)
-        digest = None if snapshot.is_verified else RunningDigest(snapshot.body)
-        try:
-            arriving: Iterable[tuple[str, Transfer]] = self._arriving(slot, stored, snapshot, tokens)
-            if digest is not None:  # damage is to be known before anything is computed
-                arriving = list(arriving)
-            self._runner.base.expect_rows(arriving)
-            verify_snapshot(stored.path, snapshot, digest)
-        finally:
-            if digest is not None:
-                digest.cancel()
+        copies = self._copies(slot, snapshot, tokens)
+        if not snapshot.is_mapped:
+            self._runner.base.expect_rows(self._arriving(self._uploader.upload(copies)))
+        elif snapshot.is_verified:
+            self._runner.base.expect_rows(self._arriving(self._from_file(stored, snapshot, copies, None)))
+        else:  # damage is to be known before anything is computed
+            digest: list[bytes] = []
+            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, digest))))
+            verify_snapshot(stored.path, snapshot, digest[0])
 
-    def _arriving(
-        self, slot: int, stored: StoredSnapshot, snapshot: Snapshot, tokens: int
+    def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
+        """The transfers by the names that runners have for their caches."""
+        for name, transfer in transfers:
+            yield name.removeprefix("base."), transfer
+
+    def _from_file(
+        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None
     ) -> Iterator[tuple[str, Transfer]]:
-        """Copies the rows as it is read: the names of the runners' caches, each with its transfer."""
-        with opened_unchanged(stored.path if snapshot.is_mapped else None, stored.identity) as descriptor:
-            copies = self._copies(slot, snapshot, tokens, descriptor)
-            transfers = self._uploader.upload(copies, is_host_memory=not snapshot.is_mapped)
-            for name, transfer in zip(self._caches, transfers, strict=True):
-                yield name.removeprefix("base."), transfer
+        with opened_unchanged(stored.path, stored.identity) as descriptor:
+            if descriptor is None:
+                raise SnapshotError(f"{stored.path} changed while it was opened", "replaced")
+            yield from self._uploader.upload_file(descriptor, snapshot, copies, digest)
+
+    def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
+        """Make what files are read through before a request waits for it."""
+        largest = max((each.nbytes for each in stored if each.path is not None), default=0)
+        if largest:
+            self._uploader.reserve(largest)
 
     def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
         """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
@@ -312,14 +312,12 @@ class SlotSnapshots:
                 raise damaged(path or snapshot.facts.label, cause)
         self._checked.add(snapshot)
 
-    def _copies(self, slot: int, snapshot: Snapshot, tokens: int, descriptor: int | None = None) -> Iterator[RowCopy]:
-        """One by one, so that the first is on its way while the others are being made; with a `descriptor` of the
-        snapshot's file they can be read from there."""
+    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
+        """One by one, so that the first is on its way while the others are being made."""
         if slot not in self._slot_rows:
             self._slot_rows[slot] = {name: slot_rows(cache, slot) for name, cache in self._caches.items()}
         for name, rows in self._slot_rows[slot].items():
-            place = None if descriptor is None else FilePlace(descriptor, snapshot.places[name].offset)
-            yield RowCopy(rows, snapshot.tensor(name), self._rows(name, tokens), place)
+            yield RowCopy(name, rows, snapshot.tensor(name), self._rows(name, tokens))
 
     def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
         _, heads, _, size = self._caches[name].shape

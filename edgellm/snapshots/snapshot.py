@@ -3,7 +3,7 @@
 Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`), then the tensors without holes, the rows first:
 `base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim], states of recurrent layers
 under `base.state.*` (after N - 1 tokens, any shape), `token_ids` [N] int32, and last `sha256` [32] uint8, the
-`content_digest` of every byte before it.
+`content_digest` of every byte before it, which is cut into `Snapshot.sections` for that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from edgellm.engines.number_formats import STORAGE
 from edgellm.engines.safetensors_file import DTYPES
 from edgellm.engines.strict_json import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import DIGEST_BYTES
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_KEY = "edgellm_snapshot"
 TOKEN_IDS, DIGEST = "token_ids", "sha256"
 STATE_PREFIX = "base.state."
@@ -33,6 +33,8 @@ NUMPY_DTYPES: dict[str, np.dtype] = {**STORAGE, "int32": np.dtype(np.int32), "ui
 _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: The tensors begin at a multiple of it, in bytes.
 _ALIGNMENT = 64
+#: A section is hashed by one thread, and copied in one piece.
+_SECTION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Snapshot:
         self.facts, self.content, self.places = facts, content, places
         self.is_mapped = is_mapped
         self.is_verified = not is_mapped
+        self._views: dict[str, np.ndarray] = {}
 
     @classmethod
     def allocate(
@@ -114,6 +117,21 @@ class Snapshot:
         """Every byte but the digest."""
         return self.content[:-DIGEST_BYTES]
 
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """The body, in order: what is before the tensors, and each tensor in pieces of up to 1 MiB (but at least one)
+        of what its first axis counts."""
+        places = sorted((place.offset, name, place) for name, place in self.places.items() if name != DIGEST)
+        found = [Section(0, places[0][0])]
+        for offset, name, place in places:
+            groups = place.shape[0] if place.shape and place.nbytes else 1
+            each, first = place.nbytes // groups, 0
+            while first < groups and place.nbytes:
+                count = min(groups - first, max(1, _SECTION_BYTES // each))
+                found.append(Section(offset + first * each, count * each, name, first, count))
+                first += count
+        return tuple(found)
+
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
@@ -136,6 +154,8 @@ class Snapshot:
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor as a view of the content, bfloat16 as uint16."""
-        place = self.places[name]
-        data = self.content[place.offset : place.offset + place.nbytes]
-        return data.view(NUMPY_DTYPES[place.dtype]).reshape(place.shape)
+        if name not in self._views:
+            place = self.places[name]
+            data = self.content[place.offset : place.offset + place.nbytes]
+            self._views[name] = data.view(NUMPY_DTYPES[place.dtype]).reshape(place.shape)
+        return self._views[name]

@@ -38,7 +38,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
     At any moment before, also if power fails, `path` is what it was. Raises SnapshotError.
     """
-    digest = RunningDigest(snapshot.body)
+    digest = RunningDigest(snapshot.body, snapshot.sections)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged:
@@ -48,7 +48,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             expected = digest.finish()
             staged.write(memoryview(expected))
             staged.sync()
-            _check_written(staged.path, path, snapshot.nbytes, expected)
+            _check_written(staged.path, path, snapshot, expected)
             staged.commit()
     except OSError as error:
         raise SnapshotError(
@@ -71,11 +71,12 @@ def read_snapshot(path: Path) -> Snapshot:
     return Snapshot(facts, content, places, is_mapped=True)
 
 
-def verify_snapshot(path: Path | None, snapshot: Snapshot, digest: RunningDigest | None = None) -> None:
-    """Compare the content with its digest, computed now or by `digest`; raises SnapshotError."""
+def verify_snapshot(path: Path | None, snapshot: Snapshot, found: bytes | None = None) -> None:
+    """Compare the content with its digest, which was `found` or (None) is computed now; raises SnapshotError."""
     if snapshot.is_verified:
         return
-    found = content_digest(snapshot.body) if digest is None else digest.finish()
+    if found is None:
+        found = content_digest(snapshot.body, snapshot.sections)
     stored = snapshot.tensor(DIGEST).tobytes()
     if found != stored:
         raise damaged(
@@ -148,7 +149,7 @@ def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
         raise SnapshotError(
             f"the snapshot {path} has the format version {version}, this EdgeLLM reads {FORMAT_VERSION}. Make it "
             "again with this version: edgellm cache build",
-            "future version",
+            "future version" if version > FORMAT_VERSION else "old version",
         )
     return values.dataclass(SnapshotFacts, binding=SnapshotBinding)
 
@@ -185,11 +186,12 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
     return {name: TensorPlace(info.dtype, info.shape, info.offset) for name, info in tensors.items()}
 
 
-def _check_written(staged: Path, path: Path, nbytes: int, expected: bytes) -> None:
+def _check_written(staged: Path, path: Path, snapshot: Snapshot, expected: bytes) -> None:
     """Read what was written from the disk; raises SnapshotError where it is not what it should be."""
     content = np.memmap(staged, np.uint8, "r")
     body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    if len(content) != nbytes or digest.tobytes() != expected or content_digest(body) != expected:
+    whole = len(content) == snapshot.nbytes and digest.tobytes() == expected
+    if not whole or content_digest(body, snapshot.sections) != expected:
         raise SnapshotError(
             f"the snapshot {path} did not read back as it was written, and nothing was left behind: check disk and "
             "memory",

@@ -16,7 +16,7 @@ from edgellm.snapshots.prefix_index import PrefixIndex, key_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
 from edgellm.snapshots.staged_file import remove_abandoned
-from edgellm.snapshots.stored_files import SUFFIX, delete_file, file_identity, last_used, touch
+from edgellm.snapshots.stored_files import SUFFIX, delete_file, file_identity, last_used, same_content, touch
 
 logger = logging.getLogger("edgellm.snapshots")
 
@@ -173,12 +173,15 @@ class SnapshotStore:
                 mapped = read_snapshot(stored.path)
                 if (mapped.facts.binding, token_key(mapped.token_ids)) != (stored.facts.binding, stored.key):
                     raise SnapshotError(f"{stored.path} holds another snapshot than before", "replaced")
-                stored.mapped, stored.identity = mapped, identity
+                stored.mapped = mapped
+            stored.identity = touch(stored.path)
+            if identity is None or stored.identity is None or not same_content(stored.identity, identity):
+                self._close_map(stored)
+                raise SnapshotError(f"{stored.path} changed while it was opened", "replaced")
             self._maps[stored] = None
             self._maps.move_to_end(stored)
             while len(self._maps) > _MOST_MAPS:
                 self._close_map(next(iter(self._maps)))
-            touch(stored.path)
             return stored.mapped
 
     def discard(self, stored: StoredSnapshot, error: SnapshotError | None = None) -> None:

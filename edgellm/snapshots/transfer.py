@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backend import Backend, Transfer
-from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
+from edgellm.snapshots.content_digest import Section, combined_digest
+from edgellm.snapshots.section_reading import Part, SectionReader
+from edgellm.snapshots.snapshot import Snapshot
 
-#: A file's rows go through pinned buffers of this size, each filled by a thread while others are on the bus: one thread
-#: copies at a fraction of what a bus moves.
-_BUFFER_BYTES = 2 << 20
-_BUFFERS = 8
-
-
-@dataclass(frozen=True)
-class FilePlace:
-    """Where in an open file something begins, in bytes."""
-
-    descriptor: int
-    offset: int
+#: A file's rows go through pinned memory of the file's size, or of this one where the file is larger.
+_STAGING_BYTES = 64 << 20
+#: A section begins there at a multiple of it, in bytes.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class RowCopy:
     """The first `rows` rows of `cache` [n_kv, C, head_dim], which is one slot's, and of `values` [n_kv, N, head_dim]
-    on the host. `place` is that of the values where they are those of a file: reading is faster than its map."""
+    on the host, which are the tensor `name` of a snapshot."""
 
+    name: str
     cache: Array
     values: np.ndarray
     rows: int
-    place: FilePlace | None = None
-
-
-class _Filling(NamedTuple):
-    """A piece of the copy `number` whose buffer `place` is being filled."""
-
-    number: int
-    place: int
-    staged: RowCopy
-    filled: Future[None]
-
-
-def _fill(target: np.ndarray, piece: RowCopy) -> None:
-    """Bring a piece's rows into a buffer [groups, rows, head_dim]."""
-    if piece.place is None or piece.rows < piece.values.shape[1]:
-        np.copyto(target, piece.values[:, : piece.rows])
-        return
-    content, offset = memoryview(target.reshape(-1).view(np.uint8)), piece.place.offset
-    while content:
-        count = os.preadv(piece.place.descriptor, [content], offset)
-        if count == 0:
-            raise SnapshotError("the file of a snapshot is shorter than it was when it was opened", "damaged")
-        content, offset = content[count:], offset + count
 
 
 def slot_rows(cache: Array, slot: int) -> Array:
@@ -74,102 +42,128 @@ def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
 
 
 class Uploader:
-    """Fills caches from host values, in order with the backend's other work. Used from the backend's thread.
+    """Fills caches from snapshots beside what the backend computes. Used from the backend's thread.
 
-    Values in `Backend.host_memory` are copied as they are; those of a file are brought to such memory piece by piece,
-    by several threads.
+    A snapshot in `Backend.host_memory` is copied as it is. A file is read into such memory by several threads, and what
+    has arrived is copied while the rest is read.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._buffers: list[np.ndarray] = []
-        self._under_way: list[Transfer | None] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._under_way: list[Transfer] = []
+        self._staging: np.ndarray | None = None
+        self._reader: SectionReader | None = None
 
-    def reserve(self) -> None:
-        """Make what files' rows go through, which takes milliseconds, before a request waits for it."""
-        if not self._backend.computes_at_once:
-            self._make_buffers(_BUFFER_BYTES)
+    def reserve(self, nbytes: int) -> None:
+        """Make what a file of that size goes through, which takes milliseconds, before a request waits for it."""
+        self._staged(nbytes)
+        self._threads().reserve()
 
-    def upload(self, copies: Iterable[RowCopy], is_host_memory: bool) -> Iterator[Transfer]:
-        """Set the caches' rows beside what is enqueued later, a copy whenever the next transfer is asked for: gives the
-        transfer after which each copy is done. Raises SnapshotError where a file is shorter than it was."""
+    def upload(self, copies: Iterable[RowCopy]) -> Iterator[tuple[str, Transfer]]:
+        """Set the caches' rows beside what is enqueued later, a copy whenever the next one is asked for: gives names of
+        tensors, each with the transfer after which it is there."""
         self._backend.begin_beside()
-        if is_host_memory or self._backend.computes_at_once:
-            # Kept until the next upload, as are the values with them.
-            self._under_way = kept = []
-            for copy in copies:
-                kept.append(self._backend.upload_rows_beside(copy.cache, copy.values, copy.rows))
-                yield kept[-1]
-            return
-        copies = list(copies)
-        pool = self._make_buffers(max(_BUFFER_BYTES, *map(_head_bytes, copies)))
-        waiting: deque[_Filling] = deque()
-        try:
-            for number, (index, piece) in enumerate(self._pieces(copies)):
-                if len(waiting) == _BUFFERS:
-                    sent, transfer = waiting[0].number, self._send(waiting.popleft())
-                    if waiting[0].number > sent:  # that was the copy's last piece
-                        yield transfer
-                place = number % _BUFFERS
-                earlier = self._under_way[place]
-                if earlier is not None:
-                    earlier.wait()
-                staged = self._staged(place, piece)
-                waiting.append(_Filling(index, place, staged, pool.submit(_fill, staged.values, piece)))
-            while waiting:
-                sent, transfer = waiting[0].number, self._send(waiting.popleft())
-                if not waiting or waiting[0].number > sent:
-                    yield transfer
-        finally:  # after a failure: nothing writes to the buffers any more
-            wait([filling.filled for filling in waiting])
+        # Kept until the next upload, as are the values with them.
+        self._under_way = kept = []
+        for copy in copies:
+            kept.append(self._backend.upload_rows_beside(copy.cache, copy.values, copy.rows))
+            yield copy.name, kept[-1]
+
+    def upload_file(
+        self, descriptor: int, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None = None
+    ) -> Iterator[tuple[str, Transfer]]:
+        """The same with rows of the open file that the `snapshot`, and the copies' values, are a map of. What is given
+        as `digest` gets the content's digest added when all is there, for which everything is read.
+
+        Raises SnapshotError where the file is shorter than it was.
+        """
+        self._backend.begin_beside()
+        wanted = {each.name: each for each in copies if each.rows}
+        place = {name: index for index, name in enumerate(wanted)}
+        order = [section for section in snapshot.sections if section.name in place or digest is not None]
+        order.sort(key=lambda section: place.get(section.name, -1))
+        sizes = [_aligned(section.nbytes) for section in order]
+        staging = self._staged(sum(sizes), max(sizes, default=0))
+        digests: dict[int, bytes] = {}
+        for sections in _fitting(order, len(staging)):
+            if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
+                self._under_way.pop().wait()
+            parts = list(_parts(sections, wanted, staging, whole=digest is not None))
+            reading = self._threads().read(descriptor, parts, digest is not None)
+            try:
+                for number, section in enumerate(sections):
+                    target = wanted.get(section.name)
+                    if target is None:
+                        continue
+                    reading.wait_for(number)
+                    transfer = self._send(target, section, parts[number])
+                    if section.first + section.groups == target.cache.shape[0]:
+                        yield section.name, transfer
+                for section, found in zip(sections, reading.digests(), strict=True):
+                    digests[section.offset] = found
+            finally:
+                reading.stop()
+        if digest is not None:
+            digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
 
     def close(self) -> None:
-        """End the threads and let go of the buffers; nothing may be under way."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._pool, self._buffers, self._under_way = None, [], []
+        """End the threads and let go of the memory; nothing may be under way."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader, self._staging, self._under_way = None, None, []
 
-    def _send(self, filling: _Filling) -> Transfer:
-        """Send a piece as soon as it is in its buffer."""
-        filling.filled.result()
-        staged = filling.staged
-        transfer = self._backend.upload_rows_beside(staged.cache, staged.values, staged.rows)
-        self._under_way[filling.place] = transfer
+    def _send(self, target: RowCopy, section: Section, part: Part) -> Transfer:
+        """Copy a section that has arrived."""
+        cache = target.cache[section.first : section.first + section.groups]
+        values = part.target.reshape(-1).view(target.values.dtype).reshape(section.groups, -1, target.values.shape[2])
+        transfer = self._backend.upload_rows_beside(cache, values, target.rows)
+        self._under_way = [transfer]
         return transfer
 
-    def _staged(self, place: int, piece: RowCopy) -> RowCopy:
-        """The piece with its values in a buffer."""
-        groups, _, size = piece.values.shape
-        shape = (groups, piece.rows, size)
-        nbytes = groups * piece.rows * size * piece.values.itemsize
-        return RowCopy(piece.cache, self._buffers[place][:nbytes].view(piece.values.dtype).reshape(shape), piece.rows)
+    def _staged(self, nbytes: int, least: int = 0) -> np.ndarray:
+        """Memory for `nbytes` at a time, or for a part of them, but never less than for `least`."""
+        wanted = max(min(nbytes, _STAGING_BYTES), least)
+        if self._staging is None or len(self._staging) < wanted:
+            self._backend.synchronize()  # nothing is read from the old one any more
+            self._staging = None
+            self._staging = self._backend.host_memory(wanted)
+        return self._staging
 
-    def _pieces(self, copies: Sequence[RowCopy]) -> Iterator[tuple[int, RowCopy]]:
-        """The copies in pieces of whole heads that fit a buffer, each with its copy's index."""
-        for index, copy in enumerate(copies):
-            heads = max(1, len(self._buffers[0]) // max(1, _head_bytes(copy)))
-            for first in range(0, copy.values.shape[0], heads):
-                values, place = copy.values[first : first + heads], copy.place
-                if place is not None:
-                    place = FilePlace(place.descriptor, place.offset + copy.values[:first].nbytes)
-                yield index, RowCopy(copy.cache[first : first + heads], values, copy.rows, place)
-
-    def _make_buffers(self, nbytes: int) -> ThreadPoolExecutor:
-        """Buffers of at least that size, and the threads that fill them."""
-        if not self._buffers or len(self._buffers[0]) < nbytes:
-            self._backend.synchronize()  # nothing is read from the old ones any more
-            self._buffers = [self._backend.host_memory(nbytes) for _ in range(_BUFFERS)]
-            self._under_way = []
-        if len(self._under_way) != _BUFFERS:
-            self._under_way = [None] * _BUFFERS
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(_BUFFERS, os.cpu_count() or 1), "edgellm-snapshot")
-        return self._pool
+    def _threads(self) -> SectionReader:
+        if self._reader is None:
+            self._reader = SectionReader()
+        return self._reader
 
 
-def _head_bytes(copy: RowCopy) -> int:
-    return copy.rows * copy.values.shape[2] * copy.values.itemsize
+def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]]:
+    """The sections in rounds that fit so many bytes at a time."""
+    fitting: list[Section] = []
+    for section in sections:
+        if fitting and sum(_aligned(each.nbytes) for each in fitting) + section.nbytes > nbytes:
+            yield fitting
+            fitting = []
+        fitting.append(section)
+    if fitting:
+        yield fitting
+
+
+def _parts(
+    sections: Iterable[Section], wanted: Mapping[str, RowCopy], staging: np.ndarray, whole: bool
+) -> Iterator[Part]:
+    """What is read of the sections, one behind the other: all, or of each group the rows that are wanted."""
+    start = 0
+    for section in sections:
+        lines, line = 1, section.nbytes
+        copy = wanted.get(section.name)
+        if copy is not None and not whole and copy.rows < copy.values.shape[1]:
+            lines, line = section.groups, copy.rows * copy.values[0, 0].nbytes
+        target = staging[start : start + lines * line].reshape(lines, line)
+        yield Part(target, section.offset, section.nbytes // lines)
+        start += _aligned(lines * line)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def model_caches(base: Mapping[str, Array], draft: Mapping[str, Array] | None) -> dict[str, Array]:

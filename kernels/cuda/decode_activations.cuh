@@ -14,10 +14,6 @@ __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
 __device__ __forceinline__ int own_column(int steps) { return static_cast<int>(threadIdx.x / 32) * steps * 32 + own_quad() * 8; }
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 // Activations that were staged once for all units: `address` of the lane's own, one step `step_bytes` from the next.
 struct Staged {
     unsigned address;

@@ -2,120 +2,114 @@
 #include "groups.cuh"
 #include "log_softmax.cuh"
 #include "programmatic_launch.cuh"
-#include "reductions.cuh"
+#include "draft_children.cuh"
 
 namespace draft {
 
-constexpr unsigned GROUPS_A_THREAD = CHUNK / 4 / THREADS;
-static_assert(4 * GROUPS_A_THREAD * THREADS == CHUNK && CHUNK <= MAXIMUM_KEYS, "a chunk does not fit best_keys");
-
-// What one block leaves of its chunk for the last block of the row.
-struct ChunkResults {
-    unsigned long long* sums;  // [rows, chunks]
-    unsigned long long* best;  // [rows, chunks, top_k]
-    float* maxima;             // [rows, chunks]
-};
-
-// Where a row's children go, and their parent.
-struct Family {
-    int parent;
-    float score;
-    size_t first;
-};
-
-__device__ inline Family family_of_row(
-    unsigned row, unsigned rows, unsigned level, unsigned top_k, const int* frontiers, unsigned levels,
-    const float* candidate_scores, unsigned candidates) {
-    size_t sequence = row / rows, slot = row % rows;
-    Family family = {-1, 0.0f, sequence * candidates + level_start(level, top_k) + slot * top_k};
-    if (level == 1) return family;
-    int parent = __ldcg(frontiers + (sequence * levels + level - 2) * top_k + slot);
-    bool valid = of_level(parent, level - 1, top_k);
-    family.parent = parent;
-    family.score = valid ? __ldcg(candidate_scores + sequence * candidates + parent) : minus_infinity();
-    return family;
-}
+constexpr unsigned EXPAND_THREADS = 512, EXPAND_WARPS = EXPAND_THREADS / 32;
+constexpr unsigned GROUPS_A_THREAD = CHUNK / 4 / EXPAND_THREADS, VALUES_A_THREAD = 4 * GROUPS_A_THREAD;
+static_assert(VALUES_A_THREAD * EXPAND_THREADS == CHUNK, "threads share a chunk evenly");
 
 }  // namespace draft
 
-// Children of each frontier node. Grid (chunks of the draft vocabulary, rows of all sequences), THREADS threads; `rows`
-// are those of one sequence. Dynamic shared memory: gathered_keys(top_k) keys, then MAXIMUM_KEYS. `finished` is 0 before
-// and after. May be launched while the kernel before it still runs.
-extern "C" __global__ void __launch_bounds__(draft::THREADS) draft_expand(
-    const float* logits, const int* draft_to_target, const int* frontiers, int* candidate_tokens,
-    float* candidate_scores, int* candidate_parents, unsigned* finished, unsigned long long* sums,
-    unsigned long long* chunk_best, float* maxima, unsigned score_children, unsigned vocabulary, unsigned rows,
-    unsigned level, unsigned levels, unsigned top_k, unsigned candidates) {
+// The best keys of each chunk of a row and the sum of its weights, for the kernel that follows (draft_children.cuh). Grid
+// (chunks of the draft vocabulary, rows of all sequences), EXPAND_THREADS threads. Dynamic shared memory: the keys of `lanes`
+// threads for each of top_k. The maxima of groups of `lanes` threads, at least top_k of them, bound the best keys from below,
+// so few keys are left to be ranked. May be launched while the kernel before it still runs.
+extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand(
+    const float* logits, unsigned long long* best, unsigned long long* sums, float* maxima, unsigned score_children,
+    unsigned vocabulary, unsigned top_k, unsigned lanes) {
     using namespace draft;
     extern __shared__ unsigned long long gathered[];
-    __shared__ unsigned long long best[MAXIMUM_TOP_K];
-    __shared__ unsigned long long partial[MAXIMUM_WARPS];
-    __shared__ bool last;
+    __shared__ unsigned long long group_maxima[EXPAND_THREADS / 4], partial[EXPAND_WARPS];
+    __shared__ unsigned number;
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = EXPAND_THREADS / lanes;
+    const float* row = logits + (size_t)blockIdx.y * vocabulary;
+    size_t chunk = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
+    unsigned first = blockIdx.x * (CHUNK / 4) + threadIdx.x;
+    if (threadIdx.x == 0) number = 0;
     launch_next_kernel();
     wait_for_previous_kernel();
 
-    const float* row = logits + (size_t)blockIdx.y * vocabulary;
     bool aligned = aligned_16(row);
-    unsigned first_group = blockIdx.x * (CHUNK / 4) + threadIdx.x;
-    unsigned long long* keys = gathered + gathered_keys(top_k);
+    float values[VALUES_A_THREAD];
 #pragma unroll
     for (unsigned i = 0; i < GROUPS_A_THREAD; ++i) {
-        Group group = load_group(row, vocabulary, first_group + i * THREADS, aligned);
+        Group group = load_group(row, vocabulary, first + i * EXPAND_THREADS, aligned);
 #pragma unroll
-        for (unsigned j = 0; j < 4; ++j) {
-            unsigned id = 4 * (first_group + i * THREADS) + j;
-            keys[(4 * i + j) * THREADS + threadIdx.x] = existing_key(group.value[j], id);
+        for (unsigned j = 0; j < 4; ++j) values[4 * i + j] = group.value[j];
+    }
+    float largest = minus_infinity();
+    unsigned largest_at = 0;
+#pragma unroll
+    for (unsigned i = 0; i < VALUES_A_THREAD; ++i) {
+        if (values[i] > largest) largest = values[i], largest_at = i;  // ids ascend; NaN is never larger
+    }
+    auto id_of = [&](unsigned i) { return 4 * (first + i / 4 * EXPAND_THREADS) + i % 4; };
+    unsigned long long own = existing_key(largest, id_of(largest_at)), maximum = own;
+    if (lanes == 32) {
+        maximum = warp_largest(own);
+    } else {
+#pragma unroll 1
+        for (unsigned offset = 1; offset < lanes; offset *= 2) {
+            unsigned long long other = __shfl_xor_sync(ALL_LANES, maximum, offset);
+            maximum = other > maximum ? other : maximum;
         }
     }
-    // Only the row's last block needs it, but here the way to it takes no time of its own.
-    Family family =
-        family_of_row(blockIdx.y, rows, level, top_k, frontiers, levels, candidate_scores, candidates);
-    best_keys(keys, CHUNK, top_k, gathered, best);
+    if (threadIdx.x % lanes == 0) group_maxima[threadIdx.x / lanes] = maximum;
+    __syncthreads();
 
-    float maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
-    unsigned long long sum = 0;
+    unsigned long long bound = 0;
+    maximum = 0;
+#pragma unroll 1
+    for (unsigned group = lane; group < groups; group += 32) {
+        unsigned long long key = group_maxima[group];
+        unsigned rank = 0;
+#pragma unroll 8
+        for (unsigned other = 0; other < groups; ++other) rank += group_maxima[other] > key;
+        if (rank == top_k - 1) bound = key;
+        if (rank == 0) maximum = key;
+    }
+    bound = max(warp_largest(bound), 1ull);
+    maximum = warp_largest(maximum);
+    if (own >= bound) {
+#pragma unroll 1
+        for (unsigned i = 0; i < VALUES_A_THREAD; ++i) {
+            float value = values[0];
+#pragma unroll
+            for (unsigned j = 1; j < VALUES_A_THREAD; ++j) value = i == j ? values[j] : value;
+            unsigned long long key = existing_key(value, id_of(i));
+            if (key >= bound) gathered[atomicAdd(&number, 1u)] = key;
+        }
+    }
     if (score_children) {
-#pragma unroll 2
-        for (unsigned i = threadIdx.x; i < CHUNK; i += THREADS) {
-            if (keys[i] != 0) sum += softmax_weight(below_maximum(key_value(unsigned(keys[i] >> 32)), maximum));
+        float reference = key_value(unsigned(maximum >> 32));
+        unsigned long long sum = 0;
+#pragma unroll
+        for (unsigned i = 0; i < VALUES_A_THREAD; ++i) sum += softmax_weight(below_maximum(values[i], reference));
+        sum = warp_sum(sum);
+        if (lane == 0) partial[warp] = sum;
+    }
+    __syncthreads();
+
+    unsigned count = number;
+    unsigned long long* target = best + chunk * top_k;
+    if (warp == EXPAND_WARPS - 1 && score_children) {
+        unsigned long long total = warp_sum(lane < EXPAND_WARPS ? partial[lane] : 0);
+        if (lane == 0) {
+            sums[chunk] = maximum == 0 ? 0 : total;
+            maxima[chunk] = maximum == 0 ? minus_infinity() : key_value(unsigned(maximum >> 32));
         }
     }
-    sum = block_sum(sum, partial);
-    size_t chunk = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    if (threadIdx.x < top_k) chunk_best[chunk * top_k + threadIdx.x] = best[threadIdx.x];
-    if (threadIdx.x == 0) sums[chunk] = sum, maxima[chunk] = maximum;
-    __syncthreads();
-    if (threadIdx.x == 0) last = last_block_of_row(finished + blockIdx.y);
-    __syncthreads();
-    if (!last) return;
-
-    // The last block of the row puts the chunks together.
-    size_t first_chunk = (size_t)blockIdx.y * gridDim.x;
-    unsigned long long chunk_sum = 0;
-    float chunk_maximum = minus_infinity();
-    if (threadIdx.x < gridDim.x) {
-        chunk_sum = __ldcg(sums + first_chunk + threadIdx.x);
-        chunk_maximum = __ldcg(maxima + first_chunk + threadIdx.x);
-    }
-    const unsigned long long* all = chunk_best + first_chunk * top_k;
-    unsigned count = gridDim.x * top_k;
 #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < count; i += THREADS) keys[i] = __ldcg(all + i);
-    best_keys(keys, count, top_k, gathered, best);
-    maximum = best[0] == 0 ? minus_infinity() : key_value(unsigned(best[0] >> 32));
-    unsigned long long total = threadIdx.x < gridDim.x ? scaled_sum(chunk_sum, chunk_maximum, maximum) : 0;
-#pragma unroll 1
-    for (unsigned i = threadIdx.x + THREADS; i < gridDim.x; i += THREADS) {
-        total += scaled_sum(__ldcg(sums + first_chunk + i), __ldcg(maxima + first_chunk + i), maximum);
-    }
-    float log_sum = log_of_sum(block_sum(total, partial));
-    if (threadIdx.x < top_k) {
-        unsigned i = threadIdx.x;
-        float value = key_value(unsigned(best[i] >> 32));
-        float score = family.score + (score_children ? below_maximum(value, maximum) - log_sum : 0.0f);
-        bool exists = best[i] != 0 && score > minus_infinity();
-        candidate_tokens[family.first + i] = exists ? draft_to_target[key_id(best[i])] : -1;
-        candidate_scores[family.first + i] = exists ? score : minus_infinity();
-        candidate_parents[family.first + i] = exists ? family.parent : -1;
+    for (unsigned i = threadIdx.x; i < max(count, top_k); i += EXPAND_THREADS) {
+        unsigned long long key = i < count ? gathered[i] : 0;
+        unsigned place = i;
+        if (i < count) {
+            place = 0;
+#pragma unroll 4
+            for (unsigned other = 0; other < count; ++other) place += gathered[other] > key;
+        }
+        if (place < top_k) target[place] = key;
     }
 }

@@ -89,6 +89,7 @@ __device__ __noinline__ void best_keys(
 // From the second-level cache, as the kernel may start before the one that writes the row has finished.
 template <class T>
 __device__ inline void copy_fresh_row(T* target, const T* source, size_t elements) {
+#pragma unroll 1
     for (size_t i = threadIdx.x; i < elements; i += blockDim.x) target[i] = __ldcg(source + i);
 }
 
@@ -100,13 +101,15 @@ __device__ inline void copy_fresh_row(char* target, const char* source, size_t r
     }
 }
 
-// A token's row of the rotary table, clamped to it.
+// A token's row of the rotary table, clamped to it, by `threads` threads.
 template <class Compute>
 __device__ inline void write_rotary_row(
-    const float* rotary_table, long long position, Compute* target, unsigned positions, unsigned rotary_size) {
+    const float* rotary_table, long long position, Compute* target, unsigned positions, unsigned rotary_size,
+    unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
     position = min(max(position, 0ll), (long long)positions - 1);
     const float* source = rotary_table + position * rotary_size;
-    for (unsigned i = threadIdx.x; i < rotary_size; i += blockDim.x) target[i] = Compute(source[i]);
+#pragma unroll 1
+    for (unsigned i = thread; i < rotary_size; i += threads) target[i] = Compute(source[i]);
 }
 
 // Lets a token see a key, counted from the first one behind the committed ones, if it is in the range.

@@ -1,3 +1,4 @@
+#include "draft_children.cuh"
 #include "draft_tree.cuh"
 #include "programmatic_launch.cuh"
 #include "reductions.cuh"
@@ -7,18 +8,28 @@ namespace draft {
 constexpr unsigned TREE_THREADS = 512;
 constexpr unsigned MAXIMUM_TREE_TOKENS = 1024;
 
-// Ordered keys of the candidates' scores: kept in shared memory where there is room, else made again at each look.
-struct ScoreKeys {
-    const float* scores;
-    const unsigned* kept;  // null where there is no room
-    unsigned count;
+// The candidates as the selection sees them: those of the last level may still be in shared memory alone.
+struct CandidateView {
+    Candidates candidates;
+    Children children;
+    const unsigned* kept;  // ordered keys of the scores in shared memory; null where there is no room
+    unsigned count, first_child, level, top_k;
 
-    __device__ unsigned operator[](unsigned i) const {
-        return kept != nullptr ? kept[i] : ordered_key(__ldcg(scores + i));
+    __device__ unsigned score_key(unsigned i) const {
+        return i < first_child ? ordered_key(__ldcg(candidates.scores + i)) : unsigned(children.keys[i - first_child] >> 32);
     }
+    __device__ int token(unsigned i) const {
+        return i < first_child ? __ldcg(candidates.tokens + i) : children.tokens[i - first_child];
+    }
+    __device__ int parent(unsigned i) const {
+        return i < first_child ? __ldcg(candidates.parents + i)
+                               : parent_of_row(candidates, level, top_k, (i - first_child) / top_k);
+    }
+    __device__ unsigned operator[](unsigned i) const { return kept != nullptr ? kept[i] : score_key(i); }
     // How many are at least `least`; the same in all threads of the block.
     __device__ unsigned number_of(unsigned least) const {
         unsigned number = 0;
+#pragma unroll 1
         for (unsigned start = 0; start < count; start += TREE_THREADS) {
             unsigned i = start + threadIdx.x;
             number += __syncthreads_count(i < count && (*this)[i] >= least);
@@ -28,7 +39,7 @@ struct ScoreKeys {
 };
 
 // The `wanted` largest keys above that of -inf, equal ones by index, as ascending indices to `selected`; returns how many.
-__device__ inline unsigned select_ascending(const ScoreKeys& keys, unsigned wanted, int* selected) {
+__device__ inline unsigned select_ascending(const CandidateView& keys, unsigned wanted, int* selected) {
     __shared__ unsigned partial[MAXIMUM_WARPS];
     unsigned threshold = ordered_key(minus_infinity()) + 1;
     unsigned reached = keys.number_of(threshold);
@@ -36,6 +47,7 @@ __device__ inline unsigned select_ascending(const ScoreKeys& keys, unsigned want
     if (reached > wanted) {
         // The largest threshold that enough keys reach, bit by bit.
         threshold = 0;
+#pragma unroll 1
         for (unsigned bit = 1u << 31; bit != 0; bit >>= 1) {
             unsigned at_least = keys.number_of(threshold | bit);
             if (at_least < wanted) continue;
@@ -46,6 +58,7 @@ __device__ inline unsigned select_ascending(const ScoreKeys& keys, unsigned want
     unsigned above = threshold == 0xffffffffu ? 0 : keys.number_of(threshold + 1);
     unsigned ties = number - above;  // so many of the keys that equal the threshold are selected
     unsigned above_before = 0, equal_before = 0;
+#pragma unroll 1
     for (unsigned start = 0; start < keys.count; start += TREE_THREADS) {
         unsigned i = start + threadIdx.x;
         unsigned key = i < keys.count ? keys[i] : 0;
@@ -66,6 +79,7 @@ __device__ inline unsigned read_ascending(const int* source, unsigned size, unsi
     __shared__ unsigned number;
     if (threadIdx.x == 0) number = size;
     __syncthreads();
+#pragma unroll 1
     for (unsigned i = threadIdx.x; i < size; i += TREE_THREADS) {
         selected[i] = __ldcg(source + i);
         if (unsigned(selected[i]) >= candidates) atomicMin(&number, i);
@@ -76,12 +90,11 @@ __device__ inline unsigned read_ascending(const int* source, unsigned size, unsi
 
 // Place in the tree of the parent of the candidate at `place`; the place itself where the parent is not in the tree.
 __device__ inline unsigned place_of_parent(
-    const int* selected, unsigned number, unsigned place, const int* candidate_tokens, const int* candidate_parents) {
-    int candidate = selected[place - 1];
-    int parent = __ldcg(candidate_parents + candidate);
-    if (__ldcg(candidate_tokens + candidate) < 0 || parent >= candidate) return place;
+    const int* selected, unsigned number, unsigned place, int token, int parent) {
+    if (token < 0 || parent >= selected[place - 1]) return place;
     if (parent == -1) return 0;
     unsigned first = 0, last = number;  // the first entry that is not below the parent lies in this range
+#pragma unroll 1
     while (first < last) {
         unsigned middle = (first + last) / 2;
         if (selected[middle] < parent) first = middle + 1; else last = middle;
@@ -95,18 +108,18 @@ struct Node {
 
 // The token at `place` and, in `on_path`, the places on its way from the root; padding where the way does not end there.
 __device__ inline Node find_node(
-    const unsigned short* up, unsigned place, unsigned number, int root, const int* selected,
-    const int* candidate_tokens, unsigned char* on_path) {
+    const unsigned short* up, unsigned place, int token, unsigned char* on_path) {
     unsigned node = place;
     int depth = 0;
     on_path[node] = 1;
+#pragma unroll 1
     while (up[node] != node) {
         node = up[node];
         on_path[node] = 1;
         ++depth;
     }
-    if (place == 0) return {root, -1, 0};
-    if (node == 0) return {__ldcg(candidate_tokens + selected[place - 1]), int(up[place]), depth};
+    if (place == 0) return {token, -1, 0};
+    if (node == 0) return {token, int(up[place]), depth};
     for (node = place; up[node] != node;) {  // only the token itself stays
         node = up[node];
         on_path[node] = 0;
@@ -124,6 +137,7 @@ struct Tree {
 __device__ inline void write_node(
     const Tree& tree, unsigned tokens, const Node& node, int position, const unsigned char* on_path) {
     unsigned place = blockIdx.x;
+#pragma unroll 1
     for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) tree.ancestors[place * tokens + i] = on_path[i];
     if (threadIdx.x != 0) return;
     tree.tokens[place] = node.token;
@@ -134,60 +148,90 @@ __device__ inline void write_node(
 
 }  // namespace draft
 
-// The tree to verify and everything that the base model reads of one of its tokens. Grid (tokens, sequences),
-// TREE_THREADS threads: each block selects all of the tree for itself and writes one token. Dynamic shared memory: one
+// Puts the last level's children together, chooses the tree to verify and writes everything that the base model reads of one
+// of its tokens. Grid (tokens, sequences), TREE_THREADS threads: each block selects all of the tree for itself and writes one
+// token. Dynamic shared memory: the keys of the level's children, the lists that are merged, the children's tokens, then one
 // word a candidate, or none. May be launched while the kernel before it still runs.
 #define DRAFT_VERIFICATION(NAME, COMPUTE)                                                                             \
     extern "C" __global__ void __launch_bounds__(draft::TREE_THREADS) NAME(                                           \
         const int* token_ids, const int* first_positions, const int* committed, const int* position_offsets,          \
-        const float* rotary_table, const char* embedding, const int* candidate_tokens, const float* candidate_scores, \
-        const int* candidate_parents, int* selected, int* tree_tokens, int* tree_parents, int* tree_depths,           \
-        unsigned char* tree_ancestors, int* draw_positions, char* inputs_embeds, COMPUTE* rope_rotary_cos_sin,        \
-        unsigned char* attention_mask, unsigned select, unsigned keeps_keys, unsigned counted, unsigned candidates,   \
+        const float* rotary_table, const char* embedding, int* candidate_tokens, float* candidate_scores,             \
+        int* candidate_parents, const int* frontiers, int* selected, int* tree_tokens, int* tree_parents,             \
+        int* tree_depths, unsigned char* tree_ancestors, int* draw_positions, char* inputs_embeds,                    \
+        COMPUTE* rope_rotary_cos_sin, unsigned char* attention_mask, const unsigned long long* best,                  \
+        const unsigned long long* sums, const float* maxima, const int* draft_to_target, unsigned chunks,             \
+        unsigned score_children, unsigned draft_vocabulary, unsigned mergers, unsigned level, unsigned levels,        \
+        unsigned top_k, unsigned select, unsigned keeps_keys, unsigned counted, unsigned candidate_count,             \
         unsigned selected_size, unsigned positions, unsigned rotary_size, unsigned keys, unsigned vocabulary,         \
         size_t embedding_bytes) {                                                                                     \
         using namespace draft;                                                                                        \
-        extern __shared__ unsigned kept_keys[];                                                                       \
+        extern __shared__ unsigned long long shared_keys[];                                                           \
         __shared__ int chosen[MAXIMUM_TREE_TOKENS];                                                                   \
         __shared__ unsigned short up[MAXIMUM_TREE_TOKENS];                                                            \
         __shared__ unsigned char on_path[MAXIMUM_TREE_TOKENS];                                                        \
         __shared__ Node node;                                                                                         \
+        __shared__ int own_token;                                                                                     \
         launch_next_kernel();                                                                                         \
-        wait_for_previous_kernel();                                                                                   \
         unsigned tokens = gridDim.x, place = blockIdx.x;                                                              \
+        unsigned rows = level == 1 ? 1 : top_k, count = chunks == 0 ? 0 : rows * top_k;                               \
         size_t sequence = blockIdx.y, first = sequence * tokens, at = first + place;                                  \
-        const int* own_tokens = candidate_tokens + sequence * candidates;                                             \
-        const int* own_parents = candidate_parents + sequence * candidates;                                           \
+        Expansion expansion = {                                                                                       \
+            best, sums, maxima, draft_to_target, chunks, score_children, draft_vocabulary, mergers};                  \
+        size_t own = sequence * candidate_count;                                                                      \
+        Candidates candidates = {                                                                                     \
+            candidate_tokens + own, candidate_scores + own, candidate_parents + own,                                  \
+            frontiers + sequence * levels * top_k};                                                                   \
+        unsigned long long* lists = shared_keys + count;                                                              \
+        Children children = {shared_keys, reinterpret_cast<int*>(lists + mergers * chunks * top_k)};                  \
+        unsigned* kept = reinterpret_cast<unsigned*>(children.tokens + count);                                        \
+        CandidateView view = {candidates, children, nullptr, counted, chunks == 0 ? counted : level_start(level, top_k),\
+                              level, top_k};                                                                          \
         int* own_selected = selected + sequence * selected_size;                                                      \
+        unsigned char* mask_row = attention_mask + at * keys;                                                         \
+        prefetch_mapping(expansion, place, tokens);                                                                   \
+        wait_for_previous_kernel();                                                                                   \
+                                                                                                                      \
+        int length = __ldcg(committed + sequence), root = __ldcg(token_ids + sequence);                               \
+        if (threadIdx.x >= TREE_THREADS - MASK_THREADS) {                                                             \
+            write_mask_row(                                                                                           \
+                mask_row, keys, (long long)length - 1, TREE_THREADS - 1 - threadIdx.x, MASK_THREADS);                 \
+        }                                                                                                             \
+        if (chunks != 0) {                                                                                            \
+            finish_children(expansion, candidates, children, sequence, level, top_k, lists);                          \
+            __syncthreads();                                                                                          \
+            if (place == 0) {                                                                                         \
+                write_children(candidates, children, level, top_k, 0, count, threadIdx.x, TREE_THREADS);              \
+            }                                                                                                         \
+        }                                                                                                             \
         unsigned number;                                                                                              \
         if (select) {                                                                                                 \
-            ScoreKeys score_keys = {candidate_scores + sequence * candidates, nullptr, counted};                      \
             if (keeps_keys) {                                                                                         \
-                for (unsigned i = threadIdx.x; i < counted; i += TREE_THREADS) kept_keys[i] = score_keys[i];          \
-                score_keys.kept = kept_keys;                                                                          \
+                _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < counted; i += TREE_THREADS) kept[i] = view.score_key(i);           \
+                view.kept = kept;                                                                                     \
                 __syncthreads();                                                                                      \
             }                                                                                                         \
-            number = select_ascending(score_keys, selected_size, chosen);                                             \
-            for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {                      \
+            number = select_ascending(view, selected_size, chosen);                                                   \
+            _Pragma("unroll 1") for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {                      \
                 own_selected[i] = i < number ? chosen[i] : -1;                                                        \
             }                                                                                                         \
         } else {                                                                                                      \
             number = read_ascending(own_selected, selected_size, counted, chosen);                                    \
         }                                                                                                             \
-        for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
-            bool has_candidate = i > 0 && i <= number;                                                                \
-            up[i] = has_candidate ? place_of_parent(chosen, number, i, own_tokens, own_parents) : i;                  \
+        if (threadIdx.x == 0 && place == 0) own_token = root;                                                         \
+        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+            unsigned above = i;                                                                                       \
+            if (i > 0 && i <= number) {                                                                               \
+                int token = view.token(chosen[i - 1]);                                                                \
+                above = place_of_parent(chosen, number, i, token, view.parent(chosen[i - 1]));                        \
+                if (i == place) own_token = token;                                                                    \
+            }                                                                                                         \
+            up[i] = above;                                                                                            \
             on_path[i] = 0;                                                                                           \
         }                                                                                                             \
-        int length = __ldcg(committed + sequence);                                                                    \
-        unsigned char* mask_row = attention_mask + at * keys;                                                         \
-        write_mask_row(mask_row, keys, (long long)length - 1);                                                        \
         __syncthreads();                                                                                              \
-        if (threadIdx.x == 0) {                                                                                       \
-            node = find_node(up, place, number, __ldcg(token_ids + sequence), chosen, own_tokens, on_path);           \
-        }                                                                                                             \
+        if (threadIdx.x == 0) node = find_node(up, place, own_token, on_path);                                        \
         __syncthreads();                                                                                              \
-        for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
             if (on_path[i]) see(mask_row, keys, (long long)length + i);                                               \
         }                                                                                                             \
         Tree tree = {tree_tokens + first, tree_parents + first, tree_depths + first, draw_positions + first,          \

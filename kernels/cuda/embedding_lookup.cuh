@@ -3,6 +3,7 @@
 
 template <class T>
 __device__ inline void copy_row(T* target, const T* source, size_t elements) {
+#pragma unroll 1
     for (size_t i = threadIdx.x; i < elements; i += blockDim.x) target[i] = source == nullptr ? T{} : source[i];
 }
 

@@ -5,17 +5,22 @@
 // Four mask bytes from `key` on: 1 up to the last visible key, 0 after it.
 __device__ inline unsigned mask_word(long long key, long long last_visible) {
     unsigned word = 0;
+#pragma unroll
     for (int i = 0; i < 4; ++i) word |= (key + i <= last_visible ? 1u : 0u) << (8 * i);
     return word;
 }
 
-// One row of the mask: single bytes up to a 16-byte boundary and after the last one, 16 at a time between.
-__device__ inline void write_mask_row(unsigned char* row, unsigned keys, long long last_visible) {
+// One row of the mask, by `threads` threads: single bytes up to a 16-byte boundary and after the last one, 16 at a time
+// between.
+__device__ inline void write_mask_row(
+    unsigned char* row, unsigned keys, long long last_visible, unsigned thread = threadIdx.x,
+    unsigned threads = blockDim.x) {
     unsigned head = min(keys, unsigned((16 - (size_t)row % 16) % 16));
     unsigned wide = (keys - head) / 16;
     unsigned tail = head + 16 * wide;
-    if (threadIdx.x < head) row[threadIdx.x] = threadIdx.x <= last_visible;
-    for (unsigned i = threadIdx.x; i < wide; i += blockDim.x) {
+    if (thread < head) row[thread] = thread <= last_visible;
+#pragma unroll 1
+    for (unsigned i = thread; i < wide; i += threads) {
         long long key = head + 16 * i;
         uint4 value;
         if (key + 15 <= last_visible) {
@@ -29,7 +34,8 @@ __device__ inline void write_mask_row(unsigned char* row, unsigned keys, long lo
         }
         *reinterpret_cast<uint4*>(row + key) = value;
     }
-    for (unsigned key = tail + threadIdx.x; key < keys; key += blockDim.x) row[key] = key <= last_visible;
+#pragma unroll 1
+    for (unsigned key = tail + thread; key < keys; key += threads) row[key] = key <= last_visible;
 }
 
 // Rotary row and mask row of one token. Grid (tokens, sequences, ...).

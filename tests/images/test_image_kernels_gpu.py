@@ -6,11 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from gpu_device import cuda_device, device_copy
 from gpu_timing import microseconds
 from synthetic_images import synthetic_image
 
-from edgellm.engines.gpu import find_gpu
-from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
 from edgellm.multimodal.image_layout import ImageLayout, Normalization
 from edgellm.multimodal.image_processor import image_digest
@@ -25,24 +24,11 @@ NORMALIZATION = Normalization(1 / 255, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
-    if find_gpu() is None:
-        pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pycuda.driver", reason="pycuda is not installed")
-    from edgellm.engines.cuda_device import CudaDevice
     from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 
-    device = CudaDevice()
-    device.images = CudaImageKernels(device.stream)
-    yield device
-    del device.images
-    device.close()
-
-
-def device_copy(gpu, values: np.ndarray) -> DeviceArray:
-    """The values in device memory; uint16 stands for bfloat16."""
-    array = gpu.empty(values.shape, "bfloat16" if values.dtype == np.uint16 else values.dtype.name)
-    gpu.upload(array, np.ascontiguousarray(values))
-    return array
+    with cuda_device() as device:
+        device.images = CudaImageKernels(device.stream)
+        yield device
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -57,7 +57,7 @@ def test_rows_equal_those_of_the_published_processors_bit_for_bit(
     prepared = _processor(name, tmp_path).prepare(synthetic_image(height, width))
     assert list(prepared.grid) == image["grid"]
     middle = load_file(GOLDENS / "expected.safetensors")[f"{name}.{height}x{width}"]
-    found = prepared.patches[len(prepared.patches) // 2]
+    found = prepared.patches[len(prepared.patches) // 2, ::5]
     assert np.abs(found - middle).mean() < ONE_OF_255
     if SAME_PILLOW:
         np.testing.assert_array_equal(found, middle)

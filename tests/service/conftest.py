@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from served_answers import Answer, Answers, answer
 
 from edgellm import LLM, SamplingParams
 from edgellm.drafting import DraftingConfig
@@ -61,15 +62,15 @@ def varied_requests(count: int, seed: int = 0) -> list[Request]:
     return requests
 
 
-def answers_alone(engines: Path, requests: list[Request]) -> list[tuple[tuple[int, ...], str, str]]:
+def answers_alone(engines: Path, requests: list[Request]) -> list[Answer]:
     """What each request gives by itself, without a draft: ids, text, finish reason."""
     with LLM(engines, backend="numpy", drafting=None) as llm:
         responses = [llm.generate(request.prompt, request.params) for request in requests]
-    return [(response.token_ids, response.text, response.finish_reason) for response in responses]
+    return [answer(response) for response in responses]
 
 
 @pytest.fixture(scope="session")
-def alone(serving_engines: Path) -> tuple[list[Request], list[tuple[tuple[int, ...], str, str]]]:
+def alone(serving_engines: Path) -> Answers:
     """Sixty requests and their answers."""
     requests = varied_requests(60)
     return requests, answers_alone(serving_engines, requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
 
@@ -33,8 +34,9 @@ def test_a_request_and_a_list_of_them(runtime: SpecDecodeRuntime) -> None:
 def test_a_failing_request_raises_and_the_runtime_stays_usable(runtime: SpecDecodeRuntime) -> None:
     with pytest.raises(RequestError, match="the prompt is empty"):
         runtime.handle_request(Request([]))
-    with pytest.raises(EdgeLLMError, match=r"0\.\.319"):
-        runtime.handle_request(Request([5000]))
+    for token in (5000, 320, -1):
+        with pytest.raises(EdgeLLMError, match=rf"the token id {token}, .* 0\.\.319"):
+            runtime.handle_request(Request([319, token]))
     good, bad, late = runtime.handle_request(
         [Request([1, 2], None, PARAMS), Request([5000]), Request([1, 2], None, PARAMS, deadline=1e-9)]
     )
@@ -42,6 +44,17 @@ def test_a_failing_request_raises_and_the_runtime_stays_usable(runtime: SpecDeco
     with pytest.raises(RequestError, match="has no vision model"):
         runtime.handle_request(Request([1, 2], images=["cup.png"]))
     assert runtime.handle_request(Request([1, 2], None, PARAMS)).token_ids == good.token_ids
+
+
+@pytest.mark.parametrize("prompt", [b"hello", bytearray(b"hello"), [1, 2.0], [1, "2"], (None,), np.array([0.5])])
+def test_prompts_that_are_neither_text_nor_token_ids(prompt: object) -> None:
+    with pytest.raises(RequestError, match="the prompt"):
+        Request(prompt)
+
+
+def test_token_ids_of_numpy_are_token_ids(runtime: SpecDecodeRuntime) -> None:
+    expected = runtime.handle_request(Request([1, 2], None, PARAMS)).token_ids
+    assert runtime.handle_request(Request(np.array([1, 2], np.int32), None, PARAMS)).token_ids == expected
 
 
 def test_what_it_has(runtime: SpecDecodeRuntime, drafting: DraftingConfig | None, serving_engines: Path) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from edgellm.decoding import KVContents, Runner
-from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.draft_plan import DraftPlan, tree
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.numpy_backend import NumpyBackend
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import transfer
+from edgellm.snapshots import section_reading, slot_snapshots, snapshot, transfer
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore
+from edgellm.snapshots.stored_files import touch
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(6)]
@@ -103,16 +106,92 @@ def test_rows_are_restored_bit_by_bit_into_any_slot(slots: Slots, tmp_path: Path
         assert np.isnan(cache[1 - slot]).all() and np.isnan(cache[slot, :, len(SYSTEM) :]).all()
 
 
-def test_a_file_that_is_used_again_is_kept_in_memory(slots: Slots, tmp_path: Path) -> None:
+def test_a_file_is_hashed_once_unless_it_changes(slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, _ = slots
     snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
     path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
     expected = rows_of(runner, 1, len(SYSTEM))
-    for use in (1, 2, 3):
+    hashed = []
+    digest = section_reading.section_digest
+    monkeypatch.setattr(section_reading, "section_digest", lambda part: hashed.append(part.nbytes) or digest(part))
+
+    def restored() -> int:
         forget(runner)
+        hashed.clear()
         assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
         assert same_rows(rows_of(runner, 0, len(SYSTEM)), expected)
-        assert snapshots.store.memory_bytes == (path.stat().st_size if use > 1 else 0)
+        return sum(hashed)
+
+    assert [restored() for _ in range(3)] == [path.stat().st_size - 32, 0, 0]
+    status = path.stat()
+    path.write_bytes(path.read_bytes())
+    assert restored() > 0
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # who changes it can set this time, but not all
+    assert restored() > 0 and restored() == 0
+
+
+def test_another_process_may_use_the_file_at_the_same_time(
+    slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
+    opened = slot_snapshots.opened_unchanged
+
+    def touched(*arguments: Any) -> Any:
+        touch(path)
+        return opened(*arguments)
+
+    monkeypatch.setattr(slot_snapshots, "opened_unchanged", touched)
+    for _ in range(3):
+        assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+    monkeypatch.setattr(slot_snapshots, "opened_unchanged", lambda *arguments: nullcontext())
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
+    assert snapshots.store.refused[path].reason == "replaced"
+
+
+@pytest.mark.parametrize("staging", [1, 5_000, 20_000])
+def test_files_larger_than_what_they_are_read_through(
+    slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: int
+) -> None:
+    runner, _ = slots
+    monkeypatch.setattr(transfer, "_STAGING_BYTES", staging)
+    monkeypatch.setattr(snapshot, "_SECTION_BYTES", 1 << 11)
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
+    for tokens in (7, len(SYSTEM), len(SYSTEM), 7):  # hashed, then not
+        expected = rows_of(runner, 1, tokens)
+        for cache in runner.base.caches.values():
+            cache[0] = np.nan
+        assert snapshots.restore(0, [*SYSTEM[:tokens], 250], KVContents()) > 0
+        assert same_rows(rows_of(runner, 0, tokens), expected)
+
+
+@pytest.mark.parametrize("missing", [200, 10_000])
+@pytest.mark.parametrize("uses", [0, 1])
+def test_a_file_that_shrinks_while_it_is_read_is_refused(
+    slots: Slots,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: int,
+    uses: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner, _ = slots
+    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
+    path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
+    for _ in range(uses):
+        assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+    read = section_reading.SectionReader.read
+
+    def shrink(reader: Any, descriptor: int, parts: Any, is_hashed: bool) -> Any:
+        os.truncate(path, path.stat().st_size - 32 - missing)
+        return read(reader, descriptor, parts, is_hashed)
+
+    monkeypatch.setattr(section_reading.SectionReader, "read", shrink)
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
+    assert "shorter" in caplog.text
+    runner.base.await_rows()
 
 
 def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_path: Path) -> None:
@@ -234,37 +313,6 @@ def test_a_memory_budget_of_nothing_reads_from_the_file(slots: Slots, tmp_path: 
     assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
 
 
-class BusBackend(NumpyBackend):
-    """Calls are not done when they return, as far as anybody can rely on it: files go through buffers."""
-
-    computes_at_once = False
-
-
-def opened_on(backend: NumpyBackend, directory: EngineDirectory) -> BaseEngineRunner:
-    with directory.checkpoint() as checkpoint:
-        return BaseEngineRunner(backend, directory.config, directory.limits, checkpoint)
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 40 * 16 * 4, 2 * 40 * 16 * 4, 1 << 20])
-def test_files_reach_the_caches_through_buffers_of_any_size(
-    tiny_engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
-) -> None:
-    from edgellm.decoding import PlainRunner
-
-    monkeypatch.setattr(transfer, "_BUFFER_BYTES", buffer_bytes)
-    directory = EngineDirectory.open(tiny_engines)
-    runner = PlainRunner(opened_on(BusBackend(directory.config), directory))
-    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), runner, directory)
-    snapshots.store.save(snapshots.compute(0, SYSTEM, KVContents(), "system"))
-    expected = rows_of(runner, 0, len(SYSTEM))
-    for tokens in (len(SYSTEM), 7):
-        forget(runner)
-        assert snapshots.restore(1, [*SYSTEM[:tokens], 250], KVContents()) == tokens
-        found = rows_of(runner, 1, tokens)
-        assert all((found[name] == expected[name][:, :tokens]).all() for name in expected)
-    runner.close()
-
-
 def test_rows_of_another_shape_or_dtype_are_refused(tiny_engines: Path) -> None:
     directory = EngineDirectory.open(tiny_engines)
     backend = NumpyBackend(directory.config)
@@ -285,7 +333,7 @@ def test_rows_go_to_the_gpu_and_back(tiny_engines: Path, tmp_path: Path, open_sl
         snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
         made = snapshots.compute(0, SYSTEM, KVContents(), "system")
         snapshots.store.save(made)
-        for place in ("disk", "memory"):
+        for place in ("disk", "disk again", "memory"):
             if place == "memory":
                 snapshots.store.put(made)
             for cache in runner.base.caches.values():
@@ -299,6 +347,7 @@ def test_rows_go_to_the_gpu_and_back(tiny_engines: Path, tmp_path: Path, open_sl
             runner.stop(1)
         runner.start(1, PROMPTS[0], 0, SamplingValues()).wait()
         np.testing.assert_allclose(answers["disk"], runner.base.logits(1), atol=0.05)
+        np.testing.assert_array_equal(answers["disk"], answers["disk again"])
         np.testing.assert_array_equal(answers["disk"], answers["memory"])
         del made, again
         snapshots.close()

@@ -77,12 +77,17 @@ def test_the_file_is_safetensors_to_others(make_snapshot: MakeSnapshot, tmp_path
 
 
 @pytest.mark.parametrize("tokens", [3, 20_000])
-def test_the_digest_is_that_of_the_list_of_blocks(make_snapshot: MakeSnapshot, tmp_path: Path, tokens: int) -> None:
+def test_the_digest_is_that_of_the_list_of_sections(make_snapshot: MakeSnapshot, tmp_path: Path, tokens: int) -> None:
+    """The header, then each tensor: whole, or by its heads of 640,000 bytes where two are more than 1 MiB."""
     write_snapshot(tmp_path / "x", make_snapshot(range(tokens)))
     data = (tmp_path / "x").read_bytes()
-    blocks = [data[:-32][start : start + (1 << 20)] for start in range(0, len(data) - 32, 1 << 20)]
-    assert len(blocks) == (1 if tokens == 3 else 3)
-    expected = hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).digest()
+    head = 8 + int.from_bytes(data[:8], "little")
+    rows = tokens * 8 * 4
+    sizes = [head, *([2 * rows] * 2 if tokens == 3 else [rows] * 4), tokens * 4]
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(data) - 32
+    sections = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(section).digest() for section in sections)).digest()
     assert data[-32:] == expected
 
 
@@ -90,12 +95,11 @@ def test_the_digest_is_that_of_the_list_of_blocks(make_snapshot: MakeSnapshot, t
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_the_digest_does_not_depend_on_threads(size: int, block: int) -> None:
     content = np.arange(size, dtype=np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "BLOCK_BYTES", block)
-        expected = hashlib.sha256(
-            b"".join(hashlib.sha256(content[start : start + block]).digest() for start in range(0, size, block))
-        ).digest()
-        assert digests.content_digest(content) == expected
+    sections = [digests.Section(start, min(block, size - start)) for start in range(0, size, block)]
+    expected = hashlib.sha256(
+        b"".join(hashlib.sha256(content[start : start + block]).digest() for start in range(0, size, block))
+    ).digest()
+    assert digests.content_digest(content, sections) == expected
 
 
 def test_the_disk_has_the_content_before_the_name_and_the_name_before_success(

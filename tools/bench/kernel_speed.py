@@ -1,6 +1,6 @@
 """Times each hand-written kernel of decode and verify steps alone, with the shapes of Llama-3.2-1B and random weights.
 
-    python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [expansion] [--rows 1 8 16]
+    python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [--rows 1 8 16]
 
 Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
 cache holds), median of five; GB/s are those of the weights. Then whole steps, as they are and without some of their
@@ -11,7 +11,6 @@ rows, and whether their results have the same bits. Needs pycuda and a GPU, not 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
@@ -30,7 +29,6 @@ from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.kernels import compiler
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import (
     MAX_ROWS,
@@ -38,7 +36,7 @@ from edgellm.kernels.decode_kernels import (
     attention_partials,
     padded_columns,
 )
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Launch
 from edgellm.kernels.tiled_decode_kernels import SHARED, WHOLE, CudaTiledKernels, group_sums
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
@@ -158,48 +156,6 @@ def linear_launches(
     return few, many, (hidden, normed, x, out, activation)
 
 
-def time_expansion(bench: Bench, _: Sequence[int]) -> None:
-    """`draft_expand` behind the head that makes its logits: with the head alone, and with blocks of several sizes."""
-    vocabulary, hidden_size, top_k, levels, chunk = 32_000, LLAMA.hidden_size, 10, 6, 4096
-    chunks, candidates = -(-vocabulary // chunk), top_k + (levels - 1) * top_k**2
-    weights = [bench.array((vocabulary, hidden_size)) for _ in range(4)]
-    hidden = bench.array((top_k, hidden_size), "float32", 50)
-    norm_weight, logits = bench.array((hidden_size,), scale=50), bench.device.empty((top_k, vocabulary), "float32")
-    heads = [bench.kernels.norm_linear(hidden, norm_weight, EPSILON, w, None, logits) for w in weights]
-    alone = bench.microseconds(heads, "heads")
-    bench.report("head of the draft", top_k, alone, 2 * vocabulary * hidden_size)
-    ints = [bench.device.zeros((size,), "int32") for size in (vocabulary, levels * top_k, candidates, candidates)]
-    scores = bench.device.zeros((candidates,), "float32")
-    counters, maxima = bench.device.zeros((top_k,), "uint32"), bench.device.empty((top_k * chunks,), "float32")
-    sums, best = (bench.device.zeros((top_k * chunks * size,), "int64") for size in (1, top_k))
-    arrays = (logits, ints[0], ints[1], ints[2], scores, ints[3], counters, sums, best, maxima)
-    sources = compiler._sources()
-    for threads in (128, 256, 512):
-        module = compiled(bench, sources, "draft_expand.cu", b"", (b"THREADS = 128;", f"THREADS = {threads};".encode()))
-        numbers = (1, vocabulary, top_k, 2, levels, top_k, candidates)
-        arguments = (*map(pointer, arrays), *map(ctypes.c_uint, numbers))
-        expand = Launch(module, "draft_expand", (chunks, top_k, 1), threads, 8 * 128 * top_k, arguments)
-        pairs = [launch for head in heads for launch in (head, expand)]
-        bench.report(f"expand, {threads} threads", top_k, 2 * bench.microseconds(pairs, "expand") - alone)
-        bench.report(f"expand alone, {threads} threads", top_k, bench.microseconds([expand] * 16, "expand"))
-
-
-def compiled(
-    bench: Bench, sources: dict[str, bytes], source: str, added: bytes, changed: tuple[bytes, bytes] = (b"", b"")
-) -> KernelModule:
-    """The kernels of one source file, with some text added and a constant changed in its headers."""
-    own = {name: text.replace(*changed) for name, text in sources.items() if name.endswith(".cuh")}
-    own[source] = sources[source] + added
-    if not any(changed[1] in text for text in own.values()):
-        raise SystemExit(f"no header has {changed[0]!r} to be changed")
-    original, compiler._sources = compiler._sources, lambda: own
-    try:
-        cubin = compiler.compile_kernels(bench.device.compute_capability)
-    finally:
-        compiler._sources = original
-    return KernelModule(bench.device.compute_capability, bench.device.stream.handle, cubin)
-
-
 def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
     """Other tilings of the linear layers; of gate and up, those whose blocks do not share sums."""
     for label, (width, columns, copies) in linear_shapes().items():
@@ -306,7 +262,6 @@ SECTIONS = {
     "attention": time_attention,
     "linear": time_linear,
     "variants": time_variants,
-    "expansion": time_expansion,
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
                                            [--ways snapshot ...] [--draftings plain ...] [--samplings greedy ...]
-                                           [--processes 1] [--output RESULTS.json]
+                                           [--processes 1] [--record RECORD.jsonl] [--output RESULTS.json]
 
 The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
 and without one, so that each request switches. What is compared with is plain decoding of one request at a time, of
@@ -12,12 +12,14 @@ whose rows nothing is reused. The ways:
     snapshot    the conversation's system prompt is computed ahead
     turns       the answer and a next question follow, in a session with others in between
     batch of 3  in all six orders
-    batch of 8  in 16 orders: each request in each place, forwards and backwards
+    batch of 8  in 8 orders: each request once in each place, and once before each other (Williams 1949)
+
+Every other order of a batch begins with slots that hold nothing, the next reuses what it left.
 
 Answers go on behind the end of the turn, where the model means nothing by its tokens and the likeliest are close. Where
 one differs, `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap is larger than
 rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU more than a tenth of the answers
-differ.
+differ. What is done is written to the record as it comes; a run that finds one goes on behind it.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import permutations
+from functools import partial
+from itertools import permutations, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,7 +173,9 @@ class Comparison:
         else:
             size = int(way.rsplit(maxsplit=1)[-1])
             for few in groups(asked, size):
-                for order in orders(few):
+                for number, order in enumerate(orders(few)):
+                    if number % 2 == 0:  # the others reuse rows
+                        llm.call(forget_rows).result()
                     requests = [Request(None, each.messages, self._params, each.adapter) for each in order]
                     for each, response in zip(order, llm.handle(requests), strict=True):
                         if not isinstance(response, Response):
@@ -214,14 +220,18 @@ def groups(asked: Sequence[Asked], size: int) -> list[Sequence[Asked]]:
 
 
 def orders(few: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
-    """All orders of up to three; of more those in which each stands in each place, forwards and backwards."""
-    if len(few) <= 3:
+    """All orders of up to three; of more those of a design in which each stands equally often in each place, and
+    equally often right before each other (Williams 1949): n orders, 2 n where n is odd."""
+    size = len(few)
+    if size <= 3:
         yield from permutations(few)
         return
-    for first in range(len(few)):
-        turned = [*few[first:], *few[:first]]
-        yield turned
-        yield turned[::-1]
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(size)]
+    for first in range(size):
+        order = [few[(first + step) % size] for step in zigzag]
+        yield order
+        if size % 2:
+            yield order[::-1]
 
 
 def compare_all(
@@ -232,8 +242,10 @@ def compare_all(
     ways: Sequence[str] = WAYS,
     draftings: Sequence[str] = tuple(DRAFTINGS),
     samplings: Sequence[str] = SAMPLINGS,
+    record: Record | None = None,
+    share: int = 0,
 ) -> list[Served]:
-    """Every way, with and without a draft, greedy and sampled."""
+    """Every way, with and without a draft, greedy and sampled; each is added to the `record` as it is done."""
     results = []
     with LLM(directory, backend=backend, drafting=None) as plain:
         compared = {name: Comparison(plain, name, tokens) for name in samplings}
@@ -241,26 +253,114 @@ def compare_all(
         for drafting in draftings:
             with LLM(directory, backend=backend, drafting=DRAFTINGS[drafting]) as llm:
                 for name in samplings:
-                    results += [compared[name].compare(llm, way, drafting, asked[name]) for way in ways]
+                    for way in ways:
+                        results.append(compared[name].compare(llm, way, drafting, asked[name]))
+                        if record is not None:
+                            record.add(share, results[-1])
     return results
 
 
-def compare_shares(processes: int, conversations: Sequence[Messages], *arguments: Any, **options: Any) -> list[Served]:
-    """`compare_all`, the conversations divided among processes; `seconds` are those of all processes together."""
-    size = math.ceil(len(conversations) / processes)
-    shares = [conversations[first : first + size] for first in range(0, len(conversations), size)]
-    directory, backend, *others = arguments
-    with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
-        parts = [pool.submit(compare_all, directory, backend, share, *others, **options) for share in shares]
-        results = [part.result() for part in parts]
+@dataclass(frozen=True)
+class Record:
+    """A file with a line for each way of a share of the conversations that is done, and a heading: what is compared.
+
+    Any process may add to it.
+    """
+
+    path: Path
+    heading: dict[str, Any]
+
+    def begin(self) -> None:
+        """Make the file where it is not there; ValueError where it is that of another comparison."""
+        if not self.path.exists():
+            self._append(self.heading)
+        elif not self.path.read_text().endswith("\n"):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n")  # what was cut off stays a line of its own
+        if (found := json.loads(self.path.read_text().splitlines()[0])) != self.heading:
+            raise ValueError(f"{self.path} records {found}, expected {self.heading}: remove it, or name another")
+
+    def add(self, share: int, served: Served) -> None:
+        """One way is done."""
+        self._append({"share": share, **asdict(served)})
+        print(f"share {share}: {line(served)}", flush=True)
+
+    def done(self) -> list[tuple[int, Served]]:
+        """All that is done, each with its share; a line that was not written to its end is none."""
+        found = []
+        for text in self.path.read_text().splitlines()[1:]:
+            with suppress(ValueError):
+                values = json.loads(text)
+                values["differences"] = [Difference(**each) for each in values["differences"]]
+                found.append((values.pop("share"), Served(**values)))
+        return found
+
+    def _append(self, values: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+class Job(NamedTuple):
+    """What one process does at a time."""
+
+    share: int
+    draftings: tuple[str, ...]
+    samplings: tuple[str, ...]
+    ways: tuple[str, ...]
+
+
+def jobs_left(record: Record, arguments: argparse.Namespace, shares: int) -> list[Job]:
+    """What is not recorded yet. On NumPy jobs are small, so that processes end together; on a GPU few, for each
+    opens the engines."""
+    done = {(share, served.drafting, served.sampling, served.way) for share, served in record.done()}
+    samplings = [(name,) for name in arguments.samplings]
+    if arguments.backend != "numpy":
+        samplings = [tuple(arguments.samplings)]
+    jobs = []
+    for drafting, share, names in product(reversed(arguments.draftings), range(shares), samplings):
+        ways = [way for way in arguments.ways if any((share, drafting, name, way) not in done for name in names)]
+        if ways:
+            jobs.append(Job(share, (drafting,), names, tuple(ways)))
+    return jobs
+
+
+def run_jobs(processes: int, jobs: Sequence[Job], call: Callable[[Job], Any]) -> list[str]:
+    """Do all jobs, in so many processes; what failed, in words."""
+    if processes == 1:
+        for job in jobs:
+            call(job)
+        return []
+    failures = []
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        running = {pool.submit(call, job): job for job in jobs}
+        for future in as_completed(running):
+            if (error := future.exception()) is not None:
+                failures.append(f"{running[future]}: {type(error).__name__}: {error}")
+                print(failures[-1], flush=True)
+    return failures
+
+
+def run_job(
+    job: Job, directory: Path, backend: str, shares: Sequence[Sequence[Messages]], tokens: int, record: Record
+) -> None:
+    """One job; what it finds is in the record."""
+    conversations = shares[job.share]
+    compare_all(directory, backend, conversations, tokens, job.ways, job.draftings, job.samplings, record, job.share)
+
+
+def merged(parts: Sequence[tuple[int, Served]]) -> list[Served]:
+    """The shares' results, added up; `seconds` are those of all processes together."""
     counted = ("answers", "tokens", "prompt_tokens", "reused", "seconds")
+    found: dict[tuple[str, str, str], dict[int, Served]] = {}
+    for share, served in parts:
+        found.setdefault((served.drafting, served.sampling, served.way), {})[share] = served
     return [
         replace(
-            same[0],
-            differences=[each for part in same for each in part.differences],
-            **{name: round(sum(getattr(part, name) for part in same), 1) for name in counted},
+            next(iter(same.values())),
+            differences=[each for part in same.values() for each in part.differences],
+            **{name: round(sum(getattr(part, name) for part in same.values()), 1) for name in counted},
         )
-        for same in zip(*results, strict=True)
+        for same in found.values()
     ]
 
 
@@ -285,22 +385,36 @@ def main() -> None:
     parser.add_argument("--draftings", nargs="+", choices=list(DRAFTINGS), default=list(DRAFTINGS))
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
-    options = (arguments.tokens, arguments.ways, arguments.draftings, arguments.samplings)
+    shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
+    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens")}
     with tempfile.TemporaryDirectory() as folder:
+        beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")
+        record = Record(arguments.record or beside, heading)
+        record.begin()
         directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
-        if arguments.processes > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            found = compare_shares(arguments.processes, asked, directory, arguments.backend, *options)
-        else:
-            found = compare_all(directory, arguments.backend, asked, *options)
+        call = partial(
+            run_job,
+            directory=directory,
+            backend=arguments.backend,
+            shares=shares,
+            tokens=arguments.tokens,
+            record=record,
+        )
+        failures = run_jobs(arguments.processes, jobs_left(record, arguments, len(shares)), call)
+        left = jobs_left(record, arguments, len(shares))
+        found = merged(record.done())
     print("\n".join(map(line, found)))
-    explained = all(served.explained(arguments.backend) for served in found)
+    explained = not left and all(served.explained(arguments.backend) for served in found)
     different = sum(len(served.differences) for served in found)
     print(f"{sum(served.answers for served in found)} answers, {different} differ; ", end="")
     print("every difference is explained by rounding" if explained else "some differences are not explained")
+    if left:
+        print(f"not done: {left}; failed: {failures}")
     if arguments.output is not None:
         content = provenance() | {"backend": arguments.backend, "results": [asdict(served) for served in found]}
         arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

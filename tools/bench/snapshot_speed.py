@@ -5,7 +5,9 @@
 Needs TensorRT and pycuda; weights and token ids are random. A time to first token is wall time from a request's token
 ids to its first token on the host, the median of `--repeats`; nothing of a slot's earlier contents is reused. From disk
 means a file that the operating system has in memory; at its first load it is hashed, at later ones it is known. The bus
-is measured in the same run: one copy of as many bytes of pinned memory. `--backend numpy --layers 2` rehearses it.
+is measured in the same run: one copy of as many bytes of pinned memory. `phases` are the host's milliseconds in each
+part of a request, `reading_ms` what reading the file alone takes with so many threads. Run it on a quiet machine.
+`--backend numpy --layers 2` rehearses it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_speed import gpu_milliseconds
 from provenance import provenance
+from snapshot_phases import Phases, reading_speed
 
 from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents
 from edgellm.engines.backend import open_backend
@@ -57,6 +60,7 @@ class Opened:
     tokenizer: Tokenizer
     system: list[int]
     questions: list[list[int]]
+    phases: Phases
 
     def first_token_ms(self, question: int, snapshots: SlotSnapshots | None) -> tuple[float, int]:
         """Wall time to the first token of an answer in an empty slot, and how many tokens of its prompt were reused."""
@@ -68,7 +72,9 @@ class Opened:
         contents = [KVContents() for _ in range(self.runner.limits.max_batch)]
         for _ in DecodingLoop(self.runner, contents, None, snapshots).run([sequence]):
             pass
-        return (sequence.clock.first_token - started) * 1000, sequence.reused_tokens
+        seconds = sequence.clock.first_token - started
+        self.phases.request(seconds)
+        return seconds * 1000, sequence.reused_tokens
 
 
 def open_model(arguments: argparse.Namespace) -> Opened:
@@ -87,7 +93,7 @@ def open_model(arguments: argparse.Namespace) -> Opened:
         random.integers(0, 1000, count).tolist() for count in (arguments.tokens, *[arguments.question] * 16)
     )
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    return Opened(runner, directory, tokenizer, system, questions)
+    return Opened(runner, directory, tokenizer, system, questions, Phases(runner))
 
 
 def medians(opened: Opened, repeats: int, snapshots: Callable[[], SlotSnapshots | None]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def copy_milliseconds(opened: Opened, snapshot: Snapshot, repeats: int) -> dict[
     runner = opened.runner
     uploader, stream = Uploader(runner.backend), runner.backend.device.stream
     copies = [
-        RowCopy(slot_rows(cache, 0), snapshot.tensor(f"base.{name}"), snapshot.facts.tokens)
+        RowCopy(f"base.{name}", slot_rows(cache, 0), snapshot.tensor(f"base.{name}"), snapshot.facts.tokens)
         for name, cache in runner.base.caches.items()
     ]
     nbytes = sum(copy.values.nbytes for copy in copies)
@@ -117,7 +123,7 @@ def copy_milliseconds(opened: Opened, snapshot: Snapshot, repeats: int) -> dict[
         cuda.memcpy_htod_async(target, source, stream)
 
     def rows() -> None:
-        runner.backend.wait_for(list(uploader.upload(copies, is_host_memory=True))[-1])
+        runner.backend.wait_for(list(uploader.upload(copies))[-1][1])
 
     spans: dict[str, list[float]] = {"plain": [], "rows": []}
     for _ in range(repeats):  # in turns, so that both see the same clocks and the same neighbours
@@ -141,7 +147,7 @@ def measure(opened: Opened, folder: Path, repeats: int) -> dict[str, Any]:
     maker = SlotSnapshots(SnapshotStore(folder=folder), runner, directory)
     snapshot = maker.compute(0, opened.system, KVContents(), "system")
     started = time.perf_counter()
-    maker.store.save(snapshot)
+    path, _ = maker.store.save(snapshot)
     results["save_seconds"] = time.perf_counter() - started
     results["file_mib"] = snapshot.nbytes / 2**20
     maker.close()
@@ -173,7 +179,26 @@ def measure(opened: Opened, folder: Path, repeats: int) -> dict[str, Any]:
         results["copy"] = copy_milliseconds(opened, snapshot, repeats)
         reached["bus"] = results["copy"]["share_of_bus"] >= GOALS["bus"]
     results["goals"], results["reached"] = GOALS, reached
+    with opened.phases.watching():
+        sources = {"memory": lambda: in_memory, "disk_later": lambda: known, "disk_first": fresh}
+        results["phases"] = {name: phases_of(opened, repeats, source) for name, source in sources.items()}
+    memory = runner.backend.host_memory(snapshot.nbytes)
+    results["reading_ms"] = {
+        kind: {
+            threads: round(reading_speed(path, memory, threads, kind == "hashed", 7), 3)
+            for threads in (1, 2, 4, 8, 12, 16, 24, 32)
+            if threads <= (os.cpu_count() or 1)
+        }
+        for kind in ("read", "hashed")
+    }
     return results
+
+
+def phases_of(opened: Opened, repeats: int, snapshots: Callable[[], SlotSnapshots]) -> dict[str, float]:
+    """The host's milliseconds in each phase, medians; taking the times costs some."""
+    opened.phases.take()
+    medians(opened, repeats, snapshots)
+    return opened.phases.take()
 
 
 def without_overlap(opened: Opened, repeats: int, snapshots: SlotSnapshots) -> dict[str, Any]:
@@ -207,16 +232,21 @@ def slot_reuse(opened: Opened, repeats: int) -> dict[str, Any]:
     return {"ms": statistics.median(times[1:]), "reused": [sequence.reused_tokens]}
 
 
-def main() -> None:
-    """Measure everything and print it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """What `open_model` and a measurement can be told."""
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--backend", choices=("tensorrt", "numpy"), default="tensorrt")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2000, help="of the system prompt")
     parser.add_argument("--question", type=int, default=16, help="tokens that follow it")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--output", type=Path)
+
+
+def main() -> None:
+    """Measure everything and print it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, repeats=15)
     arguments = parser.parse_args()
     results: dict[str, Any] = dict(provenance()) | {"backend": arguments.backend, "cores": os.cpu_count()}
     opened = open_model(arguments)
@@ -235,6 +265,9 @@ def main() -> None:
     print(
         f"cold {results['cold']['ms']:.2f} / {results['cold_again']['ms']:.2f} ms; {shares}; copy {results.get('copy')}"
     )
+    for name, phases in results["phases"].items():
+        print(f"{name}: " + ", ".join(f"{phase} {milliseconds:.2f}" for phase, milliseconds in phases.items()))
+    print("reading_ms:", results["reading_ms"])
     print("reached:", results["reached"])
 
 

@@ -105,7 +105,7 @@ def main() -> None:
         # Words that are held out must not become entries that training never meets: smaller pieces spell them.
         held_out = re.compile(r"\b(" + "|".join(sorted(held_out_words())) + r")(es|s)?\b", re.I)
         tokenizer = train_vocabulary(sample + [held_out.sub("", text) for text in texts[:6000]])
-    tokenizer.save(str(arguments.work / "tokenizer.json"))
+    tokenizer.save(str(arguments.work / "tokenizer.json"), pretty=False)
     pool += spelled_words(tokenizer.get_vocab(), rng)
     (arguments.work / "pool.txt").write_text("\n".join(pool))
     characters, tokens = sum(map(len, sample[:3000])), sum(len(tokenizer.encode(text).ids) for text in sample[:3000])

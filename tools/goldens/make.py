@@ -10,40 +10,35 @@ Needs torch and transformers (any release with `rope_parameters`, 5.0 or later).
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, Variation
+from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
-_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 _ROTARY_HEAD_DIM = 32
 
 
-def make_model(name: str, variation: Variation, directory: Path) -> None:
+def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
+    variation = VARIATIONS[name]
     config_class, model_class = _CLASSES[variation.family]
     torch.manual_seed(list(VARIATIONS).index(name))
     model = model_class(config_class(**variation.config))
-    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
-            elif parameter_name.endswith("bias"):
-                parameter.uniform_(-0.5, 0.5)
+    randomize_vectors(model.named_parameters())
     model.to(getattr(torch, variation.dtype))
-    model.save_pretrained(directory, **({"max_shard_size": "40KB"} if variation.shards else {}))
+    model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
     token_ids = torch.randint(0, variation.config["vocab_size"], (2, SEQUENCE_LENGTH))
@@ -51,7 +46,7 @@ def make_model(name: str, variation: Variation, directory: Path) -> None:
     with torch.no_grad():
         logits = again(token_ids).logits
     expected = {"token_ids": token_ids, "logits": logits.float().contiguous()}
-    save_file(expected, directory / "expected.safetensors", metadata=_VERSIONS)
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 
 
@@ -96,25 +91,10 @@ def make_rotary(directory: Path) -> None:
             "length": length,
             "attention_factor": float(attention_factor),
         }
-    save_file(tensors, directory / "rotary.safetensors", metadata=_VERSIONS)
-    written = {"head_dim": _ROTARY_HEAD_DIM, "versions": _VERSIONS, "cases": cases}
+    save_file(tensors, directory / "rotary.safetensors", metadata=VERSIONS)
+    written = {"head_dim": _ROTARY_HEAD_DIM, "versions": VERSIONS, "cases": cases}
     (directory / "rotary.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
-def main() -> None:
-    """Write everything anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    directory: Path = parser.parse_args().directory
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    for name, variation in VARIATIONS.items():
-        shutil.rmtree(directory / name, ignore_errors=True)
-        make_model(name, variation, directory / name)
-    make_rotary(directory)
-    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    print(f"{len(VARIATIONS)} models, {total / 1e6:.2f} MB")
-
-
 if __name__ == "__main__":
-    main()
+    write_folders(__doc__, {name: partial(make_model, name) for name in VARIATIONS}, make_rotary)

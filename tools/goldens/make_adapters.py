@@ -1,23 +1,23 @@
 """Makes the adapters of `tests/lora/goldens` with PEFT, and what PEFT computes with them.
 
-    python tools/goldens/make_adapters.py tests/goldens tests/lora/goldens
+    python tools/goldens/make_adapters.py tests/lora/goldens
 
-Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the golden model whose
-name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that PEFT computes in float32 for the
-`token_ids` of that model's own `expected.safetensors`, from the adapter's files read again.
+Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model of
+`tests/goldens` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that PEFT
+computes in float32 for the `token_ids` of that model's own `expected.safetensors`, from the adapter's files read again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
+from golden_folders import VERSIONS, write_folders
 from safetensors.torch import load_file, save_file
 
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -50,13 +50,13 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3_biases_bfloat16.all": ({"r": 8, "lora_alpha": 8, "target_modules": _ALL}, "bfloat16"),
 }
-_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+_BASES = Path(__file__).parents[2] / "tests" / "goldens"
 
 
-def make_adapter(name: str, bases: Path, directory: Path) -> None:
+def make_adapter(name: str, directory: Path) -> None:
     """Write one adapter with random matrices and what PEFT computes with it."""
     settings, dtype = ADAPTERS[name]
-    base = bases / name.split(".", 1)[0]
+    base = _BASES / name.split(".", 1)[0]
     torch.manual_seed(list(ADAPTERS).index(name))
     model = peft.get_peft_model(_base_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():  # B starts at 0, where mistakes would not show
@@ -75,7 +75,7 @@ def make_adapter(name: str, bases: Path, directory: Path) -> None:
     with torch.no_grad():
         logits = again(token_ids).logits.float().contiguous()
         without = again.unload()(token_ids).logits
-    save_file({"logits": logits}, directory / "expected.safetensors", metadata=_VERSIONS)
+    save_file({"logits": logits}, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
     changed = (logits - without).abs()
     print(f"{name}: logits changed by {changed.mean():.3f} on average, {changed.max():.2f} at most")
 
@@ -94,21 +94,5 @@ def _tidy(directory: Path) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def main() -> None:
-    """Write everything anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bases", type=Path, help="the folder of the golden models")
-    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in ADAPTERS:
-        target = arguments.directory / name
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        make_adapter(name, arguments.bases, target)
-    total = sum(file.stat().st_size for file in arguments.directory.rglob("*") if file.is_file())
-    print(f"{len(ADAPTERS)} adapters, {total / 1e6:.2f} MB")
-
-
 if __name__ == "__main__":
-    main()
+    write_folders(__doc__, {name: partial(make_adapter, name) for name in ADAPTERS})

@@ -11,19 +11,18 @@ metadata name: what the head gives for the base's tokens (`prefill`, then `accep
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from eagle_reference import Head
+from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import load_file, save_file
 
-VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 TOKENS, ACCEPTED = 15, 3
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY = 32, 80, 48
 LEVEL1, LEVEL2 = [11, 4, 70], {"tokens": [9, 33, 2], "parents": [0, 0, 2]}
@@ -66,7 +65,7 @@ _LAYER = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "float32",
+    "torch_dtype": "float16",
 }
 
 
@@ -96,7 +95,7 @@ VARIATIONS = {
         "1",
         (7,),
         {"architectures": ["LlamaForCausalLM"], **_LAYER, "head_dim": None, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2, "bias": False},
+        | {"num_key_value_heads": 2, "bias": False, "torch_dtype": "float32"},
         layer="layers.0.",
         reduced=False,
     ),
@@ -170,23 +169,13 @@ VARIATIONS = {
 }
 
 
-def randomize_vectors(named_tensors: Any) -> None:
-    """Norms and biases start at 1 and 0, where mistakes in them would not show."""
-    for name, tensor in named_tensors:
-        if "norm" in name:
-            tensor.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
-            tensor.uniform_(-0.5, 0.5)
-
-
 def make_base(name: str, directory: Path) -> None:
     """Write a base and the hidden states that transformers gives for it."""
     config_class, model_class, settings = BASES[name]
     torch.manual_seed(list(BASES).index(name))
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     model = model_class(config_class(**{**_BASE, **settings, "rope_parameters": rope}))
-    with torch.no_grad():
-        randomize_vectors(model.named_parameters())
+    randomize_vectors(model.named_parameters())
     model.to(torch.float16).save_pretrained(directory)
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     token_ids = torch.randint(0, VOCABULARY, (1, TOKENS))
@@ -199,7 +188,7 @@ def make_base(name: str, directory: Path) -> None:
 
 
 def head_tensors(variation: Variation) -> dict[str, torch.Tensor]:
-    """Random tensors of a head, without its mapping."""
+    """Random tensors of a head, without its mapping, in the dtype that it is stored in."""
     config = variation.config.get("transformer_layer_config", variation.config)
     size = config["head_dim"] or HIDDEN // config["num_attention_heads"]
     query, kv, inner = config["num_attention_heads"] * size, config["num_key_value_heads"] * size, 40
@@ -230,12 +219,13 @@ def head_tensors(variation: Variation) -> dict[str, torch.Tensor]:
         shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     tensors = {name: torch.randn(shape) * 0.25 for name, shape in shapes.items()}
     randomize_vectors(tensors.items())
-    return tensors
+    return {name: tensor.to(getattr(torch, config["torch_dtype"])) for name, tensor in tensors.items()}
 
 
-def make_head(name: str, directory: Path, bases: Path) -> None:
+@torch.no_grad()
+def make_head(name: str, directory: Path) -> None:
     """Write one head and what the reference computes of it."""
-    variation = VARIATIONS[name]
+    variation, bases = VARIATIONS[name], directory.parent
     torch.manual_seed(100 + list(VARIATIONS).index(name))
     base = load_file(bases / variation.base / "model.safetensors")
     states = load_file(bases / variation.base / "expected.safetensors")
@@ -245,12 +235,12 @@ def make_head(name: str, directory: Path, bases: Path) -> None:
         kept = torch.randperm(VOCABULARY)[:DRAFT_VOCABULARY].sort().values
         mapping["d2t"] = kept - torch.arange(DRAFT_VOCABULARY)
         mapping["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).scatter_(0, kept, True)
-    directory.mkdir()
     outside = ("lm_head.weight",)
     stored = {name if name in outside else f"{variation.prefix}{name}": value for name, value in tensors.items()}
     save_file(stored | mapping, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(variation.config, indent=2) + "\n")
     config = variation.config.get("transformer_layer_config", variation.config)
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     embedding = base["model.embed_tokens.weight"].float()
     head = Head(
         tensors,
@@ -310,23 +300,6 @@ def expected_values(
     return {name: value.contiguous() for name, value in values.items()}
 
 
-def main() -> None:
-    """Write everything anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    directory: Path = parser.parse_args().directory
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    for name in (*BASES, *VARIATIONS):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for name in BASES:
-        make_base(name, directory / name)
-    with torch.no_grad():
-        for name in VARIATIONS:
-            make_head(name, directory / name, directory)
-    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    print(f"{len(BASES)} bases, {len(VARIATIONS)} heads, {total / 1e6:.2f} MB")
-
-
 if __name__ == "__main__":
-    main()
+    bases = {name: partial(make_base, name) for name in BASES}
+    write_folders(__doc__, bases | {name: partial(make_head, name) for name in VARIATIONS})

@@ -7,24 +7,23 @@ Needs torch and transformers 5. Each folder is a multimodal checkpoint with rand
 image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
 (with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
 prompt the tokens `continued` [n] with their `continued_logits` [n, V]. `positions.safetensors` holds, for random
-prompts, what `get_rope_index` gives.
+prompts, what `get_rope_index` gives, as int16.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import load_file, save_file
 
-VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
 _TEXT = {
     "vocab_size": 96,
@@ -127,17 +126,13 @@ MODELS = {
 }
 
 
-def make_model(name: str, golden: Model, directory: Path) -> None:
+def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
+    golden = MODELS[name]
     torch.manual_seed(list(MODELS).index(name))
     model = golden.model_class(golden.config_class(**golden.config))
-    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif parameter_name.endswith("bias"):
-                parameter.uniform_(-0.5, 0.5)
-    model.save_pretrained(directory)
+    randomize_vectors(model.named_parameters())
+    model.half().save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     again = golden.model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -147,8 +142,6 @@ def make_model(name: str, golden: Model, directory: Path) -> None:
     if golden.wrapped:
         wrap_names(directory / "model.safetensors")
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
-    for path in directory.iterdir():
-        path.chmod(0o644)
     print(f"{name}: {len(expected['token_ids'])} tokens, standard deviation {expected['logits'].std():.2f}")
 
 
@@ -262,24 +255,9 @@ def make_positions(directory: Path) -> None:
                 f"{name}.{case}.positions": positions[:, 0].contiguous(),
                 f"{name}.{case}.delta": delta[0].contiguous(),
             }
+    tensors = {name: tensor.to(torch.int16) for name, tensor in tensors.items()}
     save_file(tensors, directory / "positions.safetensors", metadata=VERSIONS)
-    (directory / "positions.safetensors").chmod(0o644)
-
-
-def main() -> None:
-    """Write everything anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    directory: Path = parser.parse_args().directory
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    for name, golden in MODELS.items():
-        shutil.rmtree(directory / name, ignore_errors=True)
-        make_model(name, golden, directory / name)
-    make_positions(directory)
-    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    print(f"{len(MODELS)} models, {total / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    write_folders(__doc__, {name: partial(make_model, name) for name in MODELS}, make_positions)

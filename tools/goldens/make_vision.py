@@ -3,25 +3,24 @@
     python tools/goldens/make_vision.py tests/vision_goldens
 
 Needs torch and transformers 5. Each folder is a multimodal checkpoint as `save_pretrained` writes it, or named as
-other releases do, with random weights, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] and the
-`grid_{i}` (frames, height, width), which go in together with the others, and what transformers computes in float32
-after it has read the folder again: `embeddings_{i}` [tokens, H] and `deepstack_{k}_{i}`.
+other releases do, with random weights, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] float16
+and the `grid_{i}` (frames, height, width), which go in together with the others, and what transformers computes in
+float32 after it has read the folder again: `embeddings_{i}` [tokens, H] and `deepstack_{k}_{i}`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from golden_folders import VERSIONS, write_folders
 from safetensors.torch import load_file, save_file
 
-_VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 _TEXT = {
     "vocab_size": 80,
     "hidden_size": 24,
@@ -49,7 +48,7 @@ class Variation:
     vision: dict[str, Any]
     settings: dict[str, Any]
     grids: tuple[tuple[int, int, int], ...]
-    dtype: str = "float32"
+    dtype: str = "float16"
     renamed: tuple[tuple[str, str], ...] = ()
     top_level: bool = False
 
@@ -136,7 +135,6 @@ VARIATIONS = {
         {"model_type": "siglip_vision_model", **_TOWER},
         {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         _SQUARE,
-        dtype="float16",
         renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
     ),
     "llava_siglip_without_head": Variation(
@@ -148,8 +146,9 @@ VARIATIONS = {
 }
 
 
-def make_model(name: str, variation: Variation, directory: Path) -> None:
+def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
+    variation = VARIATIONS[name]
     torch.manual_seed(list(VARIATIONS).index(name))
     model_class, config = _config(variation)
     model = model_class(config)
@@ -165,7 +164,7 @@ def make_model(name: str, variation: Variation, directory: Path) -> None:
     model.save_pretrained(directory)
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     expected = _expected(again, variation)
-    save_file(expected, directory / "expected.safetensors", metadata=_VERSIONS)
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     _rename(directory / "model.safetensors", variation.renamed)
     if variation.top_level:
         _move_to_top(directory / "config.json")
@@ -192,8 +191,8 @@ def _expected(model: Any, variation: Variation) -> dict[str, torch.Tensor]:
     """Patches, grids and outputs; all images go through the model in one call."""
     vision, grids = variation.vision, variation.grids
     elements = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
-    patches = [torch.randn(grid[1] * grid[2], elements) for grid in grids]
-    expected = {f"patches_{index}": one for index, one in enumerate(patches)}
+    patches = [torch.randn(grid[1] * grid[2], elements).half().float() for grid in grids]
+    expected = {f"patches_{index}": one.half() for index, one in enumerate(patches)}
     expected |= {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
     with torch.no_grad():
         if variation.family == "llava":
@@ -239,19 +238,5 @@ def _move_to_top(path: Path) -> None:
     path.write_text(json.dumps({**text, **config}, indent=2) + "\n")
 
 
-def main() -> None:
-    """Write everything anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    directory: Path = parser.parse_args().directory
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    for name, variation in VARIATIONS.items():
-        shutil.rmtree(directory / name, ignore_errors=True)
-        make_model(name, variation, directory / name)
-    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    print(f"{len(VARIATIONS)} models, {total / 1e6:.2f} MB")
-
-
 if __name__ == "__main__":
-    main()
+    write_folders(__doc__, {name: partial(make_model, name) for name in VARIATIONS})

@@ -32,7 +32,7 @@ class Variation:
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    dtype: str = "float32"
+    dtype: str = "float16"
     layout: str = "new"
     shards: bool = False
 
@@ -50,7 +50,7 @@ _LONGROPE = {
 }
 
 VARIATIONS = {
-    "llama_untied": Variation("llama"),
+    "llama_untied": Variation("llama", dtype="float32"),
     "llama_tied_sharded": Variation("llama", {"tie_word_embeddings": True}, shards=True),
     "llama_multi_head_old_layout": Variation("llama", {"num_key_value_heads": 4}, layout="old"),
     "llama_biases_head_dim_10": Variation(
@@ -93,7 +93,7 @@ VARIATIONS = {
         "llama", {"max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 16}
     ),
     "qwen2": Variation("qwen2", {"tie_word_embeddings": True}),
-    "qwen2_float16": Variation("qwen2", dtype="float16", layout="old"),
+    "qwen2_float16": Variation("qwen2", layout="old"),
     "qwen3": Variation("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_biases_bfloat16": Variation("qwen3", {"head_dim": 12, "attention_bias": True}, dtype="bfloat16"),
 }

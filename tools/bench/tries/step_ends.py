@@ -41,7 +41,7 @@ class Variants:
     def state(self, emitted=None) -> SequenceState:
         runner = self.runner
         arrays = runner._active, runner._token_ids, runner._start, runner._positions, runner.sampling.token_counts
-        return SequenceState(*[array[ONE] for array in arrays], self.index, emitted or runner._emitted[ONE])
+        return SequenceState(*[array[ONE] for array in arrays], self.index, emitted or runner._emitted.tokens[ONE])
 
     def two_launches(self) -> None:
         runner, inputs = self.runner, self.inputs
@@ -135,7 +135,7 @@ def main() -> None:
                 times.setdefault(name, []).append(begin.time_till(end) / REPLAYS * 1000)
             for name, graph, array in (
                 ("loop that copies", "whole step, emitting to the device", variants.copied),
-                ("loop that sees", "whole step", runner._emitted[ONE]),
+                ("loop that sees", "whole step", runner._emitted.tokens[ONE]),
             ):
                 launch = graphs[graph][0]
                 start_at(True)

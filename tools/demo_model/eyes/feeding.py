@@ -12,7 +12,8 @@ from tools.demo_model.eyes.documents import shard_groups
 
 
 class Dialogues:
-    """Endless batches of `groups` (g) groups: tokens [64 g, 512], answers [64 g, 512], cells [PICTURES g, 2, 9]."""
+    """Endless batches of `groups` (g) groups: tokens [64 g, 512], answers [64 g, 512], cells [PICTURES g, 2, 9], and
+    tokens and answers [PLAIN_ROWS g, 512] of dialogues without pictures."""
 
     def __init__(self, folder: Path, groups: int, rng: random.Random, device: str):
         self.folder, self.device = folder, device
@@ -22,11 +23,12 @@ class Dialogues:
         def fill() -> None:
             while True:
                 parts = zip(*(next(source) for _ in range(groups)), strict=True)
-                tokens, answers, cells = (np.concatenate(part) for part in parts)
-                arrays = [torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(answers)]
+                tokens, answers, cells, plain, told = (np.concatenate(part) for part in parts)
+                arrays = [torch.from_numpy(part.astype(np.int32)) for part in (tokens, plain)]
+                arrays += [torch.from_numpy(part) for part in (answers, told)]
                 if device.startswith("cuda"):
                     arrays = [array.pin_memory().to(device, non_blocking=True) for array in arrays]
-                self._ready.put((*arrays, cells))
+                self._ready.put((arrays[0], arrays[2], cells, arrays[1], arrays[3]))
 
         threading.Thread(target=fill, daemon=True).start()
 
@@ -35,7 +37,7 @@ class Dialogues:
         """Shards written so far."""
         return sum(1 for _ in self.folder.glob("*.npz"))
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tensor]:
         """The next batch; the cells stay on the host."""
-        tokens, answers, cells = self._ready.get()
-        return tokens.long(), answers, cells
+        tokens, answers, cells, plain, told = self._ready.get()
+        return tokens.long(), answers, cells, plain.long(), told

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from tools.demo_model.eyes.documents import render_seen
 from tools.demo_model.eyes.layout import cells_of
+from tools.demo_model.eyes.sparing import Sparing
 from tools.demo_model.model import Model
 from tools.demo_model.vocabulary import END
 
@@ -25,11 +26,21 @@ def with_pictures(model: Model, tokens: torch.Tensor, rows: torch.Tensor, image:
 def answer_loss(model: Model, tokens, answers, rows, image: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cross entropy of the answers' tokens, and the share of them that is the most probable one."""
     hidden, _ = model.from_embeddings(with_pictures(model, tokens, rows, image))
-    logits = model.logits(hidden[:, :-1]).float().flatten(0, 1)
-    targets, counted = tokens[:, 1:].flatten(), answers[:, 1:].flatten().float()
-    each = F.cross_entropy(logits, targets, reduction="none")
-    right = (logits.detach().argmax(-1) == targets).float()
-    return (each * counted).sum() / counted.sum(), (right * counted).sum() / counted.sum()
+    return spoken_loss(model, hidden, tokens, answers)
+
+
+def spoken_loss(
+    model: Model, hidden, tokens, answers, sparing: Sparing | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`answer_loss` from the hidden states [B, T, H]."""
+    row, place = answers[:, 1:].nonzero(as_tuple=True)
+    logits = model.logits(hidden[row, place]).float()
+    targets = tokens[row, place + 1]
+    right = (logits.detach().argmax(-1) == targets).float().mean()
+    if sparing is not None:
+        after = tokens[row, (place + 2).clamp(max=tokens.shape[1] - 1)]
+        logits = sparing.answers(logits, tokens[row, place], targets, after)
+    return F.cross_entropy(logits, targets), right
 
 
 class Examination:

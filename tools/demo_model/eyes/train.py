@@ -22,22 +22,25 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tools.demo_model.eyes.arrays import TorchArrays
+from tools.demo_model.eyes.compiling import CompiledLayers
 from tools.demo_model.eyes.dialogues import PICTURE, seen_items
 from tools.demo_model.eyes.documents import GROUP
 from tools.demo_model.eyes.feeding import Dialogues
+from tools.demo_model.eyes.language import DRAFT_TAPS, Language
 from tools.demo_model.eyes.layout import CELL, HEAD, token_tables
 from tools.demo_model.eyes.network import IGNORED, Eyes, Heads, Sizes, cell_targets
-from tools.demo_model.eyes.reading import Examination, answer_loss
+from tools.demo_model.eyes.reading import Examination, spoken_loss, with_pictures
 from tools.demo_model.eyes.renderer import SIDE, render
 from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
+from tools.demo_model.eyes.sparing import Sparing
 from tools.demo_model.eyes.table import Table
 from tools.demo_model.eyes.train_table import start_writers
-from tools.demo_model.model import load_model
 from tools.demo_model.optimizer import Optimizer
 from tools.demo_model.train import rate_at
 from tools.demo_model.vocabulary import load_vocabulary
 
-_RECORDED = ("pictures", "rows", "peak", "tail", "seeing", "seed", "sizes", "unnamed", "strange", "weight_decay")
+_RECORDED = """pictures rows peak tail seeing seed sizes unnamed strange weight_decay spare rank language_peak
+plain_weight words_weight rows_weight"""
 
 
 class Learner(torch.nn.Module):
@@ -54,13 +57,14 @@ def without_unknown(apart: torch.Tensor, directions: torch.Tensor, unknown: torc
     return apart - inside * unknown[:, :, None, None]
 
 
-def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds, directions):
+def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds, directions, sparing: Sparing):
     """Loss of what is named, of how far rows are from those wanted, the rows [M, 81, H], and the share of cells that
     are named right. What has no name is left out."""
     states, rows = learner.eyes(pictures)
-    colour, kind = learner.heads(states)
-    named = F.cross_entropy(colour.float().flatten(0, 1), colours.flatten(), ignore_index=IGNORED) + F.cross_entropy(
-        kind.float().flatten(0, 1), kinds.flatten(), ignore_index=IGNORED
+    colour, kind = (logits.float() for logits in learner.heads(states))
+    named = sum(
+        F.cross_entropy((logits + spared).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        for logits, spared, targets in zip((colour, kind), sparing.cells(colours, kinds), (colours, kinds), strict=True)
     )
     apart = rows.float() - rows_wanted
     cells = apart[:, HEAD : HEAD + 9 * CELL].unflatten(1, (9, CELL))
@@ -78,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--base", type=Path, required=True, help="the model directory")
     parser.add_argument("--table", type=Path, help="the table's weights, by train_table (default: the words alone)")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--material", type=Path, required=True, help="what prepare.py wrote")
     parser.add_argument("--name", default="eyes", help="name of the files that are written")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time, preparation included")
     parser.add_argument("--steps", type=int, help="stop after so many steps instead")
@@ -100,8 +105,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() // 2 - 2))
     parser.add_argument("--shards", type=int, default=600, help="shards of dialogues to write")
     parser.add_argument("--groups", type=int, default=8, help="groups of 64 dialogues in a shard")
+    parser.add_argument("--probes", type=int, default=1024, help="pictures of which the heads name everything")
     parser.add_argument("--items", type=int, default=40, help="held-out items a skill at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--spare", type=float, default=4.0, help="what scores of held-out pairs are lowered by")
+    parser.add_argument("--rank", type=int, default=32, help="of the language model's changes; 0: it stays as it is")
+    parser.add_argument("--language-peak", type=float, default=1e-3, help="highest learning rate of these changes")
+    parser.add_argument("--plain-weight", type=float, default=8.0, help="weight of text that must stay as it was")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue from DIR/NAME.safetensors, if there")
     return parser.parse_args()
@@ -117,16 +127,25 @@ class Training:
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         arguments.work.mkdir(parents=True, exist_ok=True)
         self.folder, self.writers = start_writers(
-            arguments.base, arguments.work, arguments.seed, arguments.workers, arguments.shards, arguments.groups
+            arguments.base,
+            arguments.work,
+            arguments.seed,
+            arguments.workers,
+            arguments.shards,
+            arguments.groups,
+            arguments.material,
         )
         torch.manual_seed(arguments.seed)
         torch.set_float32_matmul_precision("high")
-        self.model = load_model(arguments.base, device, self.dtype).requires_grad_(False)
+        self.language = Language(arguments.base, max(1, arguments.rank), device)
+        self.model = self.language.model if arguments.rank else self.language.before
         tokenizer = load_vocabulary(arguments.base)
         self.image = tokenizer.token_to_id(PICTURE)
         self.table = Table(
-            self.model.model.embed_tokens.weight, token_tables(lambda text: tokenizer.encode(text).ids)
+            self.model.model.embed_tokens.weight, words := token_tables(lambda text: tokenizer.encode(text).ids)
         ).to(device)
+        named = torch.from_numpy(words["colours"]).long(), torch.from_numpy(words["kinds"]).long()
+        self.sparing = Sparing(arguments.spare, named, tokenizer.get_vocab_size()).to(device)
         if arguments.table:
             self.table.load_state_dict(load_file(arguments.table))
         self.table.requires_grad_(False)
@@ -142,15 +161,18 @@ class Training:
             rows = self.table(torch.from_numpy(sample_cells(self.random, 2048, self.held_out)).to(device))
             self.scale = (rows - rows.mean(0)).square().mean().item()
         self.directions = self.table.directions()
-        compiled = self.cuda and not arguments.eager
-        self.see = torch.compile(seeing_loss) if compiled else seeing_loss
-        self.read = torch.compile(answer_loss) if compiled else answer_loss
+        layers = itertools.chain(
+            self.learner.eyes.vision_tower.encoder.layers,
+            self.model.model.layers,
+        )
+        self.compiled = CompiledLayers(layers, self.cuda and not arguments.eager)
         self.examination = Examination(seen_items(11, arguments.items, novel=0.5), tokenizer, device)
+        self.usual = Examination(seen_items(13, arguments.items), tokenizer, device)
         self.quick = Examination(seen_items(12, max(2, arguments.items // 3), novel=0.5), tokenizer, device)
-        for each in (self.examination, self.quick):
+        for each in (self.examination, self.usual, self.quick):
             each.pictures = self.draw(each.cells, TorchArrays(7, device), True)
         self.probes = {
-            name: sample_cells(np.random.default_rng(8), 1024, self.held_out, name == "held-out pairs")
+            name: sample_cells(np.random.default_rng(8), arguments.probes, self.held_out, name == "held-out pairs")
             for name in ("trained pairs", "held-out pairs")
         }
         self.probe_pictures = {n: self.draw(c, TorchArrays(9, device), True) for n, c in self.probes.items()}
@@ -165,8 +187,8 @@ class Training:
         if not doubled:
             return render(cells, arrays, paints=paints, repeats=self.arguments.ahead).to(torch.uint8)
         shrunk = []
-        for first in range(0, len(cells), 2048):
-            part = slice(first, first + 2048)
+        for first in range(0, len(cells), 4096):
+            part = slice(first, first + 4096)
             drawn = render(cells[part], arrays, 2 * SIDE, False, None if paints is None else paints[part], 2)
             shrunk.append(F.avg_pool2d(drawn, 2).round().to(torch.uint8))
         return torch.cat(shrunk)
@@ -183,10 +205,13 @@ class Training:
         saved = self.optimizer.state()
         saved["buffers"] = [buffer.bfloat16() for buffer in saved["buffers"]]
         torch.save(saved, self.path("optimizer.pt"))
+        self.language.save(self.path("language.safetensors"))
 
     def restore(self) -> None:
         """Continue from saved weights, and the optimizer where it was saved too."""
         self.learner.load_state_dict(load_file(self.path("safetensors"), device=self.device))
+        if self.path("language.safetensors").exists():
+            self.language.restore(self.path("language.safetensors"))
         if self.path("optimizer.pt").exists():
             self.optimizer.restore(torch.load(self.path("optimizer.pt"), map_location=self.device, weights_only=True))
 
@@ -219,20 +244,19 @@ class Training:
 
     def examined(self, examination: Examination) -> dict[str, float]:
         """Exact match per skill through the language model."""
-        return examination.exact_match(
-            self.model, lambda n: self.looked(examination.pictures[n])[1].to(self.dtype), self.image
-        )
+        with self.autocast():
+            return examination.exact_match(self.model, lambda n: self.looked(examination.pictures[n])[1], self.image)
 
-    def report(self, examination: Examination | None) -> dict:
+    def report(self, examinations: dict[str, Examination]) -> dict:
         """Print and return how it goes."""
         self.learner.eval()
         record = {"seconds": round(self.elapsed(), 1), **self.probe()}
         print(f"{self.elapsed():6.1f} s seen {record}", flush=True)
-        if examination:
+        for name, examination in examinations.items():
             found = self.examined(examination)
-            record["exact_match_percent"] = found
-            record["all"] = round(sum(found.values()) / len(found), 2)
-            print(f"{self.elapsed():6.1f} s exact match {record['all']} % {found}", flush=True)
+            mean = round(sum(found.values()) / len(found), 2)
+            record |= {f"exact_match_percent{name}": found, f"all{name}": mean}
+            print(f"{self.elapsed():6.1f} s exact match{name} {mean} % {found}", flush=True)
         self.learner.train()
         return record
 
@@ -253,21 +277,38 @@ class Training:
             pictures = drawn.split([len(part) for part in parts])
             yield from zip(told, parts, pictures, strict=True)
 
+    def autocast(self) -> torch.autocast:
+        """Products in bf16 on a GPU."""
+        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.cuda)
+
     def step(self, told: tuple | None, cells: np.ndarray, pictures: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One step's losses, already differentiated."""
+        """One step's losses, already differentiated: of names, of rows, share of cells named right, of answers, share
+        of their tokens right, of text that changed, and of the states that the draft head reads there."""
         arguments, device = self.arguments, self.device
         placed = torch.from_numpy(cells).to(device, non_blocking=True)
         wanted, (colours, kinds) = self.table(placed), cell_targets(placed)
-        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=self.cuda):
-            named, apart, rows, right = self.see(
-                self.learner, pictures.float(), wanted, self.scale, colours, kinds, self.directions
+        log = torch.zeros(4, device=device)
+        with self.autocast(), self.compiled.used():
+            named, apart, rows, right = seeing_loss(
+                self.learner, pictures.float(), wanted, self.scale, colours, kinds, self.directions, self.sparing
             )
-        loss, log = named + arguments.rows_weight * apart, torch.zeros(2, device=device)
-        if told:
-            tokens, answers, given = told
-            spoken, share = self.read(self.model, tokens, answers, rows[: len(given)].to(self.dtype), self.image)
-            loss, log = loss + arguments.words_weight * spoken, torch.stack((spoken.detach(), share))
-        loss.backward()
+            loss = named + arguments.rows_weight * apart
+            if told:
+                tokens, answers, given, plain, plain_answers = told
+                embedded = with_pictures(self.model, tokens, rows[: len(given)], self.image)
+                if arguments.rank:
+                    embedded = torch.cat((embedded, self.model.model.embed_tokens(plain)))
+                hidden, states = self.model.from_embeddings(embedded, DRAFT_TAPS)
+                count = len(tokens)
+                spoken, share = spoken_loss(self.model, hidden[:count], tokens, answers, self.sparing)
+                loss = loss + arguments.words_weight * spoken
+                log[0], log[1] = spoken.detach(), share
+                if arguments.rank:
+                    weights = 0.1 + 0.9 * plain_answers.float()
+                    changed, moved = self.language.kept(plain, weights, hidden[count:], states[count:])
+                    loss = loss + arguments.plain_weight * (changed + 0.1 * moved)
+                    log[2], log[3] = changed.detach(), moved.detach()
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
         return named.detach(), apart.detach(), right, *log
 
@@ -293,22 +334,19 @@ class Training:
                 print(f"{self.elapsed():6.1f} s dialogues begin with {source.shards} shards", flush=True)
             losses = self.step(*next(batches))
             self.optimizer.step(rate_at(progress, arguments.peak, 0.03, arguments.tail))
+            if arguments.rank and source is not None:
+                self.language.step(progress, arguments.language_peak, arguments.tail)
             step, counted = step + 1, counted + arguments.pictures
             if time.time() - shown > 6 or step in (1, 5, 20):
-                named, apart, right, spoken, share = (value.item() for value in losses)
+                values = [round(value.item(), 5) for value in losses]
                 rate = counted / (time.time() - shown)
-                log.append(
-                    [step, round(self.elapsed(), 1), *(round(v, 4) for v in (named, apart, right, spoken, share))]
-                )
-                print(
-                    f"{self.elapsed():6.1f} s step {step} cells' loss {named:.4f} rows apart {apart:.4f} cells right "
-                    f"{100 * right:.2f} % answers' loss {spoken:.4f} tokens right {100 * share:.2f} % "
-                    f"{rate:.0f} pictures/s",
-                    flush=True,
-                )
+                log.append([step, round(self.elapsed(), 1), *values])
+                names = ("cells' loss", "rows apart", "cells right", "answers' loss", "tokens right", "text", "states")
+                told = ", ".join(f"{name} {value:.5g}" for name, value in zip(names, values, strict=True))
+                print(f"{self.elapsed():6.1f} s step {step} {told}; {rate:.0f} pictures/s", flush=True)
                 shown, counted = time.time(), 0
             if time.time() - tested > 40:
-                log.append(self.report(self.quick if progress > 0.15 else None))
+                log.append(self.report({"": self.quick} if progress > 0.15 else {}))
                 tested = time.time()
             if time.time() - saved > 60:
                 self.save()
@@ -320,9 +358,9 @@ class Training:
             "steps": step,
             "pictures_shown": step * arguments.pictures,
             "parameters": parameters,
-            **{k: getattr(arguments, k) for k in _RECORDED},
+            **{k: getattr(arguments, k) for k in _RECORDED.split()},
             "items_per_skill": arguments.items,
-            "end": self.report(self.examination),
+            "end": self.report({"": self.examination, " with usual pairs": self.usual}),
             "log": log,
         }
         record["minutes"] = round(self.elapsed() / 60, 2)

@@ -26,13 +26,17 @@ from tools.demo_model.train import rate_at
 from tools.demo_model.vocabulary import load_vocabulary
 
 
-def start_writers(base: Path, work: Path, seed: int, workers: int, shards: int, groups: int) -> tuple[Path, list]:
+def start_writers(
+    base: Path, work: Path, seed: int, workers: int, shards: int, groups: int, material: Path
+) -> tuple[Path, list]:
     """Processes that write shards of dialogues; the folder and the processes."""
     folder = work / f"dialogues-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=write_shards, daemon=True, args=(base, folder, seed, n, workers, shards, groups))
+        context.Process(
+            target=write_shards, daemon=True, args=(base, folder, seed, n, workers, shards, groups, material)
+        )
         for n in range(workers)
     ]
     for process in processes:
@@ -44,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, required=True, help="the model directory")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--material", type=Path, required=True, help="what prepare.py wrote")
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--steps", type=int, help="stop after so many steps instead")
     parser.add_argument("--rows", type=int, default=256, help="dialogues of a step, a multiple of 64")
@@ -62,7 +67,7 @@ def main() -> None:
     cuda = device.startswith("cuda")
     arguments.work.mkdir(parents=True, exist_ok=True)
     folder, writers = start_writers(
-        arguments.base, arguments.work, arguments.seed, arguments.workers, 4000, arguments.groups
+        arguments.base, arguments.work, arguments.seed, arguments.workers, 4000, arguments.groups, arguments.material
     )
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
@@ -95,7 +100,7 @@ def main() -> None:
         progress = step / arguments.steps if arguments.steps else (time.time() - started) / arguments.seconds
         if progress >= 1:
             break
-        tokens, answers, cells = source.batch()
+        tokens, answers, cells, *_ = source.batch()
         rows = table(torch.from_numpy(cells).to(device, non_blocking=True)).to(dtype)
         loss, right = compute(model, tokens, answers, rows, image)
         loss.backward()

@@ -1,0 +1,160 @@
+"""Times attention alone, by kernels and by how their blocks share the work, in graphs of 16 layers (Llama-3.2-1B).
+
+python tools/bench/tries/attention_shapes.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from kernel_speed import EPSILON, LAYERS, LLAMA, Bench
+
+from edgellm.kernels import decode_attention
+from edgellm.kernels.decode_attention import AttentionGeometry, attention_launch
+
+#: new tokens, sequences, committed rows, capacity, head size, whether the mask speaks of all rows
+SHAPES = [
+    *((1, batch, committed, 1088, 64, False) for batch, committed in ((1, 1000), (1, 530), (1, 100), (8, 1000))),
+    *((tokens, 1, 1000, 1088, 64, False) for tokens in (64, 32, 16)),
+    (64, 1, 530, 1088, 64, False),
+    *((tokens, 1, 1000, 1088, 64, True) for tokens in (10, 6)),
+    *((tokens, 4, 1000, 1088, 64, False) for tokens in (8, 4)),
+    *((tokens, 1, 32000, 32832, 64, False) for tokens in (1, 32)),
+    *((tokens, 1, 1000, 1088, 128, False) for tokens in (1, 32)),
+]
+
+
+def geometries(row_tiles: int, stages: int) -> list[AttentionGeometry]:
+    return [
+        AttentionGeometry(slots, tiles, stages)
+        for slots in (1, 2, 4)
+        for tiles in sorted({min(row_tiles, most) for most in (1, 2, 3, 4)})
+    ]
+
+
+def time_shape(bench: Bench, shape: tuple) -> None:
+    tokens, batch, committed, rows, size, masks_all = shape
+    heads, kv_heads = LLAMA.num_heads, LLAMA.num_kv_heads
+    layers = LAYERS if rows < 4096 else 2
+    label = f"{tokens}x{batch} at {committed}, size {size}{', draft' if masks_all else ''}"
+    device = bench.device
+    caches = [tuple(bench.array((batch, kv_heads, rows, size), scale=50) for _ in range(2)) for _ in range(layers)]
+    start = device.empty((batch,), "int32")
+    device.upload(start, np.full(batch, committed, np.int32))
+    mask = None
+    if tokens > 1:
+        random = np.random.default_rng(1)
+        seen = np.eye(tokens, dtype=bool)
+        depths = np.zeros(tokens, int)
+        for node in range(1, tokens):
+            parent = int(random.choice(np.flatnonzero(depths[:node] < 6)))
+            depths[node] = depths[parent] + 1
+            seen[node] |= seen[parent]
+        full = np.zeros((batch, 1, tokens, rows), bool)
+        full[..., :committed] = True
+        full[..., committed : committed + tokens] = seen
+        mask = device.empty(full.shape, "bool")
+        device.upload(mask, full)
+    qkv = bench.array((batch * tokens, (heads + 2 * kv_heads) * size), "float32", 50)
+    rotations = bench.array((batch, tokens, size), scale=50)
+    context = device.empty((batch * tokens, heads * size), "float16")
+    needed = decode_attention.attention_partials(batch * tokens, heads, kv_heads, rows, size)
+    partial = device.empty((2 * needed,), "float32")
+    counters = device.zeros((batch * tokens * kv_heads,), "uint32")
+    common = (qkv, None, None, EPSILON, rotations, start, mask)
+
+    def report(name: str, launches: list) -> np.ndarray | None:
+        try:
+            device.upload(context, np.full(context.shape, 0x7E00, np.uint16).view(np.float16))
+            launches[0]()
+            found = device.download(context).astype(np.float32)
+            bench.report(f"{label}: {name}", tokens * batch, bench.microseconds(launches, "attention"))
+            return found
+        except Exception:
+            traceback.print_exc()
+            return None
+
+    old = None
+    if hasattr(bench.kernels, "attention") and batch * tokens <= 16:
+        old = report(
+            "few", [bench.kernels.attention(*common, *c, partial, counters, context, masks_all) for c in caches]
+        )
+    elif hasattr(bench.tiled, "attention") and batch * tokens <= 64:
+        old = report("many", [bench.tiled.attention(*common, *c, partial, context) for c in caches])
+    row_tiles = -(-tokens // 4)
+    chosen = decode_attention.attention_geometry(batch, tokens, 4, size, kv_heads, rows, bench.kernels.shared_limit)
+    first = None
+    for geometry in geometries(row_tiles, chosen.stages):
+        if not geometry.fits(tokens, size, bench.kernels.shared_limit):
+            continue
+        launches = [
+            attention_launch(bench.kernels, *common, *c, partial, counters, context, masks_all, geometry)
+            for c in caches
+        ]
+        mark = " CHOSEN" if geometry == chosen else ""
+        found = report(f"{geometry.slots} slots, {geometry.row_tiles} tiles, {geometry.stages} stages{mark}", launches)
+        if found is None:
+            continue
+        notes = []
+        if first is None:
+            first = found
+        elif not np.array_equal(found, first):
+            notes.append("OTHER BITS")
+        if old is not None:
+            notes.append(f"differs from old by {np.linalg.norm(found - old) / np.linalg.norm(old):.2e}")
+        if notes:
+            print("    ", "; ".join(notes), flush=True)
+
+
+def time_patched_steps(bench: Bench) -> None:
+    """Whole steps with the kernels as they are, then with tensor-core attention in several geometries."""
+    from kernel_speed import time_steps
+
+    from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
+
+    sizes = (1, 8, 16, 32)
+    print("steps as they are", flush=True)
+    time_steps(bench, sizes)
+    partial = bench.device.empty((1 << 24,), "float32")
+    counters = bench.device.zeros((4096,), "uint32")
+    for slots, row_tiles in ((0, 0), (4, 2)):
+
+        def attention(*given, slots: int = slots, row_tiles: int = row_tiles, **_: object):
+            given = [each for each in given if not isinstance(each, CudaTiledKernels)]
+            mask = given[6]
+            tokens = 1 if mask is None else mask.shape[2]
+            geometry = AttentionGeometry(slots, min(row_tiles, -(-tokens // 4)), 1) if slots else None
+            context = next(each for each in reversed(given) if getattr(each, "dtype", "") == "float16")
+            return attention_launch(bench.kernels, *given[:9], partial, counters, context, False, geometry)
+
+        bench.kernels.attention = attention
+        CudaTiledKernels.attention = attention
+        print(f"steps with {slots} slots and {row_tiles} row tiles (0: chosen)", flush=True)
+        time_steps(bench, sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    bench = Bench()
+    print(bench.device.name, flush=True)
+    for shape in SHAPES:
+        try:
+            time_shape(bench, shape)
+        except Exception:
+            traceback.print_exc()
+        if arguments.output:
+            arguments.output.write_text(json.dumps(bench.results, indent=1))
+    time_patched_steps(bench)
+
+
+if __name__ == "__main__":
+    main()
