@@ -8,7 +8,7 @@ from edgellm.engines.backend import Backend, Transfer
 
 #: Copies that are begun before anything else is enqueued, and for each one that is waited for: the host's time for
 #: launching must not be the bus's time for waiting.
-_FIRST, _NEXT = 8, 3
+_FIRST, _NEXT = 2, 3
 
 
 class ArrivingRows:

@@ -7,7 +7,7 @@ CUDA stream, so a result is there only after `Readback.wait`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -171,8 +171,10 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     if name == "numpy" or (name == "auto" and find_gpu() is None):
         from edgellm.engines.numpy_backend import NumpyBackend
 
-        draft, vision = directory.draft, directory.vision
-        return NumpyBackend(directory.config, draft and draft.config, vision and vision.config)
+        draft = None if directory.draft is None else directory.draft.config
+        vision = None if directory.vision is None else directory.vision.config
+        # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
+        return cast(Backend, NumpyBackend(directory.config, draft, vision))
     from edgellm.engines.tensorrt_backend import TensorRTBackend
 
-    return TensorRTBackend(directory)
+    return cast(Backend, TensorRTBackend(directory))

@@ -30,6 +30,7 @@ from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.rotary import rotary_table
 from edgellm.engines.sampling_state import SamplingState, SamplingValues
 from edgellm.engines.slot_rows import SlotRows
+from edgellm.engines.step_buffers import StepBuffers
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 
@@ -138,9 +139,7 @@ class BaseEngineRunner(AdaptedRunner):
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             last = self.config.vocab_size - 1
             wrong = ids[(ids < 0) | (ids > last)][0]
-            raise EngineError(
-                f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer"
-            )
+            raise EngineError(f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer")
         self._image_inputs.check(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
@@ -148,13 +147,13 @@ class BaseEngineRunner(AdaptedRunner):
         for tokens, chunk in self._plan_chunks(count - reused):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             if self._feature_user is not None:
-                self._feature_user.take_chunk(slot, ids, position, tokens, self._features_of(1, chunk), images)
+                self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
             position += tokens
         self.await_rows()
         self.sampling.set(slot, sampling, prompt_ids)
         for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
-        self._select(one, self.sampling.plain(one), self._row_features(tokens - 1))
+        self._select(one, self.sampling.plain(one), self._buffers.row_features(tokens - 1))
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
@@ -265,15 +264,7 @@ class BaseEngineRunner(AdaptedRunner):
     def _allocate_state(self) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
-        rows = max(slots, limits.prefill_chunk)
-        self._feature_size = len(config.feature_layers) * config.hidden_size
-        self._features_buffer = backend.zeros((rows * self._feature_size,), "compute")
-        self._embeds_buffer = backend.zeros((rows * config.hidden_size,), "compute")
-        self._cos_sin_buffer = backend.zeros((rows * config.rotary_dim,), "compute")
-        self._mask_buffer = backend.zeros((rows * max(limits.key_ranges),), "bool")
-        self._prefill_ids_buffer = backend.zeros((limits.prefill_chunk,), "int32")
-        self._prefill_start = backend.zeros((1,), "int32")
-        self._last_token_ids = backend.zeros((1, 1), "int32")
+        self._buffers = StepBuffers(backend, config, limits)
         self._token_ids = backend.zeros((slots, 1), "int32")
         self._start = backend.zeros((slots,), "int32")
         self.offsets = backend.zeros((slots,), "int32")
@@ -320,8 +311,7 @@ class BaseEngineRunner(AdaptedRunner):
             for name, cache in self.caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
             bindings["logits"] = self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)
-            if self._feature_size:
-                bindings["hidden_states"] = self._features_of(shape.batch, shape.tokens)
+            bindings |= self._buffers.outputs(shape)
         if bindings:
             engine.bind(bindings)
             self._bound[shape] = slots
@@ -334,27 +324,18 @@ class BaseEngineRunner(AdaptedRunner):
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
     def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """The inputs that embedding lookup and `prepare_attention` fill, as views of buffers that all shapes share."""
-        batch, tokens, config = shape.batch, shape.tokens, self.config
-        prefill = shape.phase == "prefill"
-        inputs = {
-            "inputs_embeds": leading(self._embeds_buffer, (batch, tokens, config.hidden_size)),
-            "rope_rotary_cos_sin": leading(self._cos_sin_buffer, (batch, tokens, config.rotary_dim)),
-            "attention_mask": leading(self._mask_buffer, (batch, 1, tokens, shape.key_range)),
-            "kvcache_start_index": self._prefill_start if prefill else self._start[:batch],
-        }
-        if shape.selected < tokens:
-            inputs["last_token_ids"] = self._last_token_ids
-        return inputs | self._image_inputs.engine_inputs(shape)
+        """What an engine is fed with beside weights and caches."""
+        start = self._buffers.prefill_start if shape.phase == "prefill" else self._start[: shape.batch]
+        return self._buffers.inputs(shape, start) | self._image_inputs.engine_inputs(shape)
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
         padded = np.full((1, chunk), -1, np.int32)
         padded[0, : len(ids)] = ids
-        token_ids = leading(self._prefill_ids_buffer, (1, chunk))
+        token_ids = leading(self._buffers.prefill_ids, (1, chunk))
         self.backend.upload(token_ids, padded)
-        self.backend.upload(self._prefill_start, np.asarray([start], np.int32))
-        self.backend.upload(self._last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
+        self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
+        self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         one = slice(slot, slot + 1)
         plain = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
         shape = self.engine_shape(plain, one)
@@ -392,10 +373,10 @@ class BaseEngineRunner(AdaptedRunner):
             self.offsets[slots],
             self.rotary,
             inputs["rope_rotary_cos_sin"],
-            mask if engine.reads_attention_mask else leading(self._mask_buffer, (batch, 1, 1, 0)),
+            mask if engine.reads_attention_mask else leading(self._buffers.mask, (batch, 1, 1, 0)),
         )
         engine.enqueue()
-        self._select(slots, plain, self._features_of(batch, 1))
+        self._select(slots, plain, self._buffers.features(batch, 1))
 
     def _select(self, slots: slice, plain: bool, features: Array) -> None:
         """Choose the slots' tokens from their logits and advance their state; `features` [n, 1, F] led to them."""
@@ -414,12 +395,3 @@ class BaseEngineRunner(AdaptedRunner):
             self._emitted.index[slots],
             self._emitted.tokens[slots],
         )
-
-    def _features_of(self, batch: int, tokens: int) -> Array:
-        """The engines' output `hidden_states` [B, T, F]; F is 0 for a base model without a draft."""
-        return leading(self._features_buffer, (batch, tokens, self._feature_size))
-
-    def _row_features(self, row: int) -> Array:
-        """The features [1, 1, F] of one row of the latest prefill."""
-        size = self._feature_size
-        return self._features_buffer[row * size : (row + 1) * size].reshape(1, 1, size)

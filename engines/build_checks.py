@@ -71,10 +71,9 @@ def choose_limits(
     if prefill_chunk is None:
         fitting = min(DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
-    drafting = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
-    for name, asked in drafting.items():
-        if asked is None:
-            drafting[name] = DRAFT_DEFAULTS[name] if has_draft else 0
+    asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
+    usual = DRAFT_DEFAULTS if has_draft else dict.fromkeys(asked, 0)
+    drafting = {name: usual[name] if value is None else value for name, value in asked.items()}
     batch = 1 if max_batch is None else max_batch
     if max_lora_rank is None:
         max_lora_rank = max(adapter_ranks, default=0)

@@ -136,7 +136,7 @@ def read_inputs(
 
     Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
     """
-    draft, weights = None, {}
+    draft, weights = None, dict[str, Path]()
     published = {name: source / name for name in PUBLISHED_FILES if (source / name).exists()}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config))

@@ -157,8 +157,9 @@ def refresh_plans(
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
-    report = BuildReport(directory.path, config, dtype, directory.limits, directory.draft and directory.draft.config)
-    report.vision = directory.vision and directory.vision.config
+    draft = None if directory.draft is None else directory.draft.config
+    report = BuildReport(directory.path, config, dtype, directory.limits, draft)
+    report.vision = None if directory.vision is None else directory.vision.config
     shapes = directory.limits.all_engine_shapes()
     total = len(platforms) * len(shapes)
     check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms), report.vision))
@@ -166,11 +167,11 @@ def refresh_plans(
     for platform in platforms:
         missing = []
         for shape in shapes:
-            plan, _ = find_plan(directory, shape, platform, networks[shape])
-            if plan is None:
+            found, _ = find_plan(directory, shape, platform, networks[shape])
+            if found is None:
                 missing.append(shape)
             else:
-                report.plans.append(BuiltPlan(platform, shape, len(plan), 0.0))
+                report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
         progress("plans", len(report.plans), total)
         with closing(build_plans(directory.models, missing, dtype, attention, platform.compute_capability)) as built:
             for plan in built:

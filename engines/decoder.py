@@ -33,7 +33,7 @@ class DecoderDescription(LayerDescription[Tensor]):
     """Describes a decoder to an interpreter of operations, for one engine shape."""
 
     #: Whether the residual stream, and the head, are computed in float32.
-    wide_residual, wide_head = False, False
+    wide_residual, wide_head = True, False
 
     def __init__(self, operations: Operations[Tensor], config: DecoderConfig, shape: EngineShape) -> None:
         super().__init__(operations, config, shape, decoder_weights(config))

@@ -10,7 +10,7 @@ from edgellm.engines.draft_plan import Choice, DraftPlan
 from edgellm.engines.errors import EngineError
 
 
-def choices_plan(choices: Sequence[Sequence[int]], **rule: object) -> DraftPlan:
+def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:
     """The plan of a tree of choices, as wide and as deep as they need.
 
     A choice is the path of ranks from the root: [0, 2] is the third likeliest child of the root's likeliest child.

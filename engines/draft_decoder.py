@@ -54,7 +54,7 @@ def draft_engine_weights(
 ) -> dict[str, Buffer]:
     """What the draft's engines of a phase are bound to: the head's `own` weights without the embedding, and the
     `base`'s head where it has none. Of the phases `propose` only the first generation's has use for `fc`."""
-    unused = (DRAFT_EMBEDDING,)
+    unused: tuple[str, ...] = (DRAFT_EMBEDDING,)
     if phase == "propose" and config.generation != "1":
         unused += ("fc.", "fc_norm.", "input_norm.")
     weights = {name: weight for name, weight in own.items() if not name.startswith(unused)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.errors import EngineError
@@ -61,12 +62,12 @@ class DraftPlan:
                 f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
                 f"{self.steps} has {self.candidates + 1} nodes, the root included"
             )
-        for name, value in (
+        for name, share in (
             ("posterior_threshold", self.posterior_threshold),
             ("posterior_alpha", self.posterior_alpha),
         ):
-            if not 0 < value <= 1:
-                raise EngineError(f"{name} is {value}: expected a number above 0 and up to 1")
+            if not 0 < share <= 1:
+                raise EngineError(f"{name} is {share}: expected a number above 0 and up to 1")
         if self.sampled and self.kind != "chain":
             raise EngineError(f"only a chain can be sampled from the draft's distribution, not a {self.kind}")
         if self.sampled and self.acceptance != "exact":
@@ -187,7 +188,7 @@ class DraftPlan:
         return self._numbered[1][node]
 
 
-def tree(top_k: int, steps: int, tree_size: int, **rule: object) -> DraftPlan:
+def tree(top_k: int, steps: int, tree_size: int, **rule: Any) -> DraftPlan:
     """A dynamic tree: the K best of a level's candidates go on, the V-1 best of all are verified.
 
     `tree_size` is cut to the candidates that there are. `rule` sets the fields of acceptance.
@@ -198,7 +199,7 @@ def tree(top_k: int, steps: int, tree_size: int, **rule: object) -> DraftPlan:
     return DraftPlan("tree", top_k, steps, min(tree_size, most), **rule)
 
 
-def chain(steps: int, **rule: object) -> DraftPlan:
+def chain(steps: int, **rule: Any) -> DraftPlan:
     """The draft's likeliest tokens one after another, or, with `sampled=True`, drawn from its distribution."""
     choices = tuple((0,) * depth for depth in range(1, steps + 1))
     return DraftPlan("chain", 1, steps, steps + 1, choices, **rule)

@@ -234,7 +234,7 @@ def description_bytes(
 ) -> bytes:
     """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
     and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
-    values = {
+    values: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "created_with": edgellm_version(),
         "config": plain_values(config),

@@ -123,12 +123,13 @@ class DeepstackInputs:
         self, rows: ImageRows, slot: int, images: PromptImages | None, chunk: tuple[int, int], token_ids: Array
     ) -> None:
         """Set the inputs for a chunk of a prompt, as `ImageRows.insert` takes it."""
-        if self._holds_features:
+        if self._holds_features and self._zeros is not None:
             for buffer in self._buffers:
                 self._backend.copy(buffer, self._zeros)
-        self._holds_features = bool(self._buffers) and images is not None and bool(images.within(*chunk))
-        if not self._holds_features:
+        if images is None or not (self._buffers and images.within(*chunk)):
+            self._holds_features = False
             return
+        self._holds_features = True
         for index, buffer in enumerate(self._buffers):
             features = [layers[index] for layers in images.deepstack]
             target = leading(buffer, (*token_ids.shape, self._hidden))

@@ -147,15 +147,14 @@ def _read_pairs(
     pairs = {}
     for module in expected:
         rank, (rows, columns) = settings.rank_of(module), sizes[module]
-        matrices = [
+        a, b = (
             _read_matrix(file, found.get((module, kind)), f"{module}.lora_{kind}", shape, problems)
             for kind, shape in (("A", (rank, columns)), ("B", (rows, rank)))
-        ]
+        )
         if rank > LARGEST_RANK:
             problems.append(f"{module} has the rank {rank}: expected at most {LARGEST_RANK}")
-        elif None not in matrices:
-            (a, a_dtype), (b, b_dtype) = matrices
-            pairs[module] = LoraPair(a, b, (a_dtype, b_dtype), settings.scale_of(module))
+        elif a is not None and b is not None:
+            pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(module))
     return pairs
 
 

@@ -48,7 +48,7 @@ _KNOWN = (
 _MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
 _OUTSIDE = ("lm_head", "embed_tokens")
 _LARGEST_NUMBER = 1e30
-_EMPTY = (None, False, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 #: A file's regular expressions must not be able to keep the matcher busy: no repetition of a group, few in all.
 _LONGEST_PATTERN, _MOST_REPETITIONS = 1000, 8

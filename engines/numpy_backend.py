@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -75,7 +76,8 @@ class NumpyEngine:
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
-        self._bindings.update({name: array for name, array in bindings.items() if not name.startswith("present_")})
+        arrays = cast(Mapping[str, np.ndarray], bindings)
+        self._bindings.update({name: array for name, array in arrays.items() if not name.startswith("present_")})
 
     def enqueue(self) -> None:
         """Compute; outputs are written into their bound arrays."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def build_plans(
     target: str,
     is_in_vain: Callable[[], bool] = lambda: False,
     workers: int | None = None,
-) -> Iterator[PlanBytes]:
+) -> Generator[PlanBytes, None, None]:
     """Build a plan of each shape for the compute capability `target`; they come as they are done.
 
     `models` has the configuration by `EngineShape.model`. `workers` processes build (0: this process does; None: as
@@ -117,15 +117,17 @@ class _Worker:
 
     def _run(self) -> None:
         assert self._process is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
         while True:
             try:
                 shape, line = self._requests.get_nowait()
             except queue.Empty:
                 return
             try:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-                data, seconds, self.peak_bytes = read_answer(self._process.stdout)
+                requests.write(line)
+                requests.flush()
+                data, seconds, self.peak_bytes = read_answer(answers)
                 self._results.put(PlanBytes(shape, data, seconds, self.peak_bytes))
             except (EOFError, OSError):
                 self._results.put(BuildError(f"The process that built {shape.name} ended: {self._last_words()}"))

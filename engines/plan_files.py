@@ -185,7 +185,7 @@ def find_plan(
     """
     network = network or directory_network(directory, shape)
     advice = f"Build it again: {refresh_command(directory, platform)}"
-    refusals = []
+    refusals: list[str] = []
     for plan in plan_candidates(directory, shape, platform, network):
         if not plan.exists():
             continue

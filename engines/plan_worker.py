@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.descriptions import ModelConfig, describing_modules, import_describing_modules
@@ -28,7 +28,7 @@ def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention:
     return json.dumps(values | {"target": target, "modules": describing_modules()}).encode() + b"\n"
 
 
-def read_answer(stream: BinaryIO) -> tuple[bytes, float, int]:
+def read_answer(stream: IO[bytes]) -> tuple[bytes, float, int]:
     """The plan, the seconds that it took and the process's peak memory in bytes.
 
     Raises BuildError with the reason that the process gives, and EOFError where it has ended.

@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -163,7 +163,7 @@ def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(values, list)
         and len(values) <= _LARGEST_RANK

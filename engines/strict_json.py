@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgellm.engines.errors import EdgeLLMError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 #: Marks a field (`metadata`) that files written by earlier releases lack: it is left out where it has its default, so
 #: that files which need no such field stay readable by those releases, and equal to theirs.
@@ -98,7 +101,7 @@ class JSONObject:
         if unknown:
             raise self.error(f"unknown keys {', '.join(map(repr, unknown))}, expected {', '.join(known)}")
 
-    def dataclass(self, cls: type[T], **nested: type) -> T:
+    def dataclass(self, cls: type[T], **nested: type[DataclassInstance]) -> T:
         """This object as a dataclass whose annotations are strings; every field must be there and no other key.
 
         A field marked `ADDED_LATER` may be missing; `nested` gives the dataclasses of fields that hold one.
@@ -106,7 +109,7 @@ class JSONObject:
         values = {
             field.name: self.object(field.name).dataclass(nested[field.name])
             if field.name in nested
-            else self.get(field.name, field.type)
+            else self.get(field.name, str(field.type))
             for field in fields(cls)
             if field.name in self.values or not field.metadata.get("added_later")
         }

@@ -35,8 +35,9 @@ class TensorRTOperations(Operations[Any]):
     network grows, so the methods read it from there.
     """
 
-    #: Whether an RMS norm is multiplied by its weight, heads are rotated, and attention is computed, in float32.
-    wide_norm, wide_rotation, wide_scores = False, False, False
+    #: Whether an RMS norm is multiplied by its weight, attention's scores and sums, and activations of a gated MLP are
+    #: computed in float32.
+    wide_norm, wide_scores, wide_activation = True, True, True
 
     def __init__(self, trt: Any, network: Any, dtype: str, attention: str) -> None:
         self.trt = trt
@@ -141,11 +142,8 @@ class TensorRTOperations(Operations[Any]):
 
     def rotary_embedding(self, x: Any, cos_sin: Any) -> Any:
         rotary = cos_sin.shape[2]
-        if self.wide_rotation:
-            x, cos_sin = self.to_float32(x), self.to_float32(cos_sin)
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
-        rotated = self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
-        return self.to_compute(rotated)
+        return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
 
     def kv_cache_update(self, cache: Any, update: Any, start_index: Any) -> Any:
         mode = self.trt.KVCacheMode.LINEAR
@@ -202,7 +200,9 @@ class TensorRTOperations(Operations[Any]):
     def silu_mul(self, gate_up: Any) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
-        return self._elementwise(self.activation(gate, "silu"), up, "PROD")
+        if self.wide_activation:
+            gate, up = self.to_float32(gate), self.to_float32(up)
+        return self.to_compute(self._elementwise(self.activation(gate, "silu"), up, "PROD"))
 
     def gather_rows(self, x: Any, rows: Any) -> Any:
         layer = self.network.add_gather_v2(x, rows, self.trt.GatherMode.DEFAULT)

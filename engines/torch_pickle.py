@@ -22,6 +22,7 @@ LARGEST_PICKLE = 64 << 20
 #: An instruction makes at most one value, so that this bounds the memory too; a tensor takes about 30.
 MOST_INSTRUCTIONS = 5_000_000
 _LARGEST_COUNT = (1 << 63) - 1
+_INSTRUCTION_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LARGEST_RANK = 32
 _LARGEST_LONG = 16
 _MARK = object()
@@ -77,11 +78,11 @@ class _Machine:
         return CheckpointError(f"{self._described}: {cause}. Nothing of it was run or converted")
 
     def _refused_instruction(self, code: bytes) -> CheckpointError:
-        known = pickletools.code2op.get(code.decode("latin-1"))
-        if known is None:
+        name = _INSTRUCTION_NAMES.get(code.decode("latin-1"))
+        if name is None:
             return self._error(f"byte {code[0]} at {self.position - 1:,} is no instruction of a pickle: it is damaged")
         return self._error(
-            f"its pickle has the instruction {known.name}, which files of tensors do not need. A pickle can run code: "
+            f"its pickle has the instruction {name}, which files of tensors do not need. A pickle can run code: "
             "take the model from another source, as safetensors where there are any"
         )
 

@@ -131,8 +131,8 @@ class TreeVerification:
         slots = slice(0, tree.tokens.shape[0])
         acceptance, state = self._backend.acceptance, self._base.sequences(slots)
         accepted = (tree.accepted_indices, tree.lengths)
-        acceptance.compact_kv(list(self._base.caches.values()), state.kvcache_start_index, *accepted)
-        acceptance.gather_features(tree.features, *accepted, pending.features[slots])
+        caches, features = list(self._base.caches.values()), pending.features[slots]
+        acceptance.move_accepted(caches, state.kvcache_start_index, *accepted, tree.features, features)
         acceptance.advance_accepted(
             tree.accepted_ids,
             tree.lengths,

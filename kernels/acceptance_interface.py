@@ -275,22 +275,22 @@ class AcceptanceKernels(Protocol):
         `thresholds` [B, T] are left with what these computed, in NumPy only of the nodes that were visited.
         """
 
-    def compact_kv(
-        self, caches: Sequence[Array], kvcache_start_index: Array, accepted_indices: Array, acceptance_lengths: Array
+    def move_accepted(
+        self,
+        caches: Sequence[Array],
+        kvcache_start_index: Array,
+        accepted_indices: Array,
+        acceptance_lengths: Array,
+        hidden_states: Array,
+        pending_features: Array,
     ) -> None:
-        """Move the accepted rows of every cache to consecutive places, before lengths are advanced.
+        """Move the accepted rows of every cache, and their features, to consecutive places, before lengths advance.
 
         In each of `caches` (same shape [S, Hkv, rows, D], S >= B, and dtype; keys and values of all layers) row
         kvcache_start_index[b] + accepted_indices[b, i] of slot b goes to row kvcache_start_index[b] + i, i = 0..n-1.
-        Indices must ascend, as acceptance writes them; rows outside the cache are left out.
-        """
-
-    def gather_features(
-        self, hidden_states: Array, accepted_indices: Array, acceptance_lengths: Array, pending_features: Array
-    ) -> None:
-        """`pending_features` [B, P, F] row i = `hidden_states` [B, T, F] row accepted_indices[b, i], i = 0..n-1.
-
-        Both compute; P >= W. Other rows keep what they hold.
+        Indices must ascend, as acceptance writes them; rows outside the cache are left out. `pending_features`
+        [B, P, F] row i becomes `hidden_states` [B, T, F] row accepted_indices[b, i]; both compute, P >= W; other rows
+        keep what they hold.
         """
 
     def advance_accepted(

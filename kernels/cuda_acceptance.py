@@ -94,7 +94,7 @@ class CudaAcceptance(CudaAcceptedState):
         _check_workspace("eagle_accept", sizes, workspace, _ROW_BYTES * rows)
         grid = (self._blocks(sizes["V"], rows), sizes["T"], sizes["B"])
         arguments = (logits, *tree, vocab_mapping, *accepted, workspace, sizes["V"], sizes["W"])
-        self._launch("eagle_accept", grid, _ROW_THREADS, *arguments)
+        self._launch_early("eagle_accept", grid, _ROW_THREADS, *arguments)
 
     def accept_drawn(
         self,

@@ -24,40 +24,32 @@ class CudaAcceptedState:
     def __init__(self, module: KernelModule) -> None:
         self._module = module
 
-    def compact_kv(
+    def move_accepted(
         self,
         caches: Sequence[DeviceArray],
         kvcache_start_index: DeviceArray,
         accepted_indices: DeviceArray,
         acceptance_lengths: DeviceArray,
-    ) -> None:
-        """Move the accepted rows of all caches to consecutive places, one launch for each 256 caches."""
-        arrays = (kvcache_start_index, accepted_indices, acceptance_lengths)
-        sizes = check_caches(check_device_arguments, caches, *arrays)
-        row_bytes = sizes["C"] * ITEM_SIZES[caches[0].dtype]
-        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
-            some = caches[first : first + _CACHES_PER_LAUNCH]
-            width = _element_bytes(row_bytes, *some)
-            elements = row_bytes // width
-            blocks = -(-len(some) * sizes["H"] * elements // _COPY_THREADS)
-            pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
-            shape = (len(some), sizes["H"], sizes["R"], elements, sizes["W"])
-            self._launch_early(f"compact_kv_{width}", (blocks, sizes["B"], 1), _COPY_THREADS, pointers, *arrays, *shape)
-
-    def gather_features(
-        self,
         hidden_states: DeviceArray,
-        accepted_indices: DeviceArray,
-        acceptance_lengths: DeviceArray,
         pending_features: DeviceArray,
     ) -> None:
-        """Rows of `hidden_states` [B, T, F] at the accepted nodes to the first of `pending_features` [B, P, F]."""
-        arrays = (hidden_states, accepted_indices, acceptance_lengths, pending_features)
-        sizes = check_acceptance(check_device_arguments, "gather_features", *arrays)
-        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
-        width = _element_bytes(row_bytes, hidden_states, pending_features)
-        shape = (sizes["T"], sizes["P"], row_bytes // width)
-        self._launch_early(f"gather_features_{width}", (sizes["W"], sizes["B"], 1), _COPY_THREADS, *arrays, *shape)
+        """Move the accepted rows of all caches and features together, one launch for each 256 caches."""
+        arrays = (kvcache_start_index, accepted_indices, acceptance_lengths)
+        sizes = check_caches(check_device_arguments, caches, *arrays)
+        nodes = (hidden_states, accepted_indices, acceptance_lengths, pending_features)
+        features = check_acceptance(check_device_arguments, "gather_features", *nodes)
+        row_bytes = sizes["C"] * ITEM_SIZES[caches[0].dtype]
+        feature_bytes = features["F"] * ITEM_SIZES[hidden_states.dtype]
+        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
+            some = caches[first : first + _CACHES_PER_LAUNCH]
+            width = _element_bytes((row_bytes, feature_bytes), *some, hidden_states, pending_features)
+            elements, gathers = row_bytes // width, sizes["W"] if first == 0 else 0
+            blocks = -(-len(some) * sizes["H"] * elements // _COPY_THREADS)
+            pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
+            rows = (gathers, len(some), sizes["H"], sizes["R"], elements)
+            gathered = (features["T"], features["P"], feature_bytes // width, sizes["W"])
+            moved = (pointers, *arrays, hidden_states, pending_features, *rows, *gathered)
+            self._launch_early(f"move_accepted_{width}", (gathers + blocks, sizes["B"], 1), _COPY_THREADS, *moved)
 
     def advance_accepted(
         self,
@@ -100,7 +92,7 @@ class CudaAcceptedState:
         arrays = (hidden_states, tokens, active, *pending, kvcache_start_index, draft_start, draft_last)
         sizes = check_acceptance(check_device_arguments, "append_pending", *arrays)
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
-        width = _element_bytes(row_bytes, hidden_states, pending_features)
+        width = _element_bytes((row_bytes,), hidden_states, pending_features)
         shape = (sizes["P"], row_bytes // width)
         self._launch(f"append_pending_{width}", (sizes["B"], 1, 1), _FEATURE_THREADS, *arrays, *shape)
 
@@ -124,6 +116,7 @@ def _argument(value: Any) -> Any:
     return ctypes.c_uint(value) if isinstance(value, int) else value
 
 
-def _element_bytes(row_bytes: int, *arrays: DeviceArray) -> int:
+def _element_bytes(row_bytes: Sequence[int], *arrays: DeviceArray) -> int:
     """Bytes that one access can move in rows of `row_bytes` of all the arrays."""
-    return next(width for width in (16, 4, 2) if not any(n % width for n in (row_bytes, *(a.pointer for a in arrays))))
+    sizes = (*row_bytes, *(array.pointer for array in arrays))
+    return next(width for width in (16, 4, 2) if not any(size % width for size in sizes))

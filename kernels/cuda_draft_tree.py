@@ -20,13 +20,13 @@ from edgellm.kernels.launch import KernelModule, Launch, pointer
 from edgellm.kernels.log_softmax import CHUNK
 
 _KEY_BYTES = 8
-_THREADS, _EXPAND_THREADS = 512, 512  # as the kernels' sources say
+_THREADS, _EXPAND_THREADS = 512, 1024  # as the kernels' sources say
 #: Threads that share one maximum in `draft_expand`, for few and for many of the best keys.
 _LANES_OF_FEW, _LANES_OF_MANY, _FEW = 32, 4, 16
 #: Shared memory for the lists that warps merge.
 _LIST_BYTES = 32 << 10
-#: Up to so many candidates, a block of `draft_verification` keeps their keys in 32 KiB of shared memory.
-_KEPT_KEYS = 8192
+#: Up to so many candidates, a block of `draft_verification` keeps their keys, tokens and parents in shared memory.
+_KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 
 class CudaDraftTree:
@@ -185,19 +185,19 @@ class CudaDraftTree:
         )
         sizes = check_device_arguments("prepare_verification", *arrays)
         check_verification(candidates, sizes)
-        top_k, keeps_keys = sizes["K"], candidates <= _KEPT_KEYS
+        top_k, keeps = sizes["K"], candidates <= _KEPT_CANDIDATES
         level = 1 if expansion is None else expansion.level
         expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, level, sizes["B"], top_k)
         children = 0 if expansion is None else top_k if level == 1 else top_k**2
         arguments = (
             *map(pointer, arrays),
             *expanded,
-            *_unsigned(level, sizes["F"], top_k, select, keeps_keys, candidates),
+            *_unsigned(level, sizes["F"], top_k, select, keeps, candidates),
             *_unsigned(*(sizes[axis] for axis in "CSPRLV")),
             ctypes.c_size_t(sizes["H"] * ITEM_SIZES[embedding.dtype]),
         )
         name = f"draft_verification_{embedding.dtype}"
-        shared_bytes = (_KEY_BYTES + 4) * children + list_bytes + (4 * candidates if keeps_keys else 0)
+        shared_bytes = (_KEY_BYTES + 4) * children + list_bytes + (_KEPT_BYTES * candidates if keeps else 0)
         self._launch(name, (sizes["T"], sizes["B"], 1), shared_bytes, arguments)
 
     def _launch(
@@ -228,7 +228,7 @@ def _expansion_arguments(
 ) -> tuple[tuple[Any, ...], int]:
     """What a kernel needs to finish an expansion of `level`, and its bytes of shared memory for lists to merge."""
     if expansion is None:
-        return (*(ctypes.c_void_p(0) for _ in range(4)), *_unsigned(0, 0, 0, 0)), 0
+        return (*(ctypes.c_void_p(0) for _ in range(4)), *_unsigned(0, 0, 0)), 0
     if expansion.level != level:
         raise KernelError(f"{kernel}: the expansion of level {expansion.level}; expected that of level {level}")
     sizes = check_device_arguments("expansion", expansion.draft_to_target, expansion.workspace)
@@ -238,7 +238,7 @@ def _expansion_arguments(
     arguments = (
         *_partial_results(expansion.workspace, batch * rows, chunks, top_k),
         pointer(expansion.draft_to_target),
-        *_unsigned(chunks, expansion.score, sizes["V"], mergers),
+        *_unsigned(chunks, expansion.score, mergers),
     )
     return arguments, mergers * list_bytes
 

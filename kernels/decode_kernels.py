@@ -156,14 +156,14 @@ class CudaDecodeKernels(KernelModule):
             pointer(first),
             pointer(first_norm),
             pointer(second),
-            ctypes.c_int(second.dtype == "float32"),
             pointer(second_norm),
             ctypes.c_float(epsilon),
             pointer(output),
             *map(ctypes.c_int, (batch, weight.shape[0], columns, slice_steps(columns))),
             pointer(normed),
         )
-        name, shared = f"decode_norms_linear_wide_{weight.dtype}", _WIDE.norm_bytes(1, 2, batch, columns)
+        inputs = f"float_{weight.dtype}" if second.dtype == "float32" else weight.dtype
+        name, shared = f"decode_norms_linear_wide_{inputs}", _WIDE.norm_bytes(1, 2, batch, columns)
         return self._linear(name, _WIDE, weight.shape[0], 8, shared, arguments)
 
     def linear_residual(

@@ -55,6 +55,19 @@ class NumpyAcceptedState:
                 if 0 <= node < sizes["T"]:
                     pending_features[slot, place] = hidden_states[slot, node]
 
+    def move_accepted(
+        self,
+        caches: Sequence[np.ndarray],
+        kvcache_start_index: np.ndarray,
+        accepted_indices: np.ndarray,
+        acceptance_lengths: np.ndarray,
+        hidden_states: np.ndarray,
+        pending_features: np.ndarray,
+    ) -> None:
+        """`compact_kv` and `gather_features`."""
+        self.compact_kv(caches, kvcache_start_index, accepted_indices, acceptance_lengths)
+        self.gather_features(hidden_states, accepted_indices, acceptance_lengths, pending_features)
+
     def advance_accepted(
         self,
         accepted_ids: np.ndarray,

@@ -60,7 +60,7 @@ def _resampled(pixels: np.ndarray, starts: np.ndarray, weights: np.ndarray, axis
     """`pixels` uint8 with K of them along `axis` made into each new one."""
     shape = [1, 1, 1]
     shape[axis] = len(starts)
-    total = np.int32(1 << (WEIGHT_BITS - 1))
+    total = np.array(1 << (WEIGHT_BITS - 1), np.int32)
     for place in range(weights.shape[1]):
         chosen = pixels.take(starts + place, axis=axis, mode="clip")
         total = total + chosen.astype(np.int32) * weights[:, place].reshape(shape)

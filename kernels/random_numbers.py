@@ -27,8 +27,8 @@ def philox_4x32(counter: tuple[np.ndarray | int, ...], key: tuple[np.ndarray | i
     for pair, row, word in ((multiplied, 0, 0), (mixed, 0, 1), (multiplied, 1, 2), (mixed, 1, 3)):
         pair[row] = np.bitwise_and(counter[word], 0xFFFFFFFF)
     keys = np.empty((2, max(np.size(word) for word in key)), np.uint64)
-    for row, word in enumerate(key):
-        keys[row] = np.bitwise_and(word, 0xFFFFFFFF)
+    for row, half in enumerate(key):
+        keys[row] = np.bitwise_and(half, 0xFFFFFFFF)
     products = np.empty_like(multiplied)
     for number in range(_ROUNDS):
         if number:

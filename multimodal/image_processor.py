@@ -87,7 +87,7 @@ class SmartResizeProcessor:
         for (key, size), wanted in zip(sizes.items(), expected, strict=True):
             if size != wanted:
                 config.refuse(key, f"{wanted}, as config.json has it of the vision encoder")
-        smallest, largest = config.edges("size", ("shortest_edge", "longest_edge")) or config.refuse(
+        smallest, largest = config.pair("size", "shortest_edge", "longest_edge") or config.refuse(
             "size", "shortest_edge and longest_edge, in pixels of the whole image"
         )
         smallest = config.count("min_pixels") if "min_pixels" in config.values else smallest
@@ -132,10 +132,11 @@ class SmartResizeProcessor:
         resized = round(height / side) * side, round(width / side) * side
         if math.prod(resized) < self.min_pixels:
             growth = math.sqrt(self.min_pixels / (height * width))
-            resized = tuple(math.ceil(edge * growth / side) * side for edge in (height, width))
+            resized = math.ceil(height * growth / side) * side, math.ceil(width * growth / side) * side
         if math.prod(resized) > self.max_pixels:
             shrinking = math.sqrt(height * width / self.max_pixels)
-            resized = tuple(max(side, math.floor(edge / shrinking / side) * side) for edge in (height, width))
+            rows, columns = (max(1, math.floor(edge / shrinking / side)) for edge in (height, width))
+            resized = rows * side, columns * side
         if math.prod(resized) > self.max_pixels:
             raise ImageError(
                 f"an image of {width} x {height} pixels cannot be made small enough for this model: "
@@ -149,12 +150,11 @@ class SmartResizeProcessor:
 class FixedSizeProcessor:
     """CLIP's, SigLIP's and LLaVA's kind: every image becomes one square of the same size, one token for each patch.
 
-    `shortest_edge` (else `resized`) is what an image is resized to, `crop` the middle that is then taken;
+    `resized` is what an image is resized to, a number the length of its shortest edge; `crop` the middle then taken;
     `square_colour` fills an image up to a square before. `tokens` of an image include what the encoder adds or drops.
     """
 
-    resized: Size | None
-    shortest_edge: int | None
+    resized: Size | int
     crop: Size | None
     square_colour: Colour | None
     patch_size: int
@@ -166,36 +166,34 @@ class FixedSizeProcessor:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        shortest = config.edges("size", ("shortest_edge",))
-        if is_integer(config.values["size"]):
-            shortest = (config.count("size"),)
-        resized = config.edges("size", ("height", "width"))
+        resized = config.pair("size", "height", "width") or config.shortest_edge("size")
         crop = _crop(config) if config.switch("do_center_crop") else None
         normalization = config.normalization()
         colour = None
         if config.switch("do_pad"):
             if config.kind != "LlavaImageProcessor":
                 config.unsupported("do_pad", "false, or a LlavaImageProcessor's padding to a square")
-            colour = tuple(int(mean * 255) for mean in normalization.mean or (0, 0, 0))
-        if shortest is None and resized is None:
+            red, green, blue = normalization.mean or (0, 0, 0)
+            colour = int(red * 255), int(green * 255), int(blue * 255)
+        if resized is None:
             config.unsupported("size", "height and width, or shortest_edge")
-        square = (vision.image_size, vision.image_size)
-        if (crop or resized or (shortest if colour is not None else None)) not in (square, square[:1]):
+        side = vision.image_size
+        whole = (resized, resized) if isinstance(resized, int) and colour is not None else resized
+        if side is None or (crop or whole) != (side, side):
             config.refuse(
                 "crop_size" if crop else "size",
-                f"images of {square[0]} x {square[0]} pixels, as config.json has it of the vision encoder",
+                f"images of {side} x {side} pixels, as config.json has it of the vision encoder",
             )
-        tokens = (vision.image_size // vision.patch_size) ** 2 + vision.class_token - vision.drops_first_row
+        tokens = (side // vision.patch_size) ** 2 + vision.class_token - vision.drops_first_row
         return cls(
             resized=resized,
-            shortest_edge=None if shortest is None else shortest[0],
             crop=crop,
             square_colour=colour,
             patch_size=vision.patch_size,
             tokens=tokens,
             resample=config.resample(),
             normalization=normalization,
-            image_size=vision.image_size,
+            image_size=side,
         )
 
     @property
@@ -210,10 +208,10 @@ class FixedSizeProcessor:
             _check_aspect_ratio(height, width)
             height = width = max(height, width)
         resized = self.resized
-        if self.shortest_edge is not None:
+        if isinstance(resized, int):
             _check_aspect_ratio(height, width)
             shorter = min(height, width)
-            resized = int(self.shortest_edge * height / shorter), int(self.shortest_edge * width / shorter)
+            resized = int(resized * height / shorter), int(resized * width / shorter)
         layout = ImageLayout(
             resized=resized,
             resample=self.resample,
@@ -256,5 +254,6 @@ def _check_aspect_ratio(height: int, width: int) -> None:
 
 def _crop(config: ProcessorConfig) -> Size:
     if is_integer(config.values["crop_size"]):
-        return (config.count("crop_size"),) * 2
-    return config.edges("crop_size", ("height", "width")) or config.refuse("crop_size", "height and width")
+        side = config.count("crop_size")
+        return side, side
+    return config.pair("crop_size", "height", "width") or config.refuse("crop_size", "height and width")

@@ -90,11 +90,23 @@ class ProcessorConfig:
     def resample(self) -> int:
         """Pillow's number of the resampling filter."""
         value = self.values.get("resample")
-        is_filter = is_integer(value) and value in _RESAMPLING_FILTERS
-        return value if is_filter else self.refuse("resample", "0 to 5, a resampling filter of Pillow")
+        if is_integer(value) and value in _RESAMPLING_FILTERS:
+            return value
+        self.refuse("resample", "0 to 5, a resampling filter of Pillow")
 
-    def edges(self, key: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The sizes that `key` holds if it has all of these names (others, where they are null, do not count)."""
+    def pair(self, key: str, first: str, second: str) -> tuple[int, int] | None:
+        """The two sizes that `key` holds if it has both names and no other (others that are null do not count)."""
+        sizes = self._sizes(key, first, second)
+        return None if sizes is None else (sizes[0], sizes[1])
+
+    def shortest_edge(self, key: str) -> int | None:
+        """The size that `key` holds if it is that of the shortest edge, as a number or under this name."""
+        if is_integer(self.values.get(key)):
+            return self.count(key)
+        sizes = self._sizes(key, "shortest_edge")
+        return None if sizes is None else sizes[0]
+
+    def _sizes(self, key: str, *names: str) -> list[int] | None:
         value = self.values.get(key)
         if not isinstance(value, dict):
             return None
@@ -103,7 +115,7 @@ class ProcessorConfig:
             return None
         if not all(is_integer(size) and size > 0 for size in given.values()):
             self.refuse(key, "whole numbers above 0")
-        return tuple(given[name] for name in names)
+        return [given[name] for name in names]
 
     def normalization(self) -> Normalization:
         """What happens to the values of the pixels."""
@@ -124,7 +136,8 @@ class ProcessorConfig:
         listed = [value] * 3 if is_number(value) else value
         if not isinstance(listed, list) or len(listed) != 3 or not all(is_number(item) for item in listed):
             self.refuse(key, "three numbers, one for each channel")
-        return tuple(float(item) for item in listed)
+        red, green, blue = map(float, listed)
+        return red, green, blue
 
 
 def read_processor_config(directory: Path) -> ProcessorConfig:

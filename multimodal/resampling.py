@@ -94,6 +94,7 @@ def resampling_axes(size: tuple[int, int], resized: tuple[int, int], resample: i
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
     expected = np.asarray(noise.resize(resized[::-1], resample))
     for first, between in ((1, (size[0], resized[1])), (0, (resized[0], size[1]))):
-        if np.array_equal(noise.resize(between[::-1], resample).resize(resized[::-1], resample), expected):
+        found = noise.resize(between[::-1], resample).resize(resized[::-1], resample)
+        if np.array_equal(np.asarray(found), expected):
             return first, 1 - first
     return None

@@ -121,7 +121,7 @@ def _read_qwen(
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:
         fields.wrong.append(f"out_hidden_size is {out_hidden_size}, but the language model's hidden_size is {text}")
-    common = {
+    common: dict[str, Any] = {
         **_dimensions(fields, depth="depth", heads="num_heads", channels="in_channels"),
         "family": top.family,
         "dtype": _dtype(top, dtype),
@@ -195,7 +195,7 @@ def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], famil
     return ConfigFields({**defaults, **given}, None, family)
 
 
-def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, int]:
+def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
     """Sizes that every encoder has, under the family's names."""
     sizes = {
         "hidden_size": fields.size("hidden_size"),

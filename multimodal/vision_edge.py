@@ -20,7 +20,7 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     Qwen3-VL `position_embeddings` [1, R, H]. Masks are there if a layer reads them.
     """
     rows = shape.tokens
-    inputs = {"patches": ((1, rows, config.patch_elements), "compute")}
+    inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}
     if config.family == "llava":
         return inputs
     inputs["rotary_cos_sin"] = ((1, rows, config.head_dim), "float32")

@@ -78,6 +78,7 @@ class VisionEngineRunner:
         shapes = [vision_shape(rows) for rows in image_rows]
         self._engines = LoadedEngines(backend, shapes)
         self._weights: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
         self._grids: OrderedDict[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = OrderedDict()
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
@@ -102,10 +103,9 @@ class VisionEngineRunner:
             self._weights = backend.load_weights(checkpoint, vision_weights(config), progress)
         rows = self._image_rows[-1]
         tokens = embedding_rows(config, vision_shape(rows))
-        self._patches = backend.zeros((rows * config.patch_elements,), "compute")
-        self._outputs = {
-            name: backend.zeros((tokens * config.out_hidden_size,), "compute") for name in vision_outputs(config)
-        }
+        sizes = {"patches": rows * config.patch_elements}
+        sizes |= dict.fromkeys(vision_outputs(config), tokens * config.out_hidden_size)
+        self._buffers = {name: backend.zeros((size,), "compute") for name, size in sizes.items()}
 
     def encode(self, images: Sequence[PreparedImage]) -> list[ImageEmbeddings]:
         """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
@@ -133,7 +133,7 @@ class VisionEngineRunner:
         self._engines.clear()
         self._grids.clear()
         self._device_patches.close()
-        self._weights, self._outputs, self._patches = {}, {}, None
+        self._weights, self._buffers = {}, {}
 
     def _encode(self, image: PreparedImage) -> ImageEmbeddings:
         started = time.perf_counter()
@@ -185,14 +185,14 @@ class VisionEngineRunner:
     def _bindings(self, shape: EngineShape) -> dict[str, Array]:
         """Weights, patches and outputs of an engine: what no grid changes."""
         size = (1, embedding_rows(self.config, shape), self.config.out_hidden_size)
-        outputs = {name: leading(whole, size) for name, whole in self._outputs.items()}
+        outputs = {name: leading(self._buffers[name], size) for name in vision_outputs(self.config)}
         patches, _ = vision_inputs(self.config, shape)["patches"]
-        return {**self._weights, **outputs, "patches": leading(self._patches, patches)}
+        return {**self._weights, **outputs, "patches": leading(self._buffers["patches"], patches)}
 
     def _upload_patches(self, image: PreparedImage) -> None:
         """Put the rows in front of the buffer; what stands behind them is finite, and masked."""
         expected = (image.grid[1] * image.grid[2], self.config.patch_elements)
-        self._device_patches.write(image, leading(self._patches, expected))
+        self._device_patches.write(image, leading(self._buffers["patches"], expected))
 
     def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> ImageEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
@@ -200,7 +200,7 @@ class VisionEngineRunner:
         rows = []
         for name in vision_outputs(self.config):
             own = self.backend.empty((tokens, hidden), "compute")
-            self.backend.copy(own, leading(self._outputs[name], (tokens, hidden)))
+            self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
             rows.append(own)
         return ImageEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
 

@@ -40,8 +40,19 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--sample`, for tools that make tests slow; see `tools/bench/sanitize.py`."""
+    parser.addoption(
+        "--sample", type=int, metavar="COUNT", help="run only so many of the selected tests, evenly spread"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where they cannot run, with the reason."""
+    count = config.getoption("sample")
+    if count is not None and count < len(items):
+        items[:] = [items[index * len(items) // count] for index in range(count)]
     if find_gpu() is None:
         reason = "no NVIDIA GPU (no driver, or it shows no device)"
     elif importlib.util.find_spec("pycuda") is None:

@@ -302,8 +302,8 @@ def test_acceptance_from_the_logits_on(gpu, rng, vocabulary):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("caches", "heads", "width"), [(2, 1, 1), (6, 3, 6), (32, 8, 64), (300, 2, 8)])
-def test_compact_kv(gpu, rng, dtype, caches, heads, width):
-    slots, rows, most = 3, 70, 33
+def test_move_accepted(gpu, rng, dtype, caches, heads, width):
+    slots, size, rows, most, features = 3, 45, 70, 33, (5, 64, 6144)[width % 3]
     arrays = [rng.integers(0, 30_000, (slots + 1, heads, rows, width)).astype(dtype) for _ in range(caches)]
     start = np.array([0, 9, rows - 12], np.int32)  # the last reaches beyond the cache
     lengths = np.array([most, 5, 20], np.int32)
@@ -311,25 +311,25 @@ def test_compact_kv(gpu, rng, dtype, caches, heads, width):
     for slot, length in enumerate(lengths):
         indices[slot, 1:length] = np.sort(rng.permutation(np.arange(1, 45))[: length - 1])
         indices[slot, 0] = 0
-    assert_equals_twin(gpu, "compact_kv", arrays, start, indices, lengths)
-    assert_equals_twin(gpu, "compact_kv", arrays, start, indices, np.array([1, 0, 2], np.int32))
+    nodes = rng.integers(0, 30_000, (slots, size, features)).astype(dtype)
+    pending = np.ones((slots, most + 1, features), dtype)
+    assert_equals_twin(gpu, "move_accepted", arrays, start, indices, lengths, nodes, pending)
+    few = np.array([1, 0, 2], np.int32)
+    assert_equals_twin(gpu, "move_accepted", arrays, start, indices, few, nodes, pending)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("width", [1, 6, 64, 6144])
-def test_features(gpu, rng, dtype, width):
-    slots, size, most, pending = 3, 20, 5, 7
+def test_append_pending(gpu, rng, dtype, width):
+    slots, size, pending = 3, 20, 7
     hidden = rng.integers(0, 30_000, (slots, size, width)).astype(dtype)
     features = np.ones((slots, pending, width), dtype)
-    indices = np.array([[0, 3, 19, -1, -1], [-1] * 5, [0, 1, 2, 3, 4]], np.int32)
-    assert_equals_twin(gpu, "gather_features", hidden, indices, np.array([3, 0, 5], np.int32), features)
     counts = np.array([2, 0, pending], np.int32)
     state = (np.full((slots, pending), -1, np.int32), counts, np.array([30, 40, 50], np.int32))
     draft = (np.zeros(slots, np.int32), np.zeros((slots, 1), np.int32))
     step = (hidden[:, :1].copy(), np.array([5, 6, 7], np.int32), np.array([1, 1, 1], np.int32))
     assert_equals_twin(gpu, "append_pending", *step, features, *state, *draft)
     assert_equals_twin(gpu, "append_pending", *step[:2], np.array([1, 0, 1], np.int32), features, *state, *draft)
-    assert most <= pending
 
 
 @pytest.mark.parametrize(("slots", "most", "pending"), [(1, 7, 16), (40, 33, 70)])
@@ -398,8 +398,9 @@ def test_captured_round_and_its_time(gpu, rng, caplog):
             "eagle_accept": lambda: kernels.eagle_accept(
                 a["logits"], *a["tree"], a["active"], None, *a["accepted"], workspace
             ),
-            "compact_kv": lambda: kernels.compact_kv(a["caches"], a["start"], indices, lengths),
-            "gather_features": lambda: kernels.gather_features(a["hidden"], indices, lengths, a["features"]),
+            "move_accepted": lambda: kernels.move_accepted(
+                a["caches"], a["start"], indices, lengths, a["hidden"], a["features"]
+            ),
             "advance_accepted": lambda: kernels.advance_accepted(
                 ids, lengths, a["active"], *state, *a["draft"], a["emitted"]
             ),

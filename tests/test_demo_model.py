@@ -161,7 +161,7 @@ def test_state_follows_the_actions():
     assert world.related("left of", bowl) == []
 
 
-def test_small_helpers():
+def test_small_functions():
     assert [article("cup"), article("amber egg")] == ["a cup", "an amber egg"]
     assert [plural("box"), plural("cherry"), plural("key")] == ["boxes", "cherries", "keys"]
     assert join(["a", "b", "c"]) == "a, b and c"

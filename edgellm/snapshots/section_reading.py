@@ -15,8 +15,8 @@ import numpy as np
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.content_digest import section_digest, usable_cores
 
-#: More threads than that do not read or hash faster; the thread that launches needs a core of its own.
-_MOST_THREADS = 16
+#: More threads than these do not hash, or read, faster; the thread that launches needs a core of its own.
+_MOST_THREADS, _MOST_READERS = 16, 8
 
 
 class Part(NamedTuple):
@@ -86,7 +86,7 @@ class SectionReader:
     def read(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> Reading:
         """Begin to read; the descriptor stays open until all parts are there, or the reading is stopped."""
         reading = Reading(descriptor, parts, is_hashed)
-        count = min(self.threads, len(parts))
+        count = min(self.threads, len(parts), _MOST_THREADS if is_hashed else _MOST_READERS)
         reading.workers = [self._pool.submit(reading.work) for _ in range(count)]
         return reading
 

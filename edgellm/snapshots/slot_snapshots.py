@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,12 +20,11 @@ from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
-from edgellm.snapshots.content_digest import RunningDigest
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.snapshot_file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
-from edgellm.snapshots.stored_files import opened_unchanged
+from edgellm.snapshots.stored_files import file_identity, opened_unchanged
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")
@@ -234,23 +234,22 @@ class SlotSnapshots:
         It must have been made with one of the `adapters`. Raises SnapshotError that names what is wrong with the file,
         or how it differs from what this runner needs.
         """
+        identity = file_identity(path)
         mapped = read_snapshot(path)
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
         shown = mapped.facts.binding.images if self._sees else NONE
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
         self._check(path, mapped, expected)
-        digest = RunningDigest(mapped.body, mapped.sections)
-        try:
-            in_memory = mapped.nbytes <= self.store.memory_budget
-            snapshot = mapped.copied(self._backend.host_memory) if in_memory else None
-            verify_snapshot(path, mapped, digest.finish())
-        finally:
-            digest.cancel()
-        stored = self.store.add_file(path)
-        if snapshot is not None:
-            return self.store.put(snapshot)
-        self._reserve([stored])
-        return stored
+        if mapped.nbytes > self.store.memory_budget:
+            verify_snapshot(path, mapped)
+            stored = self.store.add_file(path)
+            self._reserve([stored])
+            return stored
+        snapshot = mapped.unread(self._backend.host_memory)
+        with self._opened(path, identity) as descriptor:
+            verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
+        self.store.add_file(path)
+        return self.store.put(snapshot)
 
     def close(self) -> None:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
@@ -287,10 +286,15 @@ class SlotSnapshots:
     def _from_file(
         self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None
     ) -> Iterator[tuple[str, Transfer]]:
-        with opened_unchanged(stored.path, stored.identity) as descriptor:
-            if descriptor is None:
-                raise SnapshotError(f"{stored.path} changed while it was opened", "replaced")
+        with self._opened(stored.path, stored.identity) as descriptor:
             yield from self._uploader.upload_file(descriptor, snapshot, copies, digest)
+
+    @contextmanager
+    def _opened(self, path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int]:
+        with opened_unchanged(path, identity) as descriptor:
+            if descriptor is None:
+                raise SnapshotError(f"{path} changed while it was opened", "replaced")
+            yield descriptor
 
     def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
         """Make what files are read through before a request waits for it."""

@@ -34,7 +34,7 @@ _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: The tensors begin at a multiple of it, in bytes.
 _ALIGNMENT = 64
 #: A section is hashed by one thread, and copied in one piece.
-_SECTION_BYTES = 1 << 20
+_SECTION_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class Snapshot:
         }
         return cls(facts, content, moved, is_mapped=False)
 
-    def copied(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
-        """The same in memory of its own; what was not verified must be before it is used."""
-        content = allocate(self.nbytes)
-        np.copyto(content, self.content)
-        return Snapshot(self.facts, content, self.places, is_mapped=False)
+    def unread(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
+        """Room for the same in memory of its own, to be filled and verified; `allocate(n)` gives [n] uint8."""
+        snapshot = Snapshot(self.facts, allocate(self.nbytes), self.places, is_mapped=False)
+        snapshot.is_verified = False
+        return snapshot
 
     @property
     def body(self) -> np.ndarray:
@@ -119,7 +119,7 @@ class Snapshot:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """The body, in order: what is before the tensors, and each tensor in pieces of up to 1 MiB (but at least one)
+        """The body, in order: what is before the tensors, and each tensor in pieces of up to 2 MiB (but at least one)
         of what its first axis counts."""
         places = sorted((place.offset, name, place) for name, place in self.places.items() if name != DIGEST)
         found = [Section(0, places[0][0])]

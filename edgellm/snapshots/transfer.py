@@ -9,14 +9,14 @@ import numpy as np
 
 from edgellm.engines.backend import Backend, Transfer
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.content_digest import Section, combined_digest
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Section, combined_digest
 from edgellm.snapshots.section_reading import Part, SectionReader
 from edgellm.snapshots.snapshot import Snapshot
 
 #: A file's rows go through pinned memory of the file's size, or of this one where the file is larger.
 _STAGING_BYTES = 64 << 20
-#: A section begins there at a multiple of it, in bytes.
-_ALIGNMENT = 64
+#: What is not hashed is read so much at a time: each return of a thread costs the one that launches some microseconds.
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -82,29 +82,47 @@ class Uploader:
         place = {name: index for index, name in enumerate(wanted)}
         order = [section for section in snapshot.sections if section.name in place or digest is not None]
         order.sort(key=lambda section: place.get(section.name, -1))
-        sizes = [_aligned(section.nbytes) for section in order]
+        sizes = [section.nbytes for section in order]
         staging = self._staged(sum(sizes), max(sizes, default=0))
         digests: dict[int, bytes] = {}
         for sections in _fitting(order, len(staging)):
             if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
                 self._under_way.pop().wait()
-            parts = list(_parts(sections, wanted, staging, whole=digest is not None))
+            placed = list(_placed(sections, wanted, staging, whole=digest is not None))
+            parts, numbers = _parts(placed, staging, _READ_BYTES if digest is None else 0)
             reading = self._threads().read(descriptor, parts, digest is not None)
             try:
-                for number, section in enumerate(sections):
-                    target = wanted.get(section.name)
-                    if target is None:
+                for number, (section, target, _) in zip(numbers, placed, strict=True):
+                    copy = wanted.get(section.name)
+                    if copy is None:
                         continue
                     reading.wait_for(number)
-                    transfer = self._send(target, section, parts[number])
-                    if section.first + section.groups == target.cache.shape[0]:
+                    transfer = self._send(copy, section, target)
+                    if section.first + section.groups == copy.cache.shape[0]:
                         yield section.name, transfer
-                for section, found in zip(sections, reading.digests(), strict=True):
-                    digests[section.offset] = found
+                found = reading.digests()
+                if digest is not None:
+                    digests |= {part.offset: each for part, each in zip(parts, found, strict=True)}
             finally:
                 reading.stop()
         if digest is not None:
             digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
+
+    def read(self, descriptor: int, snapshot: Snapshot) -> bytes:
+        """Fill the content of a snapshot, whose places are known, from its open file; the digest of what was read.
+
+        Raises SnapshotError where the file cannot be read to its end.
+        """
+        end = Section(snapshot.nbytes - DIGEST_BYTES, DIGEST_BYTES)
+        parts = [
+            Part(snapshot.content[section.offset :][: section.nbytes].reshape(1, -1), section.offset, section.nbytes)
+            for section in (*snapshot.sections, end)
+        ]
+        reading = self._threads().read(descriptor, parts, is_hashed=True)
+        try:
+            return combined_digest(reading.digests()[:-1])
+        finally:
+            reading.stop()
 
     def close(self) -> None:
         """End the threads and let go of the memory; nothing may be under way."""
@@ -112,11 +130,11 @@ class Uploader:
             self._reader.close()
         self._reader, self._staging, self._under_way = None, None, []
 
-    def _send(self, target: RowCopy, section: Section, part: Part) -> Transfer:
+    def _send(self, copy: RowCopy, section: Section, target: np.ndarray) -> Transfer:
         """Copy a section that has arrived."""
-        cache = target.cache[section.first : section.first + section.groups]
-        values = part.target.reshape(-1).view(target.values.dtype).reshape(section.groups, -1, target.values.shape[2])
-        transfer = self._backend.upload_rows_beside(cache, values, target.rows)
+        cache = copy.cache[section.first : section.first + section.groups]
+        values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
+        transfer = self._backend.upload_rows_beside(cache, values, copy.rows)
         self._under_way = [transfer]
         return transfer
 
@@ -139,7 +157,7 @@ def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]
     """The sections in rounds that fit so many bytes at a time."""
     fitting: list[Section] = []
     for section in sections:
-        if fitting and sum(_aligned(each.nbytes) for each in fitting) + section.nbytes > nbytes:
+        if fitting and sum(each.nbytes for each in fitting) + section.nbytes > nbytes:
             yield fitting
             fitting = []
         fitting.append(section)
@@ -147,23 +165,39 @@ def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]
         yield fitting
 
 
-def _parts(
+def _placed(
     sections: Iterable[Section], wanted: Mapping[str, RowCopy], staging: np.ndarray, whole: bool
-) -> Iterator[Part]:
-    """What is read of the sections, one behind the other: all, or of each group the rows that are wanted."""
+) -> Iterator[tuple[Section, np.ndarray, int]]:
+    """Each section with its place [lines, n] in the staging memory, one behind the other, and where that begins: all of
+    it, or of each group the rows that are wanted."""
     start = 0
     for section in sections:
         lines, line = 1, section.nbytes
         copy = wanted.get(section.name)
         if copy is not None and not whole and copy.rows < copy.values.shape[1]:
             lines, line = section.groups, copy.rows * copy.values[0, 0].nbytes
-        target = staging[start : start + lines * line].reshape(lines, line)
-        yield Part(target, section.offset, section.nbytes // lines)
-        start += _aligned(lines * line)
+        yield section, staging[start : start + lines * line].reshape(lines, line), start
+        start += lines * line
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _parts(
+    placed: Iterable[tuple[Section, np.ndarray, int]], staging: np.ndarray, most: int
+) -> tuple[list[Part], list[int]]:
+    """What threads read, and the number of the part that each section is in: where sections follow each other in the
+    file and in memory they are read together, as far as that is not more than `most` bytes."""
+    parts: list[Part] = []
+    numbers, first = [], 0
+    for section, target, start in placed:
+        if len(target) == 1 and parts and parts[-1].offset + start - first == section.offset:
+            joined = staging[first : start + section.nbytes]
+            if len(parts[-1].target) == 1 and len(joined) <= most:
+                parts[-1] = Part(joined.reshape(1, -1), parts[-1].offset, len(joined))
+                numbers.append(len(parts) - 1)
+                continue
+        first = start
+        parts.append(Part(target, section.offset, section.nbytes // len(target)))
+        numbers.append(len(parts) - 1)
+    return parts, numbers
 
 
 def model_caches(base: Mapping[str, Array], draft: Mapping[str, Array] | None) -> dict[str, Array]:

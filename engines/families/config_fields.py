@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 
@@ -45,12 +45,12 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _LARGEST_SIZE = 2**31 - 1
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is a whole number (true and false are not)."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a JSON value is a finite number (true and false are not)."""
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
@@ -80,18 +80,26 @@ class ConfigFields:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        is_valid = is_integer(value) and 1 <= value <= largest
-        return value if self._expect(key, is_valid, f"a whole number from 1 to {largest}") else 0
+        if is_integer(value) and 1 <= value <= largest:
+            return value
+        self._note(key, f"a whole number from 1 to {largest}")
+        return 0
 
     def positive(self, key: str) -> float:
         """A required number above 0."""
         value = self.values.get(key)
-        return float(value) if self._expect(key, is_number(value) and value > 0, "a number above 0") else 0.0
+        if is_number(value) and value > 0:
+            return float(value)
+        self._note(key, "a number above 0")
+        return 0.0
 
     def switch(self, key: str) -> bool:
         """true or false; absence and null mean false, as in every supported family."""
         value = self.values.get(key)
-        return value is not None and self._expect(key, isinstance(value, bool), "true or false") and value
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        self._note(key, "true or false")
+        return False
 
     def dtype(self, fallback: str | None) -> str:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
@@ -150,9 +158,6 @@ class ConfigFields:
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
         raise error_class(f"config.json ({self.family}): {count}:\n{listed}\n{advice}")
 
-    def _expect(self, key: str, is_valid: bool, expected: str) -> bool:
-        if not is_valid:
-            value = self.values.get(key)
-            found = "is missing" if key not in self.values else f"is {shown(value)}"
-            self.wrong.append(f"{key} {found}, expected {expected}")
-        return is_valid
+    def _note(self, key: str, expected: str) -> None:
+        found = f"is {shown(self.values[key])}" if key in self.values else "is missing"
+        self.wrong.append(f"{key} {found}, expected {expected}")

@@ -11,17 +11,14 @@ struct CachePointers {
 };
 
 // One element (of the widest type that fits) of one row of one head, over all accepted rows in ascending order. Sources
-// lie behind their targets and ascend, so that a batch may be read before it is written. Grid (elements of all caches,
-// slots).
+// lie behind their targets and ascend, so that a batch may be read before it is written.
 template <class Element>
 __device__ inline void compact_rows(
     const CachePointers& caches, const int* kvcache_start_index, const int* accepted_indices,
-    const int* acceptance_lengths, unsigned cache_count, unsigned heads, unsigned rows, unsigned elements,
+    const int* acceptance_lengths, unsigned item, unsigned cache_count, unsigned heads, unsigned rows, unsigned elements,
     unsigned most) {
     constexpr unsigned BATCH = 8;
-    launch_next_kernel();
-    wait_for_previous_kernel();
-    unsigned slot = blockIdx.y, item = blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned slot = blockIdx.y;
     if (item >= cache_count * heads * elements) return;
     unsigned head = item / elements % heads, cache = item / elements / heads;
     Element* column = static_cast<Element*>(caches.cache[cache]) +
@@ -54,14 +51,13 @@ __device__ inline void copy_row(const void* source, void* target, unsigned eleme
     }
 }
 
-// Feature of an accepted node to its place among the pending ones. Grid (W, slots).
+// Feature of an accepted node to its `place` among the pending ones.
 template <class Element>
 __device__ inline void gather_row(
     const Element* hidden_states, const int* accepted_indices, const int* acceptance_lengths,
-    Element* pending_features, unsigned tree_size, unsigned pending_rows, unsigned elements) {
-    launch_next_kernel();
-    wait_for_previous_kernel();
-    unsigned slot = blockIdx.y, place = blockIdx.x, most = gridDim.x;
+    Element* pending_features, unsigned place, unsigned tree_size, unsigned pending_rows, unsigned elements,
+    unsigned most) {
+    unsigned slot = blockIdx.y;
     if (int(place) >= __ldcg(acceptance_lengths + slot)) return;
     unsigned node = __ldcg(accepted_indices + (size_t)slot * most + place);
     if (node >= tree_size) return;
@@ -91,21 +87,24 @@ __device__ inline void append_row(
 
 }  // namespace acceptance
 
+// Accepted rows of the caches and, in the first `features` blocks, features. Grid (W or 0, then elements of all caches; slots).
 #define ACCEPTANCE_COPIES(SUFFIX, ELEMENT)                                                                            \
-    extern "C" __global__ void compact_kv_##SUFFIX(                                                                   \
+    extern "C" __global__ void move_accepted_##SUFFIX(                                                                \
         const __grid_constant__ acceptance::CachePointers caches, const int* kvcache_start_index,                     \
-        const int* accepted_indices, const int* acceptance_lengths, unsigned cache_count, unsigned heads,             \
-        unsigned rows, unsigned elements, unsigned most) {                                                            \
-        acceptance::compact_rows<ELEMENT>(                                                                            \
-            caches, kvcache_start_index, accepted_indices, acceptance_lengths, cache_count, heads, rows, elements,    \
-            most);                                                                                                    \
-    }                                                                                                                 \
-    extern "C" __global__ void gather_features_##SUFFIX(                                                              \
-        const ELEMENT* hidden_states, const int* accepted_indices, const int* acceptance_lengths,                     \
-        ELEMENT* pending_features, unsigned tree_size, unsigned pending_rows, unsigned elements) {                    \
-        acceptance::gather_row(                                                                                       \
-            hidden_states, accepted_indices, acceptance_lengths, pending_features, tree_size, pending_rows,           \
-            elements);                                                                                                \
+        const int* accepted_indices, const int* acceptance_lengths, const ELEMENT* hidden_states,                     \
+        ELEMENT* pending_features, unsigned features, unsigned cache_count, unsigned heads, unsigned rows,            \
+        unsigned elements, unsigned tree_size, unsigned pending_rows, unsigned feature_elements, unsigned most) {     \
+        launch_next_kernel();                                                                                         \
+        wait_for_previous_kernel();                                                                                   \
+        if (blockIdx.x < features) {                                                                                  \
+            acceptance::gather_row(                                                                                   \
+                hidden_states, accepted_indices, acceptance_lengths, pending_features, blockIdx.x, tree_size,         \
+                pending_rows, feature_elements, most);                                                                \
+        } else {                                                                                                      \
+            acceptance::compact_rows<ELEMENT>(                                                                        \
+                caches, kvcache_start_index, accepted_indices, acceptance_lengths,                                    \
+                (blockIdx.x - features) * blockDim.x + threadIdx.x, cache_count, heads, rows, elements, most);        \
+        }                                                                                                             \
     }                                                                                                                 \
     extern "C" __global__ void append_pending_##SUFFIX(                                                               \
         const ELEMENT* hidden_states, const int* tokens, const int* active, ELEMENT* pending_features,                \

@@ -1,6 +1,7 @@
 #include "acceptance.cuh"
 #include "groups.cuh"
 #include "ordered_keys.cuh"
+#include "programmatic_launch.cuh"
 
 namespace acceptance {
 
@@ -30,7 +31,8 @@ __device__ inline unsigned long long largest_of_row(const float* row, unsigned v
 
 }  // namespace acceptance
 
-// The argmax of every node's row; the last block of a slot then walks its tree. Grid (blocks of a row, nodes, slots).
+// The argmax of every node's row; the last block of a slot then walks its tree. Grid (blocks of a row, nodes, slots). May be
+// launched while the kernel before it still runs; the tree is older than that one.
 extern "C" __global__ void eagle_accept(
     const float* logits, const int* tree_tokens, const int* tree_parents, const int* tree_depths, const int* active,
     const int* vocab_mapping, int* accepted_indices, int* accepted_ids, int* acceptance_lengths,
@@ -38,6 +40,8 @@ extern "C" __global__ void eagle_accept(
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ bool is_last;
+    launch_next_kernel();
+    wait_for_previous_kernel();
     unsigned slot = blockIdx.z, node = blockIdx.y, tree_size = gridDim.y;
     size_t first_row = (size_t)slot * tree_size;
     Accepted accepted = {accepted_indices, accepted_ids, acceptance_lengths, most};

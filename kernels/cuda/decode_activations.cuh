@@ -160,6 +160,87 @@ __device__ __forceinline__ void stage_normalized(
     __syncwarp();
 }
 
+// The same of two inputs of T with little code, which counts where it comes from memory each time: the rows come into
+// `activations` as they are, behind the oldest copies of weights, and are normalized there.
+template <typename T, typename G>
+__device__ __forceinline__ void stage_normalized_in_place(
+    const NormInputs<T, 2>& inputs, const T* weights, float* sums, char* activations, int batch, int columns, int steps) {
+    constexpr int ROWS = 8 * G::HALVES, AT_ONCE = 4;  // rows whose sums do not wait for each other
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = steps * 4, begin = warp * chunks * 8;
+    auto place = [&](int row, int chunk) {
+        return activations + (((warp * steps + chunk / 4) * batch + row) * 4 + chunk % 4) * 16;
+    };
+#pragma unroll 1
+    for (int chunk = lane; chunk < chunks; chunk += 32) {
+        const int column = begin + chunk * 8;
+        const bool last = inputs.in_last(column), exists = column < columns;
+        const T* source = static_cast<const T*>(last ? inputs.values[1] : inputs.values[0]) + (exists ? column - last * inputs.width : 0);
+#pragma unroll 2
+        for (int row = 0; row < batch; ++row)
+            copy_async_16(shared_address(place(row, chunk)), source + static_cast<size_t>(row) * inputs.width, exists);
+    }
+    commit_copies();
+    if (lane < ROWS) sums[lane * SUM_STRIDE + warp] = 0.f, sums[(ROWS + lane) * SUM_STRIDE + warp] = 0.f;
+    wait_for_copies<0>();
+    __syncwarp();
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+        if (part == 0 ? begin >= inputs.width : begin + chunks * 8 <= inputs.width) continue;
+#pragma unroll 1
+        for (int first = 0; first < chunks; first += 32) {
+            const int chunk = first + lane;
+            const bool adds = chunk < chunks && inputs.in_last(begin + chunk * 8) == (part == 1);
+#pragma unroll 1
+            for (int row = 0; row < batch; row += AT_ONCE) {
+                float sum[AT_ONCE] = {};
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (!adds || row + i >= batch) continue;
+                    float values[8];
+                    unpack8<T>(*reinterpret_cast<const uint4*>(place(row + i, chunk)), values);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) sum[i] = fmaf(values[j], values[j], sum[i]);
+                }
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2)
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], offset);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i)
+                    if (lane == i && row + i < batch) sums[(part * ROWS + row + i) * SUM_STRIDE + warp] += sum[i];
+            }
+        }
+    }
+    __syncthreads();
+    // Of row `lane`, and of the second input's row in the upper half of the warp.
+    float total = 0.f;
+    if (lane % 16 < batch)
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total += sums[(lane / 16 * ROWS + lane % 16) * SUM_STRIDE + w];
+    const float factor_of_row = rsqrtf(total / inputs.width + inputs.epsilon);
+#pragma unroll 1
+    for (int first = 0; first < chunks; first += 32) {
+        const int chunk = first + lane, column = begin + chunk * 8;
+        const bool exists = chunk < chunks && column < columns, last = inputs.in_last(column);
+        float factors[8] = {};
+        if (exists) unpack8<T>(*reinterpret_cast<const uint4*>(weights + column), factors);
+#pragma unroll 2
+        for (int row = 0; row < batch; ++row) {
+            const float factor = __shfl_sync(FULL_WARP, factor_of_row, row + 16 * last);
+            if (!exists) continue;
+            uint4* target = reinterpret_cast<uint4*>(place(row, chunk));
+            float values[8], normalized[8];
+            unpack8<T>(*target, values);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) normalized[j] = values[j] * factor * factors[j];
+            const uint4 packed = pack8<T>(normalized);
+            *target = packed;
+            if (blockIdx.x == 0 && inputs.kept != nullptr) inputs.keep(row, column, values, packed);
+        }
+    }
+    __syncwarp();
+}
+
 // The same of what is multiplied as it is: row `source(b)` of the input.
 template <typename T, typename Rows>
 __device__ __forceinline__ void stage_as_is(

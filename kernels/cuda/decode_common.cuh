@@ -29,10 +29,14 @@ template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned pai
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-template <typename T> __device__ __forceinline__ unsigned pack(float low, float high) {
-    const T pair[2] = {from_float<T>(low), from_float<T>(high)};
-    return static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(&pair[0])) |
-           static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
+template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
+template <> __device__ __forceinline__ unsigned pack<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 template <typename T> __device__ __forceinline__ void unpack8(uint4 packed, float (&values)[8]) {

@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_units(
 }
 
 // Linear of what is normalized. rows: N, or half of it where PAIRED. next_early: whether the next kernel may start at
-// once, or only when the previous one has finished.
+// once, or only when the previous one has finished. HELD 0: inputs of T alone, normalized in shared memory.
 template <typename T, int PARTS, int HELD, typename G, typename Output>
 __device__ __forceinline__ void norm_linear(
     const T* weight, const T* bias, const NormInputs<T, PARTS>& inputs, const Output& output, int batch, int rows,
@@ -155,7 +155,10 @@ __device__ __forceinline__ void norm_linear(
     Weights<T, G> weights = start_weights<T, G>(weight, ring, rows, columns, steps);
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
-    stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
+    if constexpr (HELD == 0)
+        stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
+    else
+        stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     multiply_units<T, G>(weights, staged_for_lane(activations, batch, steps), bias, output, partial, batch);
 }
 
@@ -232,15 +235,16 @@ using WideTwice = Geometry<2, false, 2, WIDE_DEPTH>;
             batch, rows, columns, steps, stage != 0);                                                                  \
     }
 
-#define DECODE_NORMS_LINEAR_KERNEL(NAME, T)                                                                            \
+// SECOND: of the second input, T or float.
+#define DECODE_NORMS_LINEAR_KERNEL(NAME, T, SECOND, HELD)                                                              \
     extern "C" __global__ void __launch_bounds__(decode::THREADS, 1) decode_norms_linear_wide_##NAME(                  \
-        const T* weight, const T* bias, const T* first, const T* first_norm, const void* second, int second_float,     \
+        const T* weight, const T* bias, const T* first, const T* first_norm, const SECOND* second,                     \
         const T* second_norm, float epsilon, float* output, int batch, int rows, int columns, int steps, T* kept) {    \
         const int width = columns / 2;                                                                                 \
-        decode::norm_linear<T, 2, 8, decode::Wide>(                                                                    \
+        decode::norm_linear<T, 2, HELD, decode::Wide>(                                                                 \
             weight, bias,                                                                                              \
-            decode::NormInputs<T, 2>{{first, second}, {false, second_float != 0}, {first_norm, second_norm}, epsilon,  \
-                                     width, kept, width, false},                                                       \
+            decode::NormInputs<T, 2>{                                                                                  \
+                {first, second}, {false, HELD != 0}, {first_norm, second_norm}, epsilon, width, kept, width, false},   \
             decode::FloatOutput{output}, batch, rows, columns, steps, false);                                          \
     }
 
@@ -250,5 +254,7 @@ DECODE_LINEAR_KERNELS(float16, __half, , Narrow, NarrowPairs, Narrow, 2, 2)
 DECODE_LINEAR_KERNELS(bfloat16, __nv_bfloat16, , Narrow, NarrowPairs, Narrow, 2, 2)
 DECODE_LINEAR_KERNELS(float16, __half, _wide, Wide, WidePairs, WideTwice, 1, 8)
 DECODE_LINEAR_KERNELS(bfloat16, __nv_bfloat16, _wide, Wide, WidePairs, WideTwice, 1, 8)
-DECODE_NORMS_LINEAR_KERNEL(float16, __half)
-DECODE_NORMS_LINEAR_KERNEL(bfloat16, __nv_bfloat16)
+DECODE_NORMS_LINEAR_KERNEL(float16, __half, __half, 0)
+DECODE_NORMS_LINEAR_KERNEL(bfloat16, __nv_bfloat16, __nv_bfloat16, 0)
+DECODE_NORMS_LINEAR_KERNEL(float_float16, __half, float, 8)
+DECODE_NORMS_LINEAR_KERNEL(float_bfloat16, __nv_bfloat16, float, 8)

@@ -6,7 +6,7 @@
 
 namespace draft {
 
-constexpr unsigned EXPAND_THREADS = 512, EXPAND_WARPS = EXPAND_THREADS / 32;
+constexpr unsigned EXPAND_THREADS = 1024, EXPAND_WARPS = EXPAND_THREADS / 32;
 constexpr unsigned GROUPS_A_THREAD = CHUNK / 4 / EXPAND_THREADS, VALUES_A_THREAD = 4 * GROUPS_A_THREAD;
 static_assert(VALUES_A_THREAD * EXPAND_THREADS == CHUNK, "threads share a chunk evenly");
 
@@ -15,13 +15,14 @@ static_assert(VALUES_A_THREAD * EXPAND_THREADS == CHUNK, "threads share a chunk 
 // The best keys of each chunk of a row and the sum of its weights, for the kernel that follows (draft_children.cuh). Grid
 // (chunks of the draft vocabulary, rows of all sequences), EXPAND_THREADS threads. Dynamic shared memory: the keys of `lanes`
 // threads for each of top_k. The maxima of groups of `lanes` threads, at least top_k of them, bound the best keys from below,
-// so few keys are left to be ranked. May be launched while the kernel before it still runs.
+// so few keys are left to be ranked; one warp finds the bound while the others sum. May be launched while the kernel before
+// it still runs.
 extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand(
     const float* logits, unsigned long long* best, unsigned long long* sums, float* maxima, unsigned score_children,
     unsigned vocabulary, unsigned top_k, unsigned lanes) {
     using namespace draft;
     extern __shared__ unsigned long long gathered[];
-    __shared__ unsigned long long group_maxima[EXPAND_THREADS / 4], partial[EXPAND_WARPS];
+    __shared__ unsigned long long group_maxima[EXPAND_THREADS / 4], partial[EXPAND_WARPS], bound;
     __shared__ unsigned number;
     unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = EXPAND_THREADS / lanes;
     const float* row = logits + (size_t)blockIdx.y * vocabulary;
@@ -59,28 +60,22 @@ extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand
     if (threadIdx.x % lanes == 0) group_maxima[threadIdx.x / lanes] = maximum;
     __syncthreads();
 
-    unsigned long long bound = 0;
     maximum = 0;
 #pragma unroll 1
-    for (unsigned group = lane; group < groups; group += 32) {
-        unsigned long long key = group_maxima[group];
-        unsigned rank = 0;
-#pragma unroll 8
-        for (unsigned other = 0; other < groups; ++other) rank += group_maxima[other] > key;
-        if (rank == top_k - 1) bound = key;
-        if (rank == 0) maximum = key;
-    }
-    bound = max(warp_largest(bound), 1ull);
+    for (unsigned group = lane; group < groups; group += 32) maximum = max(maximum, group_maxima[group]);
     maximum = warp_largest(maximum);
-    if (own >= bound) {
+    if (warp == 0) {
+        unsigned long long own_bound = 0;
 #pragma unroll 1
-        for (unsigned i = 0; i < VALUES_A_THREAD; ++i) {
-            float value = values[0];
-#pragma unroll
-            for (unsigned j = 1; j < VALUES_A_THREAD; ++j) value = i == j ? values[j] : value;
-            unsigned long long key = existing_key(value, id_of(i));
-            if (key >= bound) gathered[atomicAdd(&number, 1u)] = key;
+        for (unsigned group = lane; group < groups; group += 32) {
+            unsigned long long key = group_maxima[group];
+            unsigned rank = 0;
+#pragma unroll 8
+            for (unsigned other = 0; other < groups; ++other) rank += group_maxima[other] > key;
+            if (rank == top_k - 1) own_bound = key;
         }
+        own_bound = warp_largest(own_bound);
+        if (lane == 0) bound = max(own_bound, 1ull);
     }
     if (score_children) {
         float reference = key_value(unsigned(maximum >> 32));
@@ -89,6 +84,15 @@ extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand
         for (unsigned i = 0; i < VALUES_A_THREAD; ++i) sum += softmax_weight(below_maximum(values[i], reference));
         sum = warp_sum(sum);
         if (lane == 0) partial[warp] = sum;
+    }
+    __syncthreads();
+
+    if (own >= bound) {
+#pragma unroll
+        for (unsigned i = 0; i < VALUES_A_THREAD; ++i) {
+            unsigned long long key = existing_key(values[i], id_of(i));
+            if (key >= bound) gathered[atomicAdd(&number, 1u)] = key;
+        }
     }
     __syncthreads();
 

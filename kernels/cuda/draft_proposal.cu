@@ -4,7 +4,8 @@
 
 namespace draft {
 
-constexpr unsigned PROPOSAL_THREADS = 512;
+constexpr unsigned PROPOSAL_THREADS = 512, SELECT_THREADS = 256;
+constexpr unsigned MOST_COMPARED = 512;  // keys, each with each
 
 // The keys of scores that are already there, where the block need not put children together.
 __device__ inline void read_children(
@@ -17,20 +18,39 @@ __device__ inline void read_children(
     }
 }
 
-// Marks what the slot sees of the frontiers, and returns where its parent stands in the one before. By one thread.
-__device__ inline unsigned see_ancestors(
+// The candidate with `rank` better ones of the level, to `chosen`, which is left as it is where there is none. By
+// `SELECT_THREADS` threads.
+__device__ inline void choose_candidate(
+    const unsigned long long* keys, unsigned rows, unsigned top_k, unsigned rank, unsigned long long* ranked, int* chosen) {
+    unsigned count = rows * top_k;
+    if (count > MOST_COMPARED) {
+        if (threadIdx.x >= 32) return;
+        merge_lists(keys, rows, top_k, ranked);
+        __syncwarp();
+        if (threadIdx.x == 0 && ranked[rank] != 0) *chosen = int(key_id(ranked[rank]));
+        return;
+    }
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < count; i += SELECT_THREADS) {
+        unsigned long long key = keys[i];
+        unsigned better = 0;
+#pragma unroll 4
+        for (unsigned other = 0; other < count; ++other) better += keys[other] > key;
+        if (better == rank && key != 0) *chosen = int(key_id(key));
+    }
+}
+
+// Marks what the slot sees of the frontiers. By one thread.
+__device__ inline void see_ancestors(
     unsigned char* mask_row, unsigned keys, int committed, const int* frontiers, int candidate, unsigned level,
     unsigned top_k, unsigned slot) {
-    unsigned parent = 0;
     see(mask_row, keys, (long long)committed + (level - 1) * top_k + slot);
 #pragma unroll 1
     for (unsigned depth = level; depth > 1 && of_level(candidate, depth, top_k); --depth) {
         slot = (unsigned(candidate) - level_start(depth, top_k)) / top_k;
-        if (depth == level) parent = slot;
         see(mask_row, keys, (long long)committed + (depth - 2) * top_k + slot);
         candidate = frontiers[(depth - 2) * top_k + slot];
     }
-    return parent;
 }
 
 }  // namespace draft
@@ -46,19 +66,19 @@ __device__ inline unsigned see_ancestors(
         int* frontiers, char* inputs_embeds, char* hidden_out, int* kvcache_start_index,                              \
         COMPUTE* rope_rotary_cos_sin, unsigned char* attention_mask, const unsigned long long* best,                  \
         const unsigned long long* sums, const float* maxima, const int* draft_to_target, unsigned chunks,             \
-        unsigned score_children, unsigned draft_vocabulary, unsigned mergers, unsigned select, unsigned level,        \
-        unsigned levels, unsigned candidate_count, unsigned hidden_rows, unsigned positions, unsigned rotary_size,    \
-        unsigned keys, unsigned vocabulary, size_t embedding_bytes, size_t hidden_bytes) {                            \
+        unsigned score_children, unsigned mergers, unsigned select, unsigned level, unsigned levels,                  \
+        unsigned candidate_count, unsigned hidden_rows, unsigned positions, unsigned rotary_size, unsigned keys,      \
+        unsigned vocabulary, size_t embedding_bytes, size_t hidden_bytes) {                                           \
         using namespace draft;                                                                                        \
         extern __shared__ unsigned long long shared_keys[];                                                           \
-        __shared__ unsigned parent_slot;                                                                              \
+        __shared__ unsigned long long ranked[MAXIMUM_TOP_K];                                                          \
         __shared__ int chosen;                                                                                        \
         launch_next_kernel();                                                                                         \
-        unsigned top_k = gridDim.x, slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;              \
+        unsigned top_k = gridDim.x, slot = blockIdx.x;                                                                \
         unsigned rows = level == 1 ? 1 : top_k, count = rows * top_k;                                                 \
         size_t sequence = blockIdx.y, place = sequence * top_k + slot;                                                \
         Expansion expansion = {                                                                                       \
-            best, sums, maxima, draft_to_target, chunks, score_children, draft_vocabulary, mergers};                  \
+            best, sums, maxima, draft_to_target, chunks, score_children, mergers};                                    \
         size_t own = sequence * candidate_count;                                                                      \
         int* own_frontiers = frontiers + sequence * levels * top_k;                                                   \
         Candidates candidates = {                                                                                     \
@@ -67,17 +87,16 @@ __device__ inline unsigned see_ancestors(
         Children children = {shared_keys, reinterpret_cast<int*>(lists + mergers * chunks * top_k)};                  \
         int* earlier = children.tokens + count;                                                                       \
         unsigned char* mask_row = attention_mask + place * keys;                                                      \
-        prefetch_mapping(expansion, slot, top_k);                                                                     \
         wait_for_previous_kernel();                                                                                   \
                                                                                                                       \
-        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < (level - 1) * top_k; i += PROPOSAL_THREADS) {                              \
-            earlier[i] = __ldcg(own_frontiers + i);                                                                   \
-        }                                                                                                             \
         int length = __ldcg(committed + sequence);                                                                    \
         int* entry = own_frontiers + (level - 1) * top_k + slot;                                                      \
-        int candidate = select ? -1 : __ldcg(entry);                                                                  \
+        if (threadIdx.x == 0) chosen = select ? -1 : __ldcg(entry);                                                   \
         unsigned row_thread = PROPOSAL_THREADS - 1 - threadIdx.x;                                                     \
         if (row_thread < MASK_THREADS) {                                                                              \
+            _Pragma("unroll 1") for (unsigned i = row_thread; i < (level - 1) * top_k; i += MASK_THREADS) {           \
+                earlier[i] = __ldcg(own_frontiers + i);                                                               \
+            }                                                                                                         \
             write_mask_row(mask_row, keys, (long long)length - 1, row_thread, MASK_THREADS);                          \
             long long position = (long long)length + level - 1 + __ldcg(position_offsets + sequence);                 \
             COMPUTE* rotary_row = rope_rotary_cos_sin + place * rotary_size;                                          \
@@ -90,26 +109,24 @@ __device__ inline unsigned see_ancestors(
             finish_children(expansion, candidates, children, sequence, level, top_k, lists);                          \
         }                                                                                                             \
         __syncthreads();                                                                                              \
-        if (warp == 0) {                                                                                              \
-            if (select) {                                                                                             \
-                Ranked ranked = merge_lists(children.keys, rows, top_k);                                              \
-                unsigned long long key = __shfl_sync(ALL_LANES, slot < 32 ? ranked.key[0] : ranked.key[1], slot % 32); \
-                candidate = key == 0 ? -1 : int(key_id(key));                                                         \
-            }                                                                                                         \
-            if (lane == 0) {                                                                                          \
-                parent_slot = see_ancestors(                                                                          \
-                    mask_row, keys, length, earlier, candidate, level, top_k, slot);                                  \
-                chosen = candidate;                                                                                   \
-                if (select) *entry = candidate;                                                                       \
-                if (slot == 0) kvcache_start_index[sequence] = length + int((level - 1) * top_k);                     \
-            }                                                                                                         \
-        } else if (chunks != 0 && warp == 1 && slot < rows) {                                                         \
-            write_children(candidates, children, level, top_k, slot * top_k, top_k, lane, 32);                        \
+        if (threadIdx.x < SELECT_THREADS) {                                                                           \
+            if (select) choose_candidate(children.keys, rows, top_k, slot, ranked, &chosen);                          \
+        } else if (chunks != 0) {                                                                                     \
+            map_tokens(                                                                                               \
+                expansion, candidates, children, level, top_k, slot, 1, threadIdx.x - SELECT_THREADS,                 \
+                PROPOSAL_THREADS - SELECT_THREADS);                                                                   \
         }                                                                                                             \
         __syncthreads();                                                                                              \
-        candidate = chosen;                                                                                           \
+        int candidate = chosen;                                                                                       \
         bool valid = of_level(candidate, level, top_k);                                                               \
-        int token = valid ? children.tokens[candidate - level_start(level, top_k)] : -1;                              \
+        unsigned child = valid ? candidate - level_start(level, top_k) : 0;                                           \
+        unsigned parent_slot = level == 1 ? 0 : child / top_k;                                                        \
+        int token = valid ? children.tokens[child] : -1;                                                              \
+        if (threadIdx.x == PROPOSAL_THREADS - 1) {                                                                    \
+            see_ancestors(mask_row, keys, length, earlier, candidate, level, top_k, slot);                            \
+            if (select) *entry = candidate;                                                                           \
+            if (slot == 0) kvcache_start_index[sequence] = length + int((level - 1) * top_k);                         \
+        }                                                                                                             \
         look_up(embedding, token, inputs_embeds + place * embedding_bytes, vocabulary, embedding_bytes);              \
         const char* hidden = hidden_in + (sequence * hidden_rows + parent_slot) * hidden_bytes;                       \
         copy_fresh_row(hidden_out + place * hidden_bytes, hidden, hidden_bytes);                                      \

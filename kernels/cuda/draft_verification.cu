@@ -8,24 +8,37 @@ namespace draft {
 constexpr unsigned TREE_THREADS = 512;
 constexpr unsigned MAXIMUM_TREE_TOKENS = 1024;
 
-// The candidates as the selection sees them: those of the last level may still be in shared memory alone.
+// The candidates as the selection sees them: those of the last level may still be in shared memory alone, and where there is
+// room, all of them are brought there at once.
 struct CandidateView {
     Candidates candidates;
     Children children;
-    const unsigned* kept;  // ordered keys of the scores in shared memory; null where there is no room
+    unsigned *kept_keys;  // ordered keys of the scores; null where there is no room
+    int *kept_tokens, *kept_parents;
     unsigned count, first_child, level, top_k;
 
-    __device__ unsigned score_key(unsigned i) const {
+    // The children are there only after a barrier; what comes before them is read meanwhile.
+    __device__ void keep(unsigned first, unsigned end, unsigned thread, unsigned threads) const {
+#pragma unroll 2
+        for (unsigned i = first + thread; i < end; i += threads) {
+            unsigned key = key_at(i);
+            int token = token_at(i), parent = parent_at(i);
+            kept_keys[i] = key, kept_tokens[i] = token, kept_parents[i] = parent;
+        }
+    }
+    __device__ unsigned key_at(unsigned i) const {
         return i < first_child ? ordered_key(__ldcg(candidates.scores + i)) : unsigned(children.keys[i - first_child] >> 32);
     }
-    __device__ int token(unsigned i) const {
+    __device__ int token_at(unsigned i) const {
         return i < first_child ? __ldcg(candidates.tokens + i) : children.tokens[i - first_child];
     }
-    __device__ int parent(unsigned i) const {
+    __device__ int parent_at(unsigned i) const {
         return i < first_child ? __ldcg(candidates.parents + i)
                                : parent_of_row(candidates, level, top_k, (i - first_child) / top_k);
     }
-    __device__ unsigned operator[](unsigned i) const { return kept != nullptr ? kept[i] : score_key(i); }
+    __device__ unsigned operator[](unsigned i) const { return kept_keys != nullptr ? kept_keys[i] : key_at(i); }
+    __device__ int token(unsigned i) const { return kept_keys != nullptr ? kept_tokens[i] : token_at(i); }
+    __device__ int parent(unsigned i) const { return kept_keys != nullptr ? kept_parents[i] : parent_at(i); }
     // How many are at least `least`; the same in all threads of the block.
     __device__ unsigned number_of(unsigned least) const {
         unsigned number = 0;
@@ -150,8 +163,8 @@ __device__ inline void write_node(
 
 // Puts the last level's children together, chooses the tree to verify and writes everything that the base model reads of one
 // of its tokens. Grid (tokens, sequences), TREE_THREADS threads: each block selects all of the tree for itself and writes one
-// token. Dynamic shared memory: the keys of the level's children, the lists that are merged, the children's tokens, then one
-// word a candidate, or none. May be launched while the kernel before it still runs.
+// token. Dynamic shared memory: the keys of the level's children, the lists that are merged, the children's tokens, then three
+// words a candidate, or none. May be launched while the kernel before it still runs.
 #define DRAFT_VERIFICATION(NAME, COMPUTE)                                                                             \
     extern "C" __global__ void __launch_bounds__(draft::TREE_THREADS) NAME(                                           \
         const int* token_ids, const int* first_positions, const int* committed, const int* position_offsets,          \
@@ -160,10 +173,9 @@ __device__ inline void write_node(
         int* tree_depths, unsigned char* tree_ancestors, int* draw_positions, char* inputs_embeds,                    \
         COMPUTE* rope_rotary_cos_sin, unsigned char* attention_mask, const unsigned long long* best,                  \
         const unsigned long long* sums, const float* maxima, const int* draft_to_target, unsigned chunks,             \
-        unsigned score_children, unsigned draft_vocabulary, unsigned mergers, unsigned level, unsigned levels,        \
-        unsigned top_k, unsigned select, unsigned keeps_keys, unsigned counted, unsigned candidate_count,             \
-        unsigned selected_size, unsigned positions, unsigned rotary_size, unsigned keys, unsigned vocabulary,         \
-        size_t embedding_bytes) {                                                                                     \
+        unsigned score_children, unsigned mergers, unsigned level, unsigned levels, unsigned top_k, unsigned select,  \
+        unsigned keeps, unsigned counted, unsigned candidate_count, unsigned selected_size, unsigned positions,       \
+        unsigned rotary_size, unsigned keys, unsigned vocabulary, size_t embedding_bytes) {                           \
         using namespace draft;                                                                                        \
         extern __shared__ unsigned long long shared_keys[];                                                           \
         __shared__ int chosen[MAXIMUM_TREE_TOKENS];                                                                   \
@@ -174,51 +186,50 @@ __device__ inline void write_node(
         launch_next_kernel();                                                                                         \
         unsigned tokens = gridDim.x, place = blockIdx.x;                                                              \
         unsigned rows = level == 1 ? 1 : top_k, count = chunks == 0 ? 0 : rows * top_k;                               \
+        unsigned first_child = chunks == 0 ? counted : level_start(level, top_k);                                     \
         size_t sequence = blockIdx.y, first = sequence * tokens, at = first + place;                                  \
-        Expansion expansion = {                                                                                       \
-            best, sums, maxima, draft_to_target, chunks, score_children, draft_vocabulary, mergers};                  \
+        Expansion expansion = {best, sums, maxima, draft_to_target, chunks, score_children, mergers};                 \
         size_t own = sequence * candidate_count;                                                                      \
         Candidates candidates = {                                                                                     \
             candidate_tokens + own, candidate_scores + own, candidate_parents + own,                                  \
             frontiers + sequence * levels * top_k};                                                                   \
         unsigned long long* lists = shared_keys + count;                                                              \
         Children children = {shared_keys, reinterpret_cast<int*>(lists + mergers * chunks * top_k)};                  \
-        unsigned* kept = reinterpret_cast<unsigned*>(children.tokens + count);                                        \
-        CandidateView view = {candidates, children, nullptr, counted, chunks == 0 ? counted : level_start(level, top_k),\
-                              level, top_k};                                                                          \
+        int* kept = children.tokens + count;                                                                          \
+        CandidateView view = {                                                                                        \
+            candidates, children, keeps ? reinterpret_cast<unsigned*>(kept) : nullptr, kept + counted,                \
+            kept + 2 * counted, counted, first_child, level, top_k};                                                  \
         int* own_selected = selected + sequence * selected_size;                                                      \
         unsigned char* mask_row = attention_mask + at * keys;                                                         \
-        prefetch_mapping(expansion, place, tokens);                                                                   \
+        unsigned row_thread = TREE_THREADS - 1 - threadIdx.x;                                                         \
         wait_for_previous_kernel();                                                                                   \
                                                                                                                       \
         int length = __ldcg(committed + sequence), root = __ldcg(token_ids + sequence);                               \
-        if (threadIdx.x >= TREE_THREADS - MASK_THREADS) {                                                             \
-            write_mask_row(                                                                                           \
-                mask_row, keys, (long long)length - 1, TREE_THREADS - 1 - threadIdx.x, MASK_THREADS);                 \
+        if (row_thread < MASK_THREADS) {                                                                              \
+            if (keeps) view.keep(0, min(first_child, counted), row_thread, MASK_THREADS);                             \
+            write_mask_row(mask_row, keys, (long long)length - 1, row_thread, MASK_THREADS);                          \
         }                                                                                                             \
         if (chunks != 0) {                                                                                            \
             finish_children(expansion, candidates, children, sequence, level, top_k, lists);                          \
             __syncthreads();                                                                                          \
-            if (place == 0) {                                                                                         \
-                write_children(candidates, children, level, top_k, 0, count, threadIdx.x, TREE_THREADS);              \
-            }                                                                                                         \
+            unsigned written = place == 0 ? rows : 0;                                                                 \
+            map_tokens(                                                                                               \
+                expansion, candidates, children, level, top_k, 0, written, threadIdx.x, TREE_THREADS);                \
         }                                                                                                             \
+        __syncthreads();                                                                                              \
+        if (keeps) view.keep(min(first_child, counted), counted, threadIdx.x, TREE_THREADS);                          \
+        __syncthreads();                                                                                              \
         unsigned number;                                                                                              \
         if (select) {                                                                                                 \
-            if (keeps_keys) {                                                                                         \
-                _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < counted; i += TREE_THREADS) kept[i] = view.score_key(i);           \
-                view.kept = kept;                                                                                     \
-                __syncthreads();                                                                                      \
-            }                                                                                                         \
             number = select_ascending(view, selected_size, chosen);                                                   \
-            _Pragma("unroll 1") for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {                      \
+            _Pragma("unroll 1") for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {  \
                 own_selected[i] = i < number ? chosen[i] : -1;                                                        \
             }                                                                                                         \
         } else {                                                                                                      \
             number = read_ascending(own_selected, selected_size, counted, chosen);                                    \
         }                                                                                                             \
         if (threadIdx.x == 0 && place == 0) own_token = root;                                                         \
-        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                           \
             unsigned above = i;                                                                                       \
             if (i > 0 && i <= number) {                                                                               \
                 int token = view.token(chosen[i - 1]);                                                                \
@@ -231,13 +242,13 @@ __device__ inline void write_node(
         __syncthreads();                                                                                              \
         if (threadIdx.x == 0) node = find_node(up, place, own_token, on_path);                                        \
         __syncthreads();                                                                                              \
-        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                                               \
+        _Pragma("unroll 1") for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {                           \
             if (on_path[i]) see(mask_row, keys, (long long)length + i);                                               \
         }                                                                                                             \
         Tree tree = {tree_tokens + first, tree_parents + first, tree_depths + first, draw_positions + first,          \
                      tree_ancestors + first * tokens};                                                                \
-        write_node(tree, tokens, node, __ldcg(first_positions + sequence), on_path);                                  \
         look_up(embedding, node.token, inputs_embeds + at * embedding_bytes, vocabulary, embedding_bytes);            \
+        write_node(tree, tokens, node, __ldcg(first_positions + sequence), on_path);                                  \
         long long position = (long long)length + node.depth + __ldcg(position_offsets + sequence);                    \
         write_rotary_row(rotary_table, position, rope_rotary_cos_sin + at * rotary_size, positions, rotary_size);     \
     }

@@ -15,8 +15,3 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-
-// Brings the line of a constant into the second-level cache, where a kernel that still waits finds it later.
-__device__ __forceinline__ void prefetch_line(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}

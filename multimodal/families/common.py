@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic
 
@@ -16,7 +17,7 @@ from edgellm.engines.vision_config import VisionConfig
 _MOST_SCORES = 1 << 26
 
 
-class VisionDescription(Generic[Tensor]):
+class VisionDescription(ABC, Generic[Tensor]):
     """Describes a vision encoder to an interpreter of operations, for one engine shape.
 
     `shape.tokens` is R, the rows of patches, padding included.
@@ -27,6 +28,10 @@ class VisionDescription(Generic[Tensor]):
     ) -> None:
         self.operations, self.config, self.shape = operations, config, shape
         self._weight_shapes = {spec.name: spec.shape for spec in specs}
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Declare inputs, compute, declare outputs."""
 
     def weight(self, name: str) -> Tensor:
         """The weight, which must be there."""

@@ -158,7 +158,7 @@ def test_the_same_prompt_again_reuses_all_but_its_end(plain: LLM, drafted: LLM) 
 def test_a_failing_request_leaves_the_model_usable(plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         acceptance = drafted._runtime._runner.backend.acceptance
-        patch.setattr(acceptance, "compact_kv", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+        patch.setattr(acceptance, "move_accepted", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
         with pytest.raises(EngineError, match="MemoryError: no more"):
             drafted.generate(PROMPT, GREEDY)
     assert drafted.generate(PROMPT, SAMPLED).token_ids == plain.generate(PROMPT, SAMPLED).token_ids

@@ -49,7 +49,8 @@ def draft_rows(runner: Runner, rows: int) -> int | None:
 
 
 def rows_of(runner: Runner, slot: int, tokens: int) -> dict[str, np.ndarray]:
-    """A copy of the rows that a slot has after a prompt of so many tokens."""
+    """A copy of the rows that a slot has after a prompt of so many tokens, once all are there."""
+    runner.base.await_rows()
     found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.caches.items()}
     if hasattr(runner, "draft"):
         found |= {f"draft {name}": cache[slot, :, : tokens - 1].copy() for name, cache in runner.draft.caches.items()}
@@ -192,6 +193,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
     assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
     assert "shorter" in caplog.text
     runner.base.await_rows()
+    write_snapshot(path, snapshots.compute(1, SYSTEM, KVContents(), "system"))
+    with pytest.raises(SnapshotError, match="shorter"):
+        snapshots.load(path)
 
 
 def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_path: Path) -> None:

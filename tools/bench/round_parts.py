@@ -41,8 +41,7 @@ PARTS = (
     "draft_proposal",
     "draft_verification",
     "eagle_accept",
-    "compact_kv",
-    "gather_features",
+    "move_accepted",
     "advance_accepted",
 )
 WAIT = "wait_for_previous_kernel();"

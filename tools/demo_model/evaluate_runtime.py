@@ -36,9 +36,8 @@ def answers(model: Path | None, adapter: str | None, conversations: list[list[di
     return found
 
 
-def answered(model: Path | None, adapter: str | None, items: list[dict]) -> list[Answered]:
-    """The answers to all items, by a process a core."""
-    workers = multiprocessing.cpu_count()
+def answered(model: Path | None, adapter: str | None, items: list[dict], workers: int) -> list[Answered]:
+    """The answers to all items, by so many processes."""
     parts = [[item["messages"] for item in items[worker::workers]] for worker in range(workers)]
     found: list[Answered] = [("", 0, 0)] * len(items)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -73,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pictures", action="store_true", help="the visual skills instead, about drawn scenes")
     parser.add_argument("--novel", type=float, default=NOVEL, help="share of objects of held-out colour and kind")
     parser.add_argument("--adapter", choices=sorted(STYLES), help="with this adapter, and answers in its style")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--show", type=int, default=2, help="failures to print per skill")
     parser.add_argument("--results", type=Path)
     return parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
     items = [item for item in items if not arguments.skills or item["skill"] in arguments.skills]
     if arguments.adapter:
         items = styled_items(items, arguments.adapter)
-    found = answered(arguments.model, arguments.adapter, items)
+    found = answered(arguments.model, arguments.adapter, items, arguments.processes)
     table, mean = scored(items, found, arguments.show)
     result = {
         "seed": arguments.seed,

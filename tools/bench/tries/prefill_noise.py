@@ -1,6 +1,6 @@
 """What dtypes within TensorRT's engines do to logits, and cost: variants of the decoder's network on one GPU.
 
-    python -m tools.bench.tries.prefill_noise --variant residual [--speed] [--prompts 24] [--work DIRECTORY]
+    python -m tools.bench.tries.prefill_noise --wide residual norm [--speed] [--prompts 24] [--work DIRECTORY]
 
 Of the shipped model: how far logits are from NumPy's in float32, and how far a prompt's are apart whose last tokens are
 computed behind reused rows, in spacings of float16 at the largest logit; then answers in batches of 8, with adapters in
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgellm.engines import builder
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner
 from edgellm.engines.decoder import DecoderDescription
@@ -34,12 +35,12 @@ from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench import serving_equality
 
-VARIANTS = {
-    "base": (),
-    "residual": ("wide_residual",),
-    "residual and norm": ("wide_residual", "wide_norm"),
-    "residual, norm and rotation": ("wide_residual", "wide_norm", "wide_rotation", "wide_scores"),
-    "residual, norm and head": ("wide_residual", "wide_norm", "wide_head"),
+FLAGS = {
+    "residual": (DecoderDescription, "wide_residual"),
+    "norm": (TensorRTOperations, "wide_norm"),
+    "scores": (TensorRTOperations, "wide_scores"),
+    "activation": (TensorRTOperations, "wide_activation"),
+    "head": (DecoderDescription, "wide_head"),
 }
 #: Tokens at a prompt's end that are computed behind reused rows.
 ENDS = (3, 12, 40)
@@ -90,9 +91,6 @@ def errors(work: Path, prompts: int) -> None:
 
 def answers(work: Path, prompts: int) -> None:
     """Of batches with adapters."""
-    serving_equality.build_engine_directory = lambda *arguments, **options: build_engine_directory(
-        arguments[0], arguments[1], arguments[2], [], **options
-    )
     directory = serving_equality.build(SHIPPED_MODEL, work / "served", "tensorrt")
     conversations = serving_equality.held_out_conversations(prompts)
     ways = ("alone", "turns", "batch of 3", "batch of 8")
@@ -133,19 +131,22 @@ def attempt(step: Callable[..., None], *arguments: object) -> None:
 def main() -> None:
     """Measure one variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=list(VARIANTS), required=True)
+    parser.add_argument("--wide", nargs="*", choices=list(FLAGS), default=[])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--answers", action="store_true")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     arguments = parser.parse_args()
-    for name in VARIANTS[arguments.variant]:
-        setattr(DecoderDescription if hasattr(DecoderDescription, name) else TensorRTOperations, name, True)
-    report(arguments.variant)
+    for name, (owner, attribute) in FLAGS.items():
+        setattr(owner, attribute, name in arguments.wide)
+    builder.choose_platforms = lambda targets: ((), "")  # plans are made here, on first use, with what was set
+    report(f"wide: {' '.join(arguments.wide) or 'nothing'}")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.speed:
             attempt(speed, Path(folder), arguments.work / "checkpoint")
         attempt(errors, Path(folder), arguments.prompts)
-        attempt(answers, Path(folder), arguments.prompts)
+        if arguments.answers:
+            attempt(answers, Path(folder), arguments.prompts)
 
 
 if __name__ == "__main__":

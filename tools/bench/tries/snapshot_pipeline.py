@@ -8,7 +8,6 @@ Takes the options of snapshot_speed.py, and must run on a quiet machine. Prints 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -27,14 +26,16 @@ from snapshot_speed import Opened, add_options, medians, open_model, slot_reuse
 
 from edgellm.engines import arriving_rows
 from edgellm.kv_contents import KVContents
-from edgellm.snapshots import section_reading, snapshot
+from edgellm.snapshots import section_reading, snapshot, transfer
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 
-SECTION_BYTES = (1 << 19, 1 << 20, 1 << 21)
-THREADS = (4, 8, 12, 16, 24, 31)
-#: Copies begun before anything else, and for each layer that is waited for.
-EARLY = ((8, 3), (2, 3), (2, 4), (4, 3), (4, 4), (6, 2), (12, 2), (32, 1))
+#: Sizes of sections, threads: of a first load.
+HASHED = ((1 << 20, 12), (1 << 20, 16), (2 << 20, 8), (2 << 20, 12), (2 << 20, 16), (2 << 20, 24), (4 << 20, 16))
+#: Bytes read at a time, threads: of later loads.
+READ = ((1 << 21, 4), (1 << 21, 8), (1 << 22, 4), (1 << 22, 6), (1 << 22, 8), (1 << 22, 16), (1 << 23, 4), (1 << 23, 8))
+#: Copies begun before anything else, and for each layer that is waited for; in turns, as clocks and neighbours change.
+EARLY = ((8, 3), (2, 3), (4, 3), (2, 2)) * 3
 
 
 class Tries:
@@ -104,24 +105,30 @@ class Tries:
                 print(f"short prefill: {type(error).__name__}: {error}", flush=True)
         in_memory = self.slots()
         in_memory.store.put(self.snapshot)
-        for first, following in EARLY:
+        for turn, (first, following) in enumerate(EARLY):
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(arriving_rows, "_FIRST", first))
                 stack.enter_context(mock.patch.object(arriving_rows, "_NEXT", following))
                 medians(opened, 2, lambda: in_memory)
-                self.take(f"memory, {first} copies early and {following} a layer", lambda: in_memory)
+                self.take(f"memory, {first} copies early and {following} a layer, {turn}", lambda: in_memory)
         in_memory.close()
-        for section_bytes, threads in itertools.product(SECTION_BYTES, THREADS):
+        for section_bytes, threads in HASHED:
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(snapshot, "_SECTION_BYTES", section_bytes))
                 stack.enter_context(mock.patch.object(section_reading, "_MOST_THREADS", threads))
-                folder, name = self.saved(section_bytes), f"{section_bytes >> 10} KiB, {threads} threads"
+                folder = self.saved(section_bytes)
                 medians(opened, 2, lambda folder=folder: self.slots(folder))
-                self.take(f"first load, {name}", lambda folder=folder: self.slots(folder))
-                known = self.slots(folder)
-                medians(opened, 2, lambda known=known: known)
-                self.take(f"later load, {name}", lambda known=known: known)
-                known.close()
+                name = f"first load, sections of {section_bytes >> 10} KiB, {threads} threads"
+                self.take(name, lambda folder=folder: self.slots(folder))
+        folder = self.saved(snapshot._SECTION_BYTES)
+        known = self.slots(folder)
+        for read_bytes, threads in READ:
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(transfer, "_READ_BYTES", read_bytes))
+                stack.enter_context(mock.patch.object(section_reading, "_MOST_READERS", threads))
+                medians(opened, 2, lambda: known)
+                self.take(f"later load, {read_bytes >> 10} KiB at a time, {threads} threads", lambda: known)
+        known.close()
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class Variants:
         shape = EngineShape("decode", 1, 1, limits.key_ranges[0], limits.kv_rows)
         self.engine, self.inputs = runner._engine(shape, ONE), runner._step_inputs(shape)
         self.copied = self.backend.zeros((1, 8), "int32")
-        self.no_mask = runner._mask_buffer[0:0].reshape(1, 1, 1, 0)
+        self.no_mask = runner._buffers.mask[0:0].reshape(1, 1, 1, 0)
         self.index = self.backend.zeros((1,), "int32")
 
     def state(self, emitted=None) -> SequenceState:

@@ -3,12 +3,18 @@
 What the frozen model lacks no embedding of a picture can give it: it never met a second list of objects, nor questions
 that say `photo` or `describe`. So its layers may change a little, and on dialogues without pictures are held to the
 distributions and the states of the model that they began with (distillation).
+
+Usage: python -m tools.demo_model.eyes.language --base edgellm/shipped --changes DIR/eyes.language.safetensors
+    --to DIR/model.safetensors
 """
 
+import argparse
+import hashlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tools.demo_model.lora import add_adapter
@@ -18,10 +24,16 @@ from tools.demo_model.train import rate_at
 DRAFT_TAPS = (2, 4, 5)  # layers whose entering states the draft head reads
 
 
+def digest(base: Path) -> str:
+    """SHA-256 of a directory's weights, by which changes know the model that they are for."""
+    return hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+
+
 class Language:
     """A frozen language model (`before`), its copy with low-rank changes (`model`), and their optimizer."""
 
     def __init__(self, base: Path, rank: int, device: str):
+        self.base = digest(base)
         self.before = load_model(base, device).requires_grad_(False)
         self.model = load_model(base, device)
         self.adapted = add_adapter(self.model, rank, 2 * rank)
@@ -49,13 +61,13 @@ class Language:
         self.optimizer.zero_grad()
 
     def save(self, path: Path) -> None:
-        """Write the changes (fp32)."""
+        """Write the changes (fp32), and for which model they are."""
         tensors = {
             f"{name}.{kind}": values.detach().cpu().contiguous()
             for name, layer in self.adapted.items()
             for kind, values in (("a", layer.a), ("b", layer.b))
         }
-        save_file(tensors, path)
+        save_file(tensors, path, metadata={"base": self.base})
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:
@@ -74,3 +86,22 @@ def merged(weights: dict[str, torch.Tensor], changes: dict[str, torch.Tensor]) -
         added = 2 * changes[f"{name}.b"].float() @ changes[f"{name}.a"].float()
         result[tensor] = (weights[tensor].float() + added).to(weights[tensor].dtype)
     return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=Path, required=True, help="the model directory that training began with")
+    parser.add_argument("--changes", type=Path, required=True, help="what training wrote")
+    parser.add_argument("--to", type=Path, required=True, help="the weights to write")
+    arguments = parser.parse_args()
+    with safe_open(arguments.changes, "pt") as file:
+        wanted = (file.metadata() or {}).get("base")
+    if wanted != (found := digest(arguments.base)):
+        raise SystemExit(f"the changes are for a model with digest {wanted}, and {arguments.base} has {found}")
+    changed = merged(load_file(arguments.base / "model.safetensors"), load_file(arguments.changes))
+    save_file(changed, arguments.to, metadata={"format": "pt"})
+    arguments.to.chmod(0o644)
+
+
+if __name__ == "__main__":
+    main()

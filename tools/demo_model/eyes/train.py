@@ -1,16 +1,16 @@
 """Train the eyes for a number of minutes: first to see, then to be read by the frozen language model.
 
-Usage: python -m tools.demo_model.eyes.train --base edgellm/shipped --table DIR/table.safetensors --work DIR --minutes 8
-    [--resume] [--seeing 0.5] [--name eyes]
+Usage: python -m tools.demo_model.eyes.train --base edgellm/shipped --table DIR/table.safetensors --material MATERIAL
+    --work DIR --minutes 8 [--resume] [--seeing 0.5] [--name eyes] [--rank 0]
 The first part (`--seeing` of the time) shows random scenes: each cell's colour and kind are to be read from the
 encoder's states, and the projector's rows are to be those of the table. The second adds dialogues about pictures, with
-the language model's own loss. Every minute NAME.safetensors (fp32), NAME.optimizer.pt and NAME.json are written to DIR.
+the language model's own loss, and low-rank changes of that model (language.py; none with `--rank 0`). Every minute
+NAME.safetensors (fp32), NAME.language.safetensors and NAME.optimizer.pt are written to DIR, in the end NAME.json.
 """
 
 import argparse
 import itertools
 import json
-import multiprocessing
 import random
 import time
 from collections.abc import Iterator
@@ -27,11 +27,13 @@ from tools.demo_model.eyes.dialogues import PICTURE, seen_items
 from tools.demo_model.eyes.documents import GROUP
 from tools.demo_model.eyes.feeding import Dialogues
 from tools.demo_model.eyes.language import DRAFT_TAPS, Language
-from tools.demo_model.eyes.layout import CELL, HEAD, token_tables
-from tools.demo_model.eyes.network import IGNORED, Eyes, Heads, Sizes, cell_targets
+from tools.demo_model.eyes.layout import token_tables
+from tools.demo_model.eyes.network import Sizes, cell_targets
+from tools.demo_model.eyes.options import parse
 from tools.demo_model.eyes.reading import Examination, spoken_loss, with_pictures
 from tools.demo_model.eyes.renderer import SIDE, render
 from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
+from tools.demo_model.eyes.seeing import Learner, seeing_loss
 from tools.demo_model.eyes.sparing import Sparing
 from tools.demo_model.eyes.table import Table
 from tools.demo_model.eyes.train_table import start_writers
@@ -41,80 +43,6 @@ from tools.demo_model.vocabulary import load_vocabulary
 
 _RECORDED = """pictures rows peak tail seeing seed sizes unnamed strange weight_decay spare rank language_peak
 plain_weight words_weight rows_weight"""
-
-
-class Learner(torch.nn.Module):
-    """All that is trained: the eyes that ship and the heads that do not."""
-
-    def __init__(self, sizes: Sizes, width: int):
-        super().__init__()
-        self.eyes, self.heads = Eyes(sizes, width), Heads(sizes.hidden_size)
-
-
-def without_unknown(apart: torch.Tensor, directions: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
-    """Rows' distances [M, 9, 8, H] less what lies in the directions [8, H, n] where a cell's name is unknown [M, 9]."""
-    inside = torch.einsum("mcrn,rhn->mcrh", torch.einsum("mcrh,rhn->mcrn", apart, directions), directions)
-    return apart - inside * unknown[:, :, None, None]
-
-
-def seeing_loss(learner: Learner, pictures, rows_wanted, scale, colours, kinds, directions, sparing: Sparing):
-    """Loss of what is named, of how far rows are from those wanted, the rows [M, 81, H], and the share of cells that
-    are named right. What has no name is left out."""
-    states, rows = learner.eyes(pictures)
-    colour, kind = (logits.float() for logits in learner.heads(states))
-    named = sum(
-        F.cross_entropy((logits + spared).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        for logits, spared, targets in zip((colour, kind), sparing.cells(colours, kinds), (colours, kinds), strict=True)
-    )
-    apart = rows.float() - rows_wanted
-    cells = apart[:, HEAD : HEAD + 9 * CELL].unflatten(1, (9, CELL))
-    with torch.autocast(rows.device.type, enabled=False):
-        for each, targets in zip(directions, (colours, kinds), strict=True):
-            cells = without_unknown(cells, each, (targets == IGNORED).float())
-    around = apart[:, :HEAD].square().sum() + apart[:, HEAD + 9 * CELL :].square().sum()
-    distance = (cells.square().sum() + around) / apart.numel() / scale
-    right = ((colour.argmax(-1) == colours) | (colours == IGNORED)) & ((kind.argmax(-1) == kinds) | (kinds == IGNORED))
-    return named, distance, rows, right.float().mean().detach()
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", type=Path, required=True, help="the model directory")
-    parser.add_argument("--table", type=Path, help="the table's weights, by train_table (default: the words alone)")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--material", type=Path, required=True, help="what prepare.py wrote")
-    parser.add_argument("--name", default="eyes", help="name of the files that are written")
-    parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time, preparation included")
-    parser.add_argument("--steps", type=int, help="stop after so many steps instead")
-    parser.add_argument("--seeing", type=float, default=0.5, help="share of the time before dialogues begin")
-    parser.add_argument("--pictures", type=int, default=1024, help="pictures of a step")
-    parser.add_argument("--unnamed", type=float, default=0.35, help="share of objects in a colour without a name")
-    parser.add_argument("--strange", type=float, default=0.1, help="share of objects of a kind without a name")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--doubled", type=int, default=5, help="one in so many draws is twice as large, and shrunk")
-    parser.add_argument("--ahead", type=int, default=4, help="steps whose pictures are drawn at once")
-    parser.add_argument(
-        "--rows", type=int, default=128, help="dialogues of a step in the second part, a multiple of 64"
-    )
-    parser.add_argument("--peak", type=float, default=3e-3)
-    parser.add_argument("--tail", type=float, default=0.5, help="share of the time in which the rate falls to zero")
-    parser.add_argument("--rows-weight", type=float, default=1.0, help="weight of the rows' distance from the table")
-    parser.add_argument("--words-weight", type=float, default=2.0, help="weight of the language model's own loss")
-    parser.add_argument("--sizes", type=json.loads, default={}, help="sizes other than the shipped ones, as JSON")
-    parser.add_argument("--seed", type=int, default=51)
-    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() // 2 - 2))
-    parser.add_argument("--shards", type=int, default=600, help="shards of dialogues to write")
-    parser.add_argument("--groups", type=int, default=8, help="groups of 64 dialogues in a shard")
-    parser.add_argument("--probes", type=int, default=1024, help="pictures of which the heads name everything")
-    parser.add_argument("--items", type=int, default=40, help="held-out items a skill at the end")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--spare", type=float, default=4.0, help="what scores of held-out pairs are lowered by")
-    parser.add_argument("--rank", type=int, default=32, help="of the language model's changes; 0: it stays as it is")
-    parser.add_argument("--language-peak", type=float, default=1e-3, help="highest learning rate of these changes")
-    parser.add_argument("--plain-weight", type=float, default=8.0, help="weight of text that must stay as it was")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--resume", action="store_true", help="continue from DIR/NAME.safetensors, if there")
-    return parser.parse_args()
 
 
 class Training:
