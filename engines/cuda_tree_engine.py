@@ -1,7 +1,7 @@
-"""Verify steps of 17 to 32 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
+"""Verify steps of 17 to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
 
 They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what is
-accepted does not depend on the size of such a tree. For more tokens TensorRT is faster. The norms are launches of their
+accepted does not depend on the size of such a tree. The norms are launches of their
 own here: their results serve every block of the linear layer that follows.
 """
 
@@ -16,10 +16,7 @@ from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, 
 from edgellm.kernels.tiled_decode_kernels import (
     MAX_TILED_ROWS,
     CudaTiledKernels,
-    group_sums,
-    shares_sums,
     tiled_shared_bytes,
-    tiles,
 )
 
 
@@ -36,14 +33,7 @@ class CudaTreeEngine(CudaDecodeEngine):
 
     @staticmethod
     def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
-        sums = max(group_sums(width) for width in _shared_widths(config, kernels.multiprocessors))
-        return {
-            "normed": ((rows(shape), padded_columns(config.hidden_size)), dtype),
-            "groups": ((sums,), "float32"),
-        }
-
-    def _counters(self) -> tuple[int, ...]:
-        return (max(tiles(width) for width in _shared_widths(self.config, self._kernels.multiprocessors)),)
+        return {"normed": ((rows(shape), padded_columns(config.hidden_size)), dtype)}
 
     def _head(self, hidden: DeviceArray) -> list[Launch]:
         return [
@@ -93,14 +83,7 @@ class CudaTreeEngine(CudaDecodeEngine):
 
     def _linear(self, weight: str, bias: str | None, output: DeviceArray) -> Launch:
         bound, scratch = self._bound, self._scratch
-        return self._tiled.linear(
-            scratch["normed"],
-            bound[weight],
-            None if bias is None else bound.get(bias),
-            output,
-            scratch["groups"],
-            scratch["counters"],
-        )
+        return self._tiled.linear(scratch["normed"], bound[weight], None if bias is None else bound.get(bias), output)
 
     def _linear_residual(
         self,
@@ -119,8 +102,6 @@ class CudaTreeEngine(CudaDecodeEngine):
             scratch["hidden"],
             features,
             place,
-            scratch["groups"],
-            scratch["counters"],
         )
 
 
@@ -138,9 +119,3 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
         return reason
     needed = tiled_shared_bytes(shape.tokens, config.hidden_size, config.head_dim, shared_limit)
     return too_much_memory(needed, shape, config.hidden_size, shared_limit)
-
-
-def _shared_widths(config: DecoderConfig, multiprocessors: int) -> list[int]:
-    """Output widths of the linear layers whose sums several blocks share."""
-    widths = (config.query_size + 2 * config.kv_size, config.vocab_size)
-    return [config.hidden_size, *(width for width in widths if shares_sums(width, multiprocessors))]

@@ -18,6 +18,7 @@ from edgellm.engines.descriptions import ModelConfig
 from edgellm.engines.errors import BuildError
 from edgellm.engines.memory_plan import available_memory
 from edgellm.engines.plan_worker import read_answer, request_line
+from edgellm.engines.processor_cores import usable_cores
 from edgellm.engines.tensorrt_operations import build_plan
 
 _MOST_WORKERS = 4
@@ -150,5 +151,4 @@ def _worker_count() -> int:
     name = Path(sys.executable or "").name
     if not name.startswith("python") or getattr(sys, "frozen", False):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores, (available_memory() or 0) // _WORKER_BYTES))
+    return max(1, min(_MOST_WORKERS, usable_cores(), (available_memory() or 0) // _WORKER_BYTES))

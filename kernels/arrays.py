@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -70,6 +70,8 @@ class DeviceArray:
 
 #: Either kind: a kernel set works on the one that its backend allocates.
 Array = np.ndarray | DeviceArray
+#: One of the kind that the reader works on, where a field serves both: only who reads it knows which.
+OwnArray: TypeAlias = Any
 
 
 def leading(buffer: Array, shape: tuple[int, ...]) -> Array:

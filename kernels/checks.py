@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.kernels.arrays import Array, DeviceArray
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.errors import KernelError
 
 #: Bit of a token count that says that the token occurs in the prompt; bits 0..29 count the generated ones.
@@ -92,7 +92,7 @@ SIGNATURES: dict[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 
-def check_host_arguments(kernel: str, *arrays: Array) -> dict[str, int]:
+def check_host_arguments(kernel: str, *arrays: Any) -> dict[str, int]:
     """Sizes of the axes of `kernel` by letter, if `arrays` are NumPy arrays as its signature wants them.
 
     Raises KernelError that names the argument, what was found and what is expected.
@@ -104,7 +104,7 @@ def check_host_arguments(kernel: str, *arrays: Array) -> dict[str, int]:
     return _check(kernel, key)
 
 
-def check_device_arguments(kernel: str, *arrays: Array) -> dict[str, int]:
+def check_device_arguments(kernel: str, *arrays: Any) -> dict[str, int]:
     """The same for `DeviceArray` arguments, which are contiguous by definition."""
     try:
         key = tuple([(array.shape, array.dtype, array.pointer != 0) for array in arrays])

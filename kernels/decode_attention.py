@@ -14,16 +14,16 @@ MAX_TOKENS = 64
 
 _KEY_TILE, _GROUP, _ROWS = 64, 4, 16
 _FEWEST_WARPS = 4
-#: Bytes of a block's own variables: which new tokens each of its tokens sees, and how many keys it has.
-_STATIC_BYTES = MAX_TOKENS * MAX_TOKENS + 4 * MAX_TOKENS + 16
+#: Bytes of variables of a block: which new tokens each of its tokens sees, how many keys it has, what is made ready.
+_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 2 * 16 + 2 * 4) + 16
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """How decode_attention.cu's blocks share the work, on which no bit of a result depends.
 
-    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and `slots` spans of keys (1, 2 or
-    4), a warp for each pair; `stages` (1 or 2) tiles of keys of a span are in shared memory.
+    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and computes `slots` of its four
+    spans of keys at once (1, 2 or 4), a warp for each pair; `stages` (1 or 2) tiles of keys of a span are in memory.
     """
 
     slots: int
@@ -32,13 +32,14 @@ class AttentionGeometry:
 
     @property
     def warps(self) -> int:
-        """Warps of a block."""
-        return max(_FEWEST_WARPS, self.slots * self.row_tiles)
+        """Warps of a block, a power of two."""
+        return max(_FEWEST_WARPS, 1 << (self.slots * self.row_tiles - 1).bit_length())
 
     def shared_bytes(self, tokens: int, size: int) -> int:
         """Shared memory of a block, beside its own variables."""
         rows = 2 * (self.slots * self.stages * _KEY_TILE + tokens) + self.row_tiles * _ROWS
-        return 2 * rows * (-(-size // 16) * 16 + 8)
+        spans = 0 if self.slots == _GROUP else _GROUP * self.row_tiles * _ROWS
+        return (2 * rows + 4 * spans) * (-(-size // 16) * 16 + 8)
 
     def fits(self, tokens: int, size: int, shared_limit: int) -> bool:
         """Whether a block gets the memory and, for its size of heads, the registers that it needs."""
@@ -78,9 +79,9 @@ def attention_launch(
             f"heads, {tokens} tokens"
         )
     if geometry is None:
-        geometry = attention_geometry(batch, tokens, group, size, kv_heads, kv_rows, kernels.shared_limit)
-    spans = _spans(kv_heads, kv_rows)
-    states = -(-spans // _GROUP) if geometry.slots == _GROUP else spans
+        geometry = attention_geometry(tokens, group, size, kv_heads, kv_rows, kernels.shared_limit)
+    groups, tile_tokens = _groups(kv_heads, kv_rows), _ROWS // group
+    token_blocks = -(-tokens // (geometry.row_tiles * tile_tokens))
     arguments = (
         pointer(qkv),
         pointer(q_norm),
@@ -95,44 +96,47 @@ def attention_launch(
         pointer(partial),
         pointer(counters),
         ctypes.c_float(size**-0.5 * 1.4426950408889634),
-        *map(ctypes.c_int, (group, size, rotary, kv_heads, kv_rows, tokens, mask_keys, masks_all)),
-        *map(ctypes.c_int, (_max_spans(kv_heads), states, geometry.slots, geometry.row_tiles, geometry.stages)),
+        *map(ctypes.c_int, (group, -(-65_536 // group), tile_tokens, size, rotary, kv_rows, tokens, token_blocks)),
+        *map(ctypes.c_int, (mask_keys, masks_all, _span_bits(kv_heads), groups)),
+        *map(ctypes.c_int, (geometry.slots, geometry.row_tiles, geometry.stages)),
     )
     steps = 4 if size <= 64 else 8 if size <= 128 else 16
-    token_blocks = -(-tokens // (geometry.row_tiles * (_ROWS // group)))
-    grid = (-(-spans // geometry.slots), kv_heads * token_blocks, batch)
+    grid = (groups, kv_heads, batch * token_blocks)
     name, shared = f"decode_mma_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
     return Launch(kernels, name, grid, 32 * geometry.warps, shared, arguments)
 
 
 def attention_geometry(
-    batch: int, tokens: int, group: int, size: int, kv_heads: int, kv_rows: int, shared_limit: int
+    tokens: int, group: int, size: int, kv_heads: int, kv_rows: int, shared_limit: int
 ) -> AttentionGeometry:
     """The fastest that fits, as measured; the smallest if none does."""
     row_tiles = -(-tokens // (_ROWS // group))
-    stages = 2 if -(-kv_rows // _KEY_TILE) > _max_spans(kv_heads) else 1
-    slots = 1 if row_tiles == 1 else _GROUP
-    choices = [
-        AttentionGeometry(few, most, deep)
+    stages = 2 if kv_rows > _KEY_TILE << _span_bits(kv_heads) else 1
+    choices = (
+        AttentionGeometry(slots, tiles, deep)
         for deep in range(stages, 0, -1)
-        for few in (4, 2, 1)
-        if few <= slots
-        for most in (4, 3, 2, 1)
-        if most <= row_tiles
-    ]
+        for slots in (4, 2, 1)
+        for tiles in range(min(4, row_tiles), 0, -1)
+    )
     fitting = (choice for choice in choices if choice.fits(tokens, size, shared_limit))
     return next(fitting, AttentionGeometry(1, 1, 1))
 
 
+def attention_shared_bytes(tokens: int, size: int) -> int:
+    """Shared memory of the smallest blocks."""
+    return AttentionGeometry(1, 1, 1).shared_bytes(tokens, size) + _STATIC_BYTES
+
+
 def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
     """Number of float32 values that the blocks of an attention layer leave for the merge; `rows` tokens in a step."""
-    return rows * heads * _spans(kv_heads, kv_rows) * (size + 4)
+    return rows * heads * _groups(kv_heads, kv_rows) * (size + 4)
 
 
-def _max_spans(kv_heads: int) -> int:
-    """Into how many spans a token's keys are divided, at most: a property of the model, as bits depend on it."""
-    return max(16, min(128, 256 // kv_heads))
+def _span_bits(kv_heads: int) -> int:
+    """A token's keys are divided into 2 to this power spans, at most: by the model alone, as bits depend on it."""
+    return max(16, min(128, 256 // kv_heads)).bit_length() - 1
 
 
-def _spans(kv_heads: int, kv_rows: int) -> int:
-    return min(-(-kv_rows // _KEY_TILE), _max_spans(kv_heads))
+def _groups(kv_heads: int, kv_rows: int) -> int:
+    spans = min(-(-kv_rows // _KEY_TILE), 1 << _span_bits(kv_heads))
+    return -(-spans // _GROUP)

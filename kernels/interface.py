@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, OwnArray
 
 
 class SequenceState(NamedTuple):
@@ -23,13 +23,13 @@ class SequenceState(NamedTuple):
     ring of E places, emitted[b]; emitted_index[b] then moves on by one, modulo E.
     """
 
-    active: Array  # [B]
-    token_ids: Array  # [B, 1]
-    kvcache_start_index: Array  # [B]
-    positions: Array  # [B]
-    token_counts: Array  # [B, V]
-    emitted_index: Array  # [B]
-    emitted: Array  # [B, E]
+    active: OwnArray  # [B]
+    token_ids: OwnArray  # [B, 1]
+    kvcache_start_index: OwnArray  # [B]
+    positions: OwnArray  # [B]
+    token_counts: OwnArray  # [B, V]
+    emitted_index: OwnArray  # [B]
+    emitted: OwnArray  # [B, E]
 
 
 class Kernels(Protocol):

@@ -212,9 +212,9 @@ def _advance(tokens: np.ndarray, state: SequenceState) -> None:
 
 
 def _argmax(values: np.ndarray) -> int:
-    token = values.argmax()
+    token = int(values.argmax())
     if values[token] != values[token]:  # NumPy's argmax stops at the first NaN
-        token = _without_nan(values).argmax()
+        token = int(_without_nan(values).argmax())
     return token
 
 

@@ -1,4 +1,4 @@
-"""The kernels of steps of 17 to 32 tokens in NumPy, float32: the twins of `CudaTiledKernels`, their definition.
+"""The kernels of steps of 17 to 64 tokens in NumPy, float32: the twins of `CudaTiledKernels`, their definition.
 
 The norms stand alone here; `linear_residual` and `attention` are those of `numpy_decode_kernels`.
 """

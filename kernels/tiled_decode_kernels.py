@@ -1,55 +1,28 @@
-"""The kernels of steps of 17 to 32 tokens on the GPU, as trees have that are verified, prepared once for every step.
+"""The kernels of steps of 17 to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
 
-Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels`, and scratch memory of its own behind
-them, and returns a `Launch` that enqueues it. A row gets the bits that `CudaDecodeKernels` computes.
+Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels` (attention also scratch memory) and
+returns a `Launch` that enqueues it. A row gets the bits that `CudaDecodeKernels` computes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import attention_splits, feature_arguments, padded_columns, slice_steps
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.linear_tilings import Tiling, fastest_tiling, tilings
 
 #: The most rows of a step (its tokens, of all sequences together).
-MAX_TILED_ROWS = 32
+MAX_TILED_ROWS = 64
 
 _THREADS = 256
 _NORM_THREADS, _NORM_SLICES = 512, 16
-#: Blocks that share the sums of a tile, where a matrix has few of them.
-_SPLITS = 4
 _KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
 _ATTENTION_WARPS, _OWN_TOKENS = 16, 2
-
-
-#: Weight rows of a tile.
-_UNIT = 64
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How decode_tiled_linear.cu's kernels of one kind work: `stages` are those of the ring, at most."""
-
-    name: str
-    splits: int
-    stages: int
-
-    def shared_bytes(self, stages: int) -> int:
-        """The rings of two teams, and a part of their sums."""
-        return 2 * stages * (MAX_TILED_ROWS + _UNIT) * 128 + 2 * MAX_TILED_ROWS * _UNIT * 4
-
-    def stages_within(self, shared_limit: int) -> int:
-        """How many of the stages fit; 2 where not even these do."""
-        fitting = (stages for stages in range(self.stages, 2, -1) if self.shared_bytes(stages) <= shared_limit)
-        return next(fitting, 2)
-
-
-WHOLE, SHARED = Tiling("", 1, 2), Tiling("_shared", _SPLITS, 3)
 
 
 class CudaTiledKernels:
@@ -87,47 +60,20 @@ class CudaTiledKernels:
         shared = 8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(columns)
         return Launch(self._module, f"decode_norm_{output.dtype}", (1, rows, 1), _NORM_THREADS, shared, arguments)
 
-    def linear(
-        self,
-        x: DeviceArray,
-        weight: DeviceArray,
-        bias: DeviceArray | None,
-        output: DeviceArray,
-        groups: DeviceArray,
-        counters: DeviceArray,
-    ) -> Launch:
-        """See `numpy_tiled_decode_kernels.linear`.
-
-        `groups` float32 of `group_sums` and `counters` uint32 of `tiles` (zero before and after) are its own.
-        """
-        tiling = SHARED if shares_sums(weight.shape[0], self._module.multiprocessors) else WHOLE
-        return self.tiled_linear(tiling, x, weight, bias, output, groups, counters)
+    def linear(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
+        """See `numpy_tiled_decode_kernels.linear`."""
+        return self.tiled_linear(self._tiling(x, weight), x, weight, bias, output)
 
     def tiled_linear(
-        self,
-        tiling: Tiling,
-        x: DeviceArray,
-        weight: DeviceArray,
-        bias: DeviceArray | None,
-        output: DeviceArray,
-        groups: DeviceArray,
-        counters: DeviceArray,
+        self, tiling: Tiling, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray
     ) -> Launch:
         """`linear` with a tiling of the caller's choice."""
-        arguments = (pointer(output), pointer(groups), pointer(counters))
-        return self._linear("decode_tiled_linear", tiling, x, weight, bias, weight.shape[0], arguments)
+        return self._linear("linear", tiling, x, weight, bias, weight.shape[0], (pointer(output),))
 
     def gate_up(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
         """See `numpy_tiled_decode_kernels.gate_up`."""
-        return self.tiled_gate_up(WHOLE, x, weight, bias, output)
-
-    def tiled_gate_up(
-        self, tiling: Tiling, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray
-    ) -> Launch:
-        """`gate_up` with a tiling of the caller's choice, whose blocks do not share sums."""
-        nothing = ctypes.c_void_p(0)
-        arguments = (pointer(output), nothing, nothing)
-        return self._linear("decode_tiled_gate_up", tiling, x, weight, bias, weight.shape[0] // 2, arguments, 2)
+        tiling = self._tiling(x, weight)
+        return self._linear("gate_up", tiling, x, weight, bias, weight.shape[0] // 2, (pointer(output),))
 
     def linear_residual(
         self,
@@ -136,22 +82,20 @@ class CudaTiledKernels:
         bias: DeviceArray | None,
         residual: DeviceArray,
         output: DeviceArray,
-        features: DeviceArray | None,
-        place: int,
-        groups: DeviceArray,
-        counters: DeviceArray,
+        features: DeviceArray | None = None,
+        place: int = 0,
     ) -> Launch:
-        """See `numpy_tiled_decode_kernels.linear_residual`; `groups` and `counters` as in `linear`."""
+        """See `numpy_tiled_decode_kernels.linear_residual`."""
         rows = weight.shape[0]
-        arguments = (
-            pointer(residual),
-            ctypes.c_int(residual.dtype == "float32"),
-            pointer(output),
-            pointer(groups),
-            pointer(counters),
-        )
+        arguments = pointer(residual), ctypes.c_int(residual.dtype == "float32"), pointer(output)
         behind = feature_arguments(features, place, rows)
-        return self._linear("decode_tiled_residual", SHARED, x, weight, bias, rows, arguments, 1, behind)
+        return self._linear("residual", self._tiling(x, weight), x, weight, bias, rows, arguments, behind)
+
+    def _tiling(self, x: DeviceArray, weight: DeviceArray) -> Tiling:
+        module, (rows, columns) = self._module, weight.shape
+        return fastest_tiling(
+            _rows(x), rows, columns, module.multiprocessors, module.shared_limit, has_clusters=module.can_overlap
+        )
 
     def _linear(
         self,
@@ -162,7 +106,6 @@ class CudaTiledKernels:
         bias: DeviceArray | None,
         rows: int,
         arguments: Sequence[Any],
-        sums: int = 1,
         behind: Sequence[Any] = (),
     ) -> Launch:
         batch, columns, stride = _rows(x), weight.shape[1], x.shape[-1]
@@ -181,9 +124,10 @@ class CudaTiledKernels:
             *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns), stages)),
             *behind,
         )
-        grid = (-(-rows // (_UNIT // sums)), tiling.splits, 1)
-        name = f"{name}{tiling.name}_{weight.dtype}"
-        return Launch(self._module, name, grid, _THREADS, tiling.shared_bytes(stages), every)
+        grid = (tiling.blocks(weight.shape[0]) // tiling.splits, tiling.splits, 1)
+        name = f"decode_tiled_{name}_{tiling.rows}_{tiling.teams}_{weight.dtype}"
+        shared, cluster = tiling.shared_bytes(stages), (1, tiling.splits, 1)
+        return Launch(self._module, name, grid, _THREADS, shared, every, cluster)
 
     def attention(
         self,
@@ -229,26 +173,11 @@ class CudaTiledKernels:
         )
 
 
-def shares_sums(rows: int, multiprocessors: int) -> bool:
-    """Whether blocks share the sums of a linear layer of `rows`: where it has tiles for too few multiprocessors."""
-    return tiles(rows) < 1.5 * multiprocessors
-
-
-def group_sums(rows: int) -> int:
-    """Number of float32 values that the blocks of a matrix of `rows` leave for each other, where they share sums."""
-    return tiles(rows) * _UNIT * MAX_TILED_ROWS * _SPLITS
-
-
-def tiles(rows: int) -> int:
-    """The tiles of a matrix of `rows`."""
-    return -(-rows // _UNIT)
-
-
 def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
     own, warps = _attention_block(tokens, head_size, shared_limit)
     return max(
-        WHOLE.shared_bytes(2),
+        min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, shared_limit, has_clusters=False)),
         _attention_bytes(tokens, head_size, own, warps),
         8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )

@@ -13,7 +13,6 @@ from test_decode_kernels_gpu import from_bits, relative, to_bits
 from edgellm.kernels import numpy_decode_kernels as twins
 from edgellm.kernels.decode_attention import (
     AttentionGeometry,
-    attention_geometry,
     attention_launch,
     attention_partials,
 )
@@ -244,11 +243,6 @@ def test_a_sequence_has_the_same_bits_in_every_batch(gpu) -> None:
         own["qkv"] = arrays["qkv"][b * 8 : b * 8 + 8]
         alone = Attention(gpu, replace(case, starts=(start,)), own).bits("context")
         np.testing.assert_array_equal(alone, together[b * 8 : b * 8 + 8])
-
-
-def test_what_does_not_fit_is_given_the_smallest_blocks() -> None:
-    assert attention_geometry(1, 64, 4, 64, 8, 1088, 232_448).row_tiles == 4
-    assert attention_geometry(1, 64, 4, 256, 8, 1088, 101_376) == AttentionGeometry(1, 1, 1)
 
 
 def _as_held(bits: np.ndarray, dtype: str) -> np.ndarray:

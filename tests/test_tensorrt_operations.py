@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -60,15 +61,44 @@ def test_every_phase_of_every_family_builds(library: TensorRTLibrary, family: st
         assert len(plan) > 1000
 
 
+def described(trt: Any, config: DecoderConfig, shape: EngineShape) -> Any:
+    """The network of an engine, not built, and what keeps it alive."""
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    strongly_typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
+    DecoderDescription(TensorRTOperations(trt, network, config.dtype, "composed"), config, shape).describe()
+    return network, builder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linears_are_in_the_compute_dtype_and_what_adds_up_in_float32(library: TensorRTLibrary, family: str) -> None:
+    """Of rounding the residual stream and attention's scores to float16, logits would get most of their error."""
+    trt, config = library.module, FAMILIES[family]
+    network, _builder = described(trt, config, EngineShape("prefill", 1, 16, 64, 80))
+    compute = trt.bfloat16 if config.dtype == "bfloat16" else trt.float16
+    weights = {spec.name for spec in decoder_weights(config)}
+    residuals = linears = scores = 0
+    for layer in map(network.get_layer, range(network.num_layers)):
+        output = layer.get_output(0)
+        if layer.type == trt.LayerType.ELEMENTWISE:
+            layer.__class__ = trt.IElementWiseLayer
+            if layer.op == trt.ElementWiseOperation.SUM and tuple(output.shape) == (1, 16, config.hidden_size):
+                residuals += output.dtype == trt.float32
+        elif layer.type == trt.LayerType.MATRIX_MULTIPLY:
+            if layer.get_input(1).name in weights:
+                linears += output.dtype == compute
+            else:
+                scores += output.dtype == trt.float32
+    assert residuals == 2 * config.num_layers + config.deepstack_layers
+    assert linears == 4 * config.num_layers + 1
+    assert scores == 2 * config.num_layers
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_edge_of_an_engine(library: TensorRTLibrary, family: str) -> None:
     """Names, shapes and dtypes of inputs and outputs are those of the contract; every weight is an input."""
     trt, config = library.module, FAMILIES[family]
-    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
-    strongly_typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
-    shape = EngineShape("prefill", 1, 16, 64, 80)
-    DecoderDescription(TensorRTOperations(trt, network, config.dtype, "composed"), config, shape).describe()
+    network, _builder = described(trt, config, EngineShape("prefill", 1, 16, 64, 80))
     inputs = {network.get_input(index).name: network.get_input(index) for index in range(network.num_inputs)}
     outputs = {network.get_output(index).name: network.get_output(index) for index in range(network.num_outputs)}
     compute = trt.bfloat16 if config.dtype == "bfloat16" else trt.float16

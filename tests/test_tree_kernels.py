@@ -13,7 +13,6 @@ from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels import numpy_tiled_decode_kernels as twins
 from edgellm.kernels.decode_kernels import padded_columns
-from edgellm.kernels.tiled_decode_kernels import group_sums, shares_sums, tiles
 
 
 def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -62,7 +61,7 @@ def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dic
     return {"logits": logits, "hidden_states": features}
 
 
-@pytest.mark.parametrize("tokens", [17, 32])
+@pytest.mark.parametrize("tokens", [17, 32, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: str, tokens: int) -> None:
     config = replace(FAMILIES[family], feature_layers=(2, 0))
@@ -81,11 +80,12 @@ def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: st
         ({}, {}, "float16", None),
         ({}, {"tokens": 17, "selected": 17}, "bfloat16", None),
         ({}, {"tokens": 8, "selected": 8, "batch": 4}, "float16", None),
-        ({}, {"tokens": 16, "selected": 16}, "float16", "17 to 32 tokens and give logits of all, not of 16 of 16"),
-        ({}, {"tokens": 33, "selected": 33}, "float16", "17 to 32 tokens and give logits of all, not of 33 of 33"),
-        ({}, {"tokens": 8, "selected": 8, "batch": 5}, "float16", "not of 8 of 8 tokens of 5 sequences"),
-        ({}, {"selected": 1}, "float16", "not of 1 of 32 tokens"),
-        ({}, {"phase": "prefill", "selected": 1}, "float16", "verify several tokens, not 32 in prefill"),
+        ({}, {"tokens": 16, "selected": 16}, "float16", "17 to 64 tokens and give logits of all, not of 16 of 16"),
+        ({}, {"tokens": 65, "selected": 65}, "float16", "17 to 64 tokens and give logits of all, not of 65 of 65"),
+        ({}, {"tokens": 8, "selected": 8, "batch": 8}, "float16", None),
+        ({}, {"tokens": 8, "selected": 8, "batch": 9}, "float16", "not of 8 of 8 tokens of 9 sequences"),
+        ({}, {"selected": 1}, "float16", "not of 1 of 64 tokens"),
+        ({}, {"phase": "prefill", "selected": 1}, "float16", "verify several tokens, not 64 in prefill"),
         ({}, {"phase": "decode", "tokens": 1, "selected": 1, "batch": 32}, "float16", "not 1 in decode"),
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
         ({}, {"lora_slots": 2}, "float16", "LoRA"),
@@ -95,7 +95,7 @@ def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: st
 )
 def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
     config = replace(LLAMA, **changes)
-    found = unsupported(config, replace(EngineShape("verify", 1, 32, 128, 128, 32), **shape), dtype)
+    found = unsupported(config, replace(EngineShape("verify", 1, 64, 128, 128, 64), **shape), dtype)
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -106,19 +106,6 @@ def test_real_widths_fit_into_shared_memory(head_size: int, limit: int) -> None:
     config = replace(
         LLAMA, hidden_size=4096, intermediate_size=14_336, num_heads=32, num_kv_heads=8, head_dim=head_size
     )
-    shape = EngineShape("verify", 1, 32, 1088, 1088, 32)
+    shape = EngineShape("verify", 1, 64, 1088, 1088, 64)
     assert unsupported(config, shape, "float16", limit) is None
-    assert "of shared memory for 32 tokens" in unsupported(config, shape, "float16", 49_152)
-
-
-def test_blocks_share_sums_where_there_are_few_tiles() -> None:
-    assert [shares_sums(rows, 132) for rows in (2048, 3072, 12_672, 16_384, 128_256)] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert tiles(2049) == 33
-    assert group_sums(2048) == 32 * 64 * 32 * 4
-    assert group_sums(100) == 2 * 64 * 32 * 4
+    assert "of shared memory for 64 tokens" in unsupported(config, shape, "float16", 49_152)

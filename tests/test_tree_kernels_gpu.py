@@ -18,24 +18,24 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("tokens", [17, 32])
+@pytest.mark.parametrize("tokens", [17, 32, 64])
 @pytest.mark.parametrize("family", ODD)
 def test_trees_of_each_family_and_odd_widths(gpu, family: str, tokens: int, dtype: str) -> None:
     assert_equals_twin(gpu, ODD[family], [77], 160, dtype, random_parents(tokens, seed=tokens))
 
 
-@pytest.mark.parametrize("tokens", [17, 20, 24, 25, 31, 32])
+@pytest.mark.parametrize("tokens", [17, 20, 24, 25, 31, 32, 33, 40, 47, 48, 49, 57, 63, 64])
 def test_every_size_of_a_tree(gpu, tokens: int) -> None:
     assert_equals_twin(gpu, FAMILIES["llama_untied_biases"], [40], 130, "float16", random_parents(tokens, seed=1))
 
 
 @pytest.mark.parametrize("starts", [[0], [1], [31], [32], [505], [991], [0, 968], [5, 31], [60, 700]])
 def test_trees_around_tiles_and_splits(gpu, starts: list[int]) -> None:
-    parents = random_parents(32 if len(starts) == 1 else 16, seed=3)
+    parents = random_parents(64 // len(starts), seed=3)
     assert_equals_twin(gpu, FAMILIES["qwen3"], starts, 1060, "float16", parents)
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (5, 4), (2, 16), (9, 2)])
+@pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (5, 4), (2, 16), (9, 2), (8, 8), (3, 16), (2, 32), (32, 2)])
 def test_batches_of_trees(gpu, batch: int, tokens: int) -> None:
     starts = [17 * b + 3 for b in range(batch)]
     assert_equals_twin(gpu, FAMILIES["qwen2"], starts, 200, "float16", random_parents(tokens, seed=2))
@@ -44,11 +44,12 @@ def test_batches_of_trees(gpu, batch: int, tokens: int) -> None:
 @pytest.mark.parametrize("layers", [(0,), (1, 0), (2,), (0, 2)], ids=str)
 def test_features_are_what_enters_the_layers(gpu, layers: tuple[int, ...]) -> None:
     config = replace(FAMILIES["llama_untied_biases"], feature_layers=layers)
-    assert_equals_twin(gpu, config, [40], 128, "bfloat16", random_parents(32, seed=4))
+    assert_equals_twin(gpu, config, [40], 128, "bfloat16", random_parents(64, seed=4))
 
 
-def test_a_chain_as_long_as_the_step(gpu) -> None:
-    assert_equals_twin(gpu, LLAMA, [1000], 1100, "float16", (None, *range(31)))
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_a_chain_as_long_as_the_step(gpu, tokens: int) -> None:
+    assert_equals_twin(gpu, LLAMA, [1000], 1100, "float16", (None, *range(tokens - 1)))
 
 
 #: widths whose slices of K are whole, cut and partly empty; heads of each number of pairs; units beyond the last block
@@ -76,16 +77,17 @@ def step_of_a_path(arrays: dict[str, np.ndarray], path: np.ndarray, start: int) 
 
 @pytest.mark.parametrize(("shape", "start", "tokens"), [
     ("llama", 0, 32),
-    ("llama", 27, 32),
+    ("llama", 27, 64),
     ("llama", 253, 20),
-    ("llama", 1020, 32),
-    ("llama", 2045, 32),
-    ("biases", 31, 32),
-    ("qwen3", 100, 32),
-    ("heads_of_128", 63, 32),
+    ("llama", 1020, 33),
+    ("llama", 2045, 64),
+    ("biases", 31, 64),
+    ("qwen3", 100, 48),
+    ("heads_of_128", 63, 64),
     ("heads_of_80", 5, 17),
-    ("many_heads_a_group", 90, 32),
+    ("many_heads_a_group", 90, 64),
     ("more_units_than_blocks", 40, 32),
+    ("more_units_than_blocks", 41, 64),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_token_of_a_large_tree_has_the_bits_of_a_small_step(
@@ -121,16 +123,17 @@ def test_a_token_of_a_large_tree_has_the_bits_of_a_small_step(
                     np.testing.assert_array_equal(found[0, :, start + depth], expected[name][0, :, start + node])
 
 
-def test_a_captured_step_follows_tree_and_length_on_the_device(gpu) -> None:
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_a_captured_step_follows_tree_and_length_on_the_device(gpu, tokens: int) -> None:
     config, rows = replace(FAMILIES["llama"], feature_layers=(1,)), 256
-    arrays = rounded(random_model(config, 1, rows, [40], random_parents(32, seed=0)), "float16")
+    arrays = rounded(random_model(config, 1, rows, [40], random_parents(tokens, seed=0)), "float16")
     loaded = Loaded(gpu, config, arrays, "float16", rows)
     loaded.engine.enqueue()
     graph = gpu.capture(loaded.engine.enqueue, "verify")
     assert graph != loaded.engine.enqueue, "the step was not captured"
     twin_step(config, arrays)
     for start, seed in ((41, 1), (101, 2), (180, 3)):
-        changed = random_model(config, 1, rows, [start], random_parents(32, seed=seed))
+        changed = random_model(config, 1, rows, [start], random_parents(tokens, seed=seed))
         for name in ("kvcache_start_index", "attention_mask"):
             arrays[name] = changed[name]
             gpu.upload(loaded.arrays[name], changed[name])
@@ -141,14 +144,15 @@ def test_a_captured_step_follows_tree_and_length_on_the_device(gpu) -> None:
             assert relative(found, expected[name]) < 2e-3
 
 
-def test_repeated_steps_of_real_widths_give_the_same_bits(gpu) -> None:
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_repeated_steps_of_real_widths_give_the_same_bits(gpu, tokens: int) -> None:
     """Widths of Llama-3.2-1B, two layers: a race between overlapping kernels would show as a difference."""
     config = replace(
         LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64,
         vocab_size=32_000,
     )  # fmt: skip
     rows = 700
-    arrays = random_model(config, 1, rows, [500], random_parents(32, seed=6))
+    arrays = random_model(config, 1, rows, [500], random_parents(tokens, seed=6))
     loaded = Loaded(gpu, config, arrays, "float16", rows)
     loaded.engine.enqueue()
     first = gpu.download(loaded.arrays["logits"])

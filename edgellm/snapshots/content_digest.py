@@ -7,12 +7,13 @@ digest is that of a list: SHA-256 of the SHA-256s, 32 bytes each, of all section
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+
+from edgellm.engines.processor_cores import usable_cores
 
 DIGEST_BYTES = 32
 _MOST_THREADS = 16
@@ -65,8 +66,3 @@ def section_digest(content: np.ndarray | memoryview) -> bytes:
 def combined_digest(digests: Iterable[bytes]) -> bytes:
     """The digest of a content whose sections have these."""
     return hashlib.sha256(b"".join(digests)).digest()
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

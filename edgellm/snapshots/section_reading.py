@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.processor_cores import usable_cores
 from edgellm.errors import SnapshotError
-from edgellm.snapshots.content_digest import section_digest, usable_cores
+from edgellm.snapshots.content_digest import section_digest
 
 #: More threads than these do not hash, or read, faster; the thread that launches needs a core of its own.
 _MOST_THREADS, _MOST_READERS = 16, 8
@@ -74,19 +75,20 @@ class SectionReader:
     """Threads that read; they are made once, which takes milliseconds."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """By default as many as there are cores besides the one that launches."""
-        self.threads = threads or max(1, min(_MOST_THREADS, usable_cores() - 1))
-        self._pool = ThreadPoolExecutor(self.threads, "edgellm-snapshot")
+        """`threads` of them; by default as many as there are cores besides the one that launches, and are of use."""
+        self._threads = threads or max(1, min(_MOST_THREADS, usable_cores() - 1))
+        self._readers = threads or min(_MOST_READERS, self._threads)
+        self._pool = ThreadPoolExecutor(self._threads, "edgellm-snapshot")
 
     def reserve(self) -> None:
         """Start the threads now."""
-        barrier = Barrier(self.threads)
-        wait([self._pool.submit(barrier.wait) for _ in range(self.threads)])
+        barrier = Barrier(self._threads)
+        wait([self._pool.submit(barrier.wait) for _ in range(self._threads)])
 
     def read(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> Reading:
         """Begin to read; the descriptor stays open until all parts are there, or the reading is stopped."""
         reading = Reading(descriptor, parts, is_hashed)
-        count = min(self.threads, len(parts), _MOST_THREADS if is_hashed else _MOST_READERS)
+        count = min(len(parts), self._threads if is_hashed else self._readers)
         reading.workers = [self._pool.submit(reading.work) for _ in range(count)]
         return reading
 

@@ -40,6 +40,7 @@ extern "C" __global__ void eagle_accept(
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ bool is_last;
+    __shared__ int drawn[MAXIMUM_TREE_SIZE];
     launch_next_kernel();
     wait_for_previous_kernel();
     unsigned slot = blockIdx.z, node = blockIdx.y, tree_size = gridDim.y;
@@ -51,21 +52,20 @@ extern "C" __global__ void eagle_accept(
     }
     Row* rows = workspace + first_row;
     unsigned long long candidate = 0;
+    Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
+    touch(tree);
     bool is_padding = node != 0 && tree_tokens[first_row + node] < 0;
     if (!is_padding) candidate = largest_of_row(logits + (first_row + node) * vocabulary, vocabulary);
     candidate = block_maximum(candidate, partial);
     if (threadIdx.x == 0) {
-        is_last = false;
         atomicMax(&rows[node].best, candidate);
-        if (last_of(&rows[node].finished, gridDim.x)) {
-            rows[node].drawn = winning_id(atomicExch(&rows[node].best, 0ull));
-            is_last = last_of(&rows[0].arrived, tree_size);
-        }
+        is_last = last_of(&rows[0].arrived, gridDim.x * tree_size);
     }
     __syncthreads();
     if (!is_last) return;
-    Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
-    walk(accepted, slot, tree, {&rows[0].drawn, sizeof(Row) / sizeof(int), vocab_mapping, vocabulary});
+    for (unsigned i = threadIdx.x; i < tree_size; i += blockDim.x) drawn[i] = winning_id(atomicExch(&rows[i].best, 0ull));
+    __syncthreads();
+    walk(accepted, slot, tree, {drawn, vocab_mapping, vocabulary});
 }
 
 // The walk alone. Grid (slots).
@@ -82,5 +82,5 @@ extern "C" __global__ void accept_drawn(
         return;
     }
     Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
-    walk(accepted, slot, tree, {drawn + first_row, 1, vocab_mapping, mapping_size});
+    walk(accepted, slot, tree, {drawn + first_row, vocab_mapping, mapping_size});
 }

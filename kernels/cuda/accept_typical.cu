@@ -34,7 +34,7 @@ extern "C" __global__ void typical_accept(
         return;
     }
     Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
-    DrawnTokens drawn_tokens = {drawn + first_row, 1, nullptr, 0};
+    DrawnTokens drawn_tokens = {drawn + first_row, nullptr, 0};
     Row* rows = workspace + first_row;
     bool greedy = temperature[slot] == 0.0f;
     if (!greedy) {

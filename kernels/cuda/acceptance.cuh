@@ -8,7 +8,7 @@ namespace acceptance {
 constexpr unsigned MAXIMUM_TREE_SIZE = 1024;  // as of acceptance_interface.py
 constexpr unsigned MAXIMUM_ACCEPTED = 33;
 
-// Workspace of one row of logits. Everything but `drawn` and `stop` is 0 before a kernel's first launch and after its
+// Workspace of one row of logits. Everything but `stop` is 0 before a kernel's first launch and after its
 // last, whatever the batch and the tree size; so all may share it. The first row of a slot serves the slot too.
 struct Row {
     unsigned long long best;      // value_and_id of the largest value
@@ -17,7 +17,6 @@ struct Row {
     unsigned long long drawn_best, drawn_fallback;
     unsigned finished;  // blocks of the row, or of the slot's draw
     unsigned arrived;   // rows of the slot
-    int drawn;
     int stop;  // node at which a chain ends; STOP_REJECTED is added where its draft was refused
 };
 static_assert(sizeof(Row) == 56, "cuda_acceptance.py allocates rows of another size");
@@ -49,12 +48,11 @@ __device__ inline int winning_id(unsigned long long winner) {
 // Tokens drawn at the nodes of a slot, in the full vocabulary.
 struct DrawnTokens {
     const int* drawn;
-    unsigned stride;  // in words
     const int* vocab_mapping;
     unsigned mapping_size;
 
     __device__ int at(unsigned node) const {
-        int token = __ldcg(drawn + (size_t)node * stride);
+        int token = drawn[node];
         if (vocab_mapping == nullptr) return token;
         return unsigned(token) < mapping_size ? vocab_mapping[token] : -1;
     }
@@ -79,6 +77,18 @@ __device__ inline void write_path(
         accepted.ids[(size_t)slot * accepted.most + i] = token;
     }
     if (threadIdx.x == 0) accepted.lengths[slot] = length;
+}
+
+// Starts to load what lies at an address, and waits for nothing: the next load finds it near.
+__device__ inline void touch(const int* address) {
+    int ignored;
+    asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(ignored) : "l"(address));
+}
+
+// All of a tree. By a whole block.
+__device__ inline void touch(const Tree& tree) {
+    unsigned node = 32 * threadIdx.x;
+    if (node < tree.size) touch(tree.tokens + node), touch(tree.parents + node), touch(tree.depths + node);
 }
 
 // Whether a node is a child of the one that its parent index names.

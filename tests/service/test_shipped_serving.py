@@ -67,7 +67,7 @@ def test_a_comparison_goes_on_where_it_ended(equality: object, tmp_path: Path) -
         backend="numpy", draftings=["plain"], samplings=["greedy", "sampled"], ways=["alone", "turns"]
     )
     record.begin()
-    served = equality.Served("alone", "plain", "greedy", 3, 24, 30, 5, [equality.Difference(1, 2, 3e-5, 1e-4)], 1.5)
+    served = equality.Served("alone", "plain", "greedy", 2, 3, 24, 30, 5, [equality.Difference(1, 2, 3e-5, 1e-4)], 1.5)
     record.add(1, served)
     record.path.write_text(record.path.read_text() + '{"share": 0, "way": "tur')
     record.begin()

@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +36,14 @@ from edgellm.kernels.decode_kernels import (
     padded_columns,
 )
 from edgellm.kernels.launch import Launch
-from edgellm.kernels.tiled_decode_kernels import SHARED, WHOLE, CudaTiledKernels, group_sums
+from edgellm.kernels.linear_tilings import tilings
+from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 LAYERS = LLAMA.num_layers
 KV_ROWS, START = 1088, 530
 REPEATS, SERIES = 10, 5
 EPSILON = LLAMA.rms_norm_eps
-
-#: Tilings to compare, by the length of their rings.
-TILINGS = {
-    f"{name} {stages}": replace(tiling, stages=stages)
-    for name, tiling in {"whole": WHOLE, "shared": SHARED}.items()
-    for stages in (2, 3, 4)
-}
 
 
 class Bench:
@@ -63,8 +56,6 @@ class Bench:
         self.tiled = CudaTiledKernels(self.kernels)
         self.random = np.random.default_rng(0)
         self._noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
-        self.groups = self.device.empty((group_sums(2 * LLAMA.intermediate_size),), "float32")
-        self.counters = self.device.zeros((4096,), "uint32")
         self.results: dict[str, Any] = {}
 
     def array(self, shape: Sequence[int], dtype: str = "float16", scale: float = 1.0) -> DeviceArray:
@@ -136,7 +127,7 @@ def linear_launches(
     bench: Bench, name: str, norm_weight: DeviceArray, weights: Sequence[DeviceArray], rows: int
 ) -> tuple[list[Launch], list[Launch], tuple[DeviceArray, ...]]:
     """Of the kernels of few rows, if they take so many, of those of many, and the memory that they use."""
-    kernels, tiled, scratch = bench.kernels, bench.tiled, (bench.groups, bench.counters)
+    kernels, tiled = bench.kernels, bench.tiled
     width, columns = weights[0].shape
     hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
     normed = bench.array((rows, padded_columns(LLAMA.hidden_size)), scale=50)
@@ -148,39 +139,30 @@ def linear_launches(
         many = [tiled.gate_up(normed, w, None, activation) for w in weights]
     elif name in ("qkv", "head"):
         few = [lambda w=w: kernels.norm_linear(*normed_input, w, None, out) for w in weights]
-        many = [tiled.linear(normed, w, None, out, *scratch) for w in weights]
+        many = [tiled.linear(normed, w, None, out) for w in weights]
     else:
         few = [lambda w=w: kernels.linear_residual(x, w, None, hidden, out) for w in weights]
-        many = [tiled.linear_residual(x, w, None, hidden, out, None, 0, *scratch) for w in weights]
+        many = [tiled.linear_residual(x, w, None, hidden, out) for w in weights]
     few = [make() for make in few] if rows <= MAX_ROWS else []
     return few, many, (hidden, normed, x, out, activation)
 
 
 def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
-    """Other tilings of the linear layers; of gate and up, those whose blocks do not share sums."""
+    """Every tiling of the linear layers, without what follows their sums, and whether the bits are the same."""
     for label, (width, columns, copies) in linear_shapes().items():
         weights = [bench.array((width, columns)) for _ in range(copies)]
         for rows in all_rows:
             x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
-            activation = bench.device.empty((rows, width // 2), "float16")
             expected = None
-            for name, tiling in TILINGS.items():
-                if tiling.splits > 1 and width > 2 * LLAMA.intermediate_size:
-                    continue
-                if tiling.stages_within(bench.kernels.shared_limit) < tiling.stages:
-                    continue
-                scratch = bench.groups, bench.counters
-                launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out, *scratch) for weight in weights]
+            for tiling in tilings(rows, bench.kernels.shared_limit, bench.kernels.can_overlap):
+                launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out) for weight in weights]
                 bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
                 launches[0]()
                 found = bench.device.download(out)
                 expected = found if expected is None else expected
                 same = "same bits" if np.array_equal(found, expected) else "OTHER BITS"
-                bench.report(f"{label}: {name}, {same}", rows, bench.microseconds(launches, name), 2 * width * columns)
-                if label == "gate_up" and tiling.splits == 1:
-                    pairs = [bench.tiled.tiled_gate_up(tiling, x, weight, None, activation) for weight in weights]
-                    span = bench.microseconds(pairs, name)
-                    bench.report(f"{label}: {name}, with SiLU", rows, span, 2 * width * columns)
+                name = f"{label}: {tiling.teams} teams, {tiling.splits} blocks, {same}"
+                bench.report(name, rows, bench.microseconds(launches, name), 2 * width * columns)
 
 
 def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:

@@ -43,48 +43,31 @@ PARTS = (
     "eagle_accept",
     "move_accepted",
     "advance_accepted",
+    "decode_norms_linear_wide",
 )
 WAIT = "wait_for_previous_kernel();"
 #: Text to replace in a source, and constants of `cuda_draft_tree` that go with it.
 VARIANTS: dict[str, tuple[dict[str, list[tuple[str, str]]], dict[str, int]]] = {
-    "expand, 1024 threads": (
-        {"draft_expand.cu": [("EXPAND_THREADS = 512", "EXPAND_THREADS = 1024")]},
-        {"_EXPAND_THREADS": 1024},
-    ),
-    "expand, 256 threads": (
-        {"draft_expand.cu": [("EXPAND_THREADS = 512", "EXPAND_THREADS = 256")]},
-        {"_EXPAND_THREADS": 256, "_LANES_OF_FEW": 16},
-    ),
-    "expand, dry run before the wait": (
-        {
-            "draft_expand.cu": [
-                (
-                    f"    {WAIT}\n\n    bool aligned",
-                    "#pragma unroll 1\n    for (unsigned pass = 0; pass < 2; ++pass) {\n"
-                    f"    if (threadIdx.x == 0) number = 0;\n    if (pass == 1) {WAIT}\n    bool aligned",
-                ),
-                ("if (lane == 0) {\n            sums", "if (lane == 0 && pass == 1) {\n            sums"),
-                (
-                    "if (place < top_k) target[place] = key;\n    }\n}",
-                    "if (place < top_k && pass == 1) target[place] = key;\n    }\n    __syncthreads();\n    }\n}",
-                ),
-            ]
-        },
-        {},
-    ),
-    "no prefetch of the mapping": (
-        {"draft_children.cuh": [("if (expansion.chunks == 0) return;", "if (blocks != 0) return;")]},
-        {},
-    ),
-    "expand does not let the next kernel start early": (
-        {"draft_expand.cu": [("    launch_next_kernel();\n", "")]},
-        {},
+    "expand, 512 threads": (
+        {"draft_expand.cu": [("EXPAND_THREADS = 1024", "EXPAND_THREADS = 512")]},
+        {"_EXPAND_THREADS": 512},
     ),
     "expand does nothing": ({"draft_expand.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
+    "expand without sums": ({"draft_expand.cu": [("if (score_children) {", "if (score_children > 1) {")]}, {}),
+    "expand without ranks": ({"draft_expand.cu": [("if (own >= bound) {", "if (own > ~0ull - 1) {")]}, {}),
     "proposal does nothing": ({"draft_proposal.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
-    "verification does nothing": ({"draft_verification.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
     "proposal does not merge": (
         {"draft_proposal.cu": [("if (chunks == 0) {", "if (chunks != 0x7fffffff) {")]},
+        {},
+    ),
+    "proposal and verification merge one place": (
+        {"draft_children.cuh": [("place = 0; place < top_k; ++place) {", "place = 0; place < 1; ++place) {")]},
+        {},
+    ),
+    "proposal does not choose": ({"draft_proposal.cu": [("if (select) choose", "if (select > 1) choose")]}, {}),
+    "verification does nothing": ({"draft_verification.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
+    "verification takes the first nodes": (
+        {"draft_verification.cu": [("if (reached > wanted) {", "if (reached > ~0u - 1) {")]},
         {},
     ),
 }

@@ -18,8 +18,8 @@ Every other order of a batch begins with slots that hold nothing, the next reuse
 
 Answers go on behind the end of the turn, where the model means nothing by its tokens and the likeliest are close. Where
 one differs, `gap` is how far plain decoding was from drawing the other token. Exits with 1 where a gap is larger than
-rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU more than a tenth of the answers
-differ. What is done is written to the record as it comes; a run that finds one goes on behind it.
+rounding explains (1e-4 on NumPy, 4 spacings of the dtype on a GPU), or on a GPU answers of more than a tenth of the
+conversations differ. What is done is written to the record as it comes; a run that finds one goes on behind it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from edgellm import LLM, Request, Response, SpecDecodeRuntime
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
+from edgellm.engines.digests import hash_bytes
 from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.preparation import sampling_values
@@ -60,7 +61,7 @@ DRAFTINGS = {"plain": None, "drafted": DraftingConfig(kind="chain", draft_steps=
 SAMPLINGS = ("greedy", "sampled")
 WAYS = ("alone", "snapshot", "turns", "batch of 3", "batch of 8")
 NEXT_QUESTION = {"role": "user", "content": "Thank you. What else is on the table?"}
-#: On a GPU this share of the answers may differ, where rounding decides.
+#: On a GPU answers of this share of the conversations may differ, where rounding decides.
 GPU_SHARE = 0.1
 
 Messages = list[dict[str, Any]]
@@ -68,8 +69,10 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation with an adapter (None: without one), and the answer that plain decoding gives to it alone."""
+    """The conversation `number`, with an adapter (None: without one), and the answer that plain decoding gives to it
+    alone."""
 
+    number: int
     messages: Messages
     adapter: str | None
     answer: tuple[int, ...] = ()
@@ -84,6 +87,7 @@ class Served:
     way: str
     drafting: str
     sampling: str
+    prompts: int
     answers: int
     tokens: int
     prompt_tokens: int
@@ -91,9 +95,14 @@ class Served:
     differences: list[Difference]
     seconds: float
 
+    @property
+    def different_prompts(self) -> int:
+        """Conversations of which an answer differs."""
+        return len({each.prompt for each in self.differences})
+
     def explained(self, backend: str) -> bool:
         """Whether rounding explains the differences."""
-        few = backend == "numpy" or len(self.differences) <= GPU_SHARE * self.answers
+        few = backend == "numpy" or self.different_prompts <= GPU_SHARE * self.prompts
         return few and all(each.gap < each.allowed for each in self.differences)
 
 
@@ -121,8 +130,9 @@ class Comparison:
         self._plain, self._sampling = plain, sampling
         self._params = parameters(sampling, tokens)
 
-    def alone(self, conversations: Sequence[Messages]) -> list[Asked]:
-        """The conversations, adapters in turn, with plain decoding's answers to them and to what is asked next."""
+    def alone(self, conversations: Sequence[Messages], first: int = 0) -> list[Asked]:
+        """The conversations, adapters in turn, with plain decoding's answers to them and to what is asked next; they
+        are numbered from `first` on."""
         names = [choice for name in self._plain.adapters for choice in (None, name)] or [None]
         found = []
         for index, messages in enumerate(conversations):
@@ -130,15 +140,15 @@ class Comparison:
             response = self._answer_alone(messages, adapter)
             following = [*messages, {"role": "assistant", "content": response.text}, NEXT_QUESTION]
             next_ids = self._answer_alone(following, adapter).token_ids
-            found.append(Asked(messages, adapter, response.token_ids, following, next_ids))
+            found.append(Asked(first + index, messages, adapter, response.token_ids, following, next_ids))
         return found
 
     def compare(self, llm: LLM, way: str, drafting: str, asked: Sequence[Asked]) -> Served:
         """All answers of a way."""
         started, answers = time.perf_counter(), list(self._answers(llm, way, asked))
         differences = []
-        for number, (each, follows, response) in enumerate(answers):
-            difference = self._difference(number, each, follows, response.token_ids)
+        for each, follows, response in answers:
+            difference = self._difference(each, follows, response.token_ids)
             if difference is not None:
                 differences.append(difference)
         usages = [response.usage for _, _, response in answers]
@@ -146,6 +156,7 @@ class Comparison:
             way,
             drafting,
             self._sampling,
+            len(asked),
             len(answers),
             sum(usage.completion_tokens for usage in usages),
             sum(usage.prompt_tokens for usage in usages),
@@ -188,7 +199,7 @@ class Comparison:
         assert response.usage.reused_tokens == 0
         return response
 
-    def _difference(self, number: int, asked: Asked, follows: bool, found: Sequence[int]) -> Difference | None:
+    def _difference(self, asked: Asked, follows: bool, found: Sequence[int]) -> Difference | None:
         messages, expected = (asked.next_messages, asked.next_answer) if follows else (asked.messages, asked.answer)
         place = first_difference(expected, found)
         if place is None:
@@ -200,7 +211,7 @@ class Comparison:
         allowed = NUMPY_GAP
         if self._plain.backend_name != "numpy":
             allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), self._plain.directory.dtype)
-        return Difference(number, place, gap, allowed)
+        return Difference(asked.number, place, gap, allowed)
 
     def _logits_after(self, token_ids: Sequence[int], adapter: str | None) -> np.ndarray:
         self._plain.call(forget_rows).result()
@@ -249,7 +260,7 @@ def compare_all(
     results = []
     with LLM(directory, backend=backend, drafting=None) as plain:
         compared = {name: Comparison(plain, name, tokens) for name in samplings}
-        asked = {name: compared[name].alone(conversations) for name in samplings}
+        asked = {name: compared[name].alone(conversations, share * SLOTS) for name in samplings}
         for drafting in draftings:
             with LLM(directory, backend=backend, drafting=DRAFTINGS[drafting]) as llm:
                 for name in samplings:
@@ -350,7 +361,7 @@ def run_job(
 
 def merged(parts: Sequence[tuple[int, Served]]) -> list[Served]:
     """The shares' results, added up; `seconds` are those of all processes together."""
-    counted = ("answers", "tokens", "prompt_tokens", "reused", "seconds")
+    counted = ("prompts", "answers", "tokens", "prompt_tokens", "reused", "seconds")
     found: dict[tuple[str, str, str], dict[int, Served]] = {}
     for share, served in parts:
         found.setdefault((served.drafting, served.sampling, served.way), {})[share] = served
@@ -366,11 +377,14 @@ def merged(parts: Sequence[tuple[int, Served]]) -> list[Served]:
 
 def line(served: Served) -> str:
     """A line of the printed table."""
-    gaps = ", ".join(f"{each.gap:.2g} of {each.allowed:.2g} allowed" for each in served.differences[:4])
+    largest = max(served.differences, key=lambda each: each.gap / each.allowed, default=None)
+    found = f" of {served.different_prompts} prompts" if largest else ""
+    if largest:
+        found += f" (the largest gap is {largest.gap:.3g}, where less than {largest.allowed:.3g} is allowed)"
     return (
         f"{served.way:10} {served.drafting:7} {served.sampling:7}: {served.answers} answers, {served.tokens} tokens, "
-        f"{served.reused} of {served.prompt_tokens} prompt tokens reused, {len(served.differences)} differ"
-        f"{f' ({gaps})' if gaps else ''}, {served.seconds:.0f} s"
+        f"{served.reused} of {served.prompt_tokens} prompt tokens reused, {len(served.differences)} differ{found}, "
+        f"{served.seconds:.0f} s"
     )
 
 
@@ -392,6 +406,7 @@ def main() -> None:
     asked = held_out_conversations(arguments.prompts)
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
     heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens")}
+    heading["model"] = hash_bytes((arguments.model / "edgellm.json").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")
         record = Record(arguments.record or beside, heading)
@@ -411,7 +426,8 @@ def main() -> None:
     print("\n".join(map(line, found)))
     explained = not left and all(served.explained(arguments.backend) for served in found)
     different = sum(len(served.differences) for served in found)
-    print(f"{sum(served.answers for served in found)} answers, {different} differ; ", end="")
+    prompts = len({each.prompt for served in found for each in served.differences})
+    print(f"{sum(served.answers for served in found)} answers, {different} of {prompts} prompts differ; ", end="")
     print("every difference is explained by rounding" if explained else "some differences are not explained")
     if left:
         print(f"not done: {left}; failed: {failures}")

@@ -13,15 +13,14 @@ namespace tiled {
 
 constexpr int TILED_WARPS = 8, TILED_THREADS = 32 * TILED_WARPS;
 constexpr int STEP_BYTES = 64;   // of a row, in one step of 32 columns
-constexpr int COLUMN_TILES = 4;  // of a warp, 8 weight rows each
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int MOST_STAGES = 8;
 constexpr int AT_ONCE = 2;  // times four outputs of a thread whose residuals are read together
 
 // ROW_TILES: of a warp, 16 rows of activations each. PAIRED: the second half of a tile's weight rows holds up rows, `rows`
 // below the gate rows in the first half. BULK: tiles are copied by the tensor memory accelerator (sm_90 and later).
-template <int ROW_TILES_, int TEAMS_, bool PAIRED_, bool BULK_> struct Geometry {
-    static constexpr int ROW_TILES = ROW_TILES_, TEAMS = TEAMS_;
+template <int ROW_TILES_, int COLUMN_TILES_, int TEAMS_, bool PAIRED_, bool BULK_> struct Geometry {
+    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, TEAMS = TEAMS_;
     static constexpr bool PAIRED = PAIRED_, BULK = BULK_;
     static constexpr int TEAM_WARPS = TILED_WARPS / TEAMS, TEAM_THREADS = 32 * TEAM_WARPS;
     static constexpr int ROWS = ROW_TILES * 16, WEIGHT_ROWS = TEAM_WARPS * COLUMN_TILES * 8;
@@ -162,30 +161,30 @@ template <typename T, typename G> struct Copies {
     }
 };
 
-template <typename G> using Sums = float[G::ROW_TILES][COLUMN_TILES][4];
+template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
 
 template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
-        for (int c = 0; c < COLUMN_TILES; ++c)
+        for (int c = 0; c < G::COLUMN_TILES; ++c)
 #pragma unroll
             for (int i = 0; i < 4; ++i) action(r, c, i);
 }
 
 // The first weight row, in the tile, of a warp's tile `c`; of PAIRED tiles every second one holds up rows.
 template <typename G> __device__ __forceinline__ int tile_row(int column_warp, int c) {
-    const int tile = column_warp * COLUMN_TILES + c;
+    const int tile = column_warp * G::COLUMN_TILES + c;
     return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
 }
 
 // One step of 32 columns; `weights` and `activations`: of the lane, in the stage's shared memory.
 template <typename T, typename G>
 __device__ __forceinline__ void multiply(Sums<G>& sum, unsigned weights, unsigned activations, int column_warp) {
-    uint4 b[COLUMN_TILES];
+    uint4 b[G::COLUMN_TILES];
     unsigned a[G::ROW_TILES][4][2];
 #pragma unroll
-    for (int c = 0; c < COLUMN_TILES; ++c) b[c] = read_shared_16(weights + tile_row<G>(column_warp, c) * STEP_BYTES);
+    for (int c = 0; c < G::COLUMN_TILES; ++c) b[c] = read_shared_16(weights + tile_row<G>(column_warp, c) * STEP_BYTES);
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
@@ -196,11 +195,11 @@ __device__ __forceinline__ void multiply(Sums<G>& sum, unsigned weights, unsigne
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
-        for (int c = 0; c < COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][0], a[r][1], b[c].x, b[c].y, T());
+        for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][0], a[r][1], b[c].x, b[c].y, T());
 #pragma unroll
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
-        for (int c = 0; c < COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][2], a[r][3], b[c].z, b[c].w, T());
+        for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][2], a[r][3], b[c].z, b[c].w, T());
 }
 
 // Returns when the oldest of the thread's `stages` - 1 youngest groups of copies has come.
@@ -224,7 +223,7 @@ template <typename G> __device__ __forceinline__ void leave(const Sums<G>& sum, 
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int c = 0; c < COLUMN_TILES; ++c) {
+            for (int c = 0; c < G::COLUMN_TILES; ++c) {
                 const int row = r * 16 + half * 8 + lane_row, column = tile_row<G>(column_warp, c) + quad * 2;
                 float2* place = reinterpret_cast<float2*>(area + row * G::AREA_STRIDE + column);
                 float2 value = make_float2(sum[r][c][2 * half], sum[r][c][2 * half + 1]);
@@ -460,23 +459,23 @@ __device__ __forceinline__ void linear(
     const __grid_constant__ decode::tiled::TensorMap weight_map, const __grid_constant__ decode::tiled::TensorMap      \
         input_map, const T *weight, const T *bias, const T *input, int stride
 
-#define TRIAL_KERNELS(SUFFIX, T, R, TEAMS, BULK, BLOCKS)                                                               \
+#define TRIAL_KERNELS(SUFFIX, T, R, C, TEAMS, BULK, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(decode::tiled::TILED_THREADS, BLOCKS) trial_linear_##SUFFIX(          \
         TRIAL_PARAMETERS(T), float* output, int batch, int rows, int columns, int steps, int stages) {                 \
-        decode::tiled::linear<T, decode::tiled::Geometry<R, TEAMS, false, BULK>>(                                      \
+        decode::tiled::linear<T, decode::tiled::Geometry<R, C, TEAMS, false, BULK>>(                                      \
             &weight_map, &input_map, weight, bias, input, stride, decode::FloatOutput{output}, batch, rows, columns,   \
             steps, stages);                                                                                            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(decode::tiled::TILED_THREADS, BLOCKS) trial_gate_up_##SUFFIX(         \
         TRIAL_PARAMETERS(T), T* output, int batch, int rows, int columns, int steps, int stages) {                     \
-        decode::tiled::linear<T, decode::tiled::Geometry<R, TEAMS, true, BULK>>(                                       \
+        decode::tiled::linear<T, decode::tiled::Geometry<R, C, TEAMS, true, BULK>>(                                       \
             &weight_map, &input_map, weight, bias, input, stride, decode::SiluOutput<T>{output}, batch, rows, columns, \
             steps, stages);                                                                                            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(decode::tiled::TILED_THREADS, BLOCKS) trial_residual_##SUFFIX(        \
         TRIAL_PARAMETERS(T), const void* residual, int residual_float, float* output, int batch, int rows,             \
         int columns, int steps, int stages, T* features, int feature_stride) {                                         \
-        decode::tiled::linear<T, decode::tiled::Geometry<R, TEAMS, false, BULK>>(                                      \
+        decode::tiled::linear<T, decode::tiled::Geometry<R, C, TEAMS, false, BULK>>(                                      \
             &weight_map, &input_map, weight, bias, input, stride,                                                      \
             decode::ResidualOutput<T>{                                                                                 \
                 output, residual, residual_float != 0, {nullptr, 0}, features, feature_stride},                        \

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from kernel_speed import EPSILON, LAYERS, LLAMA, Bench
 
 from edgellm.kernels import decode_attention
 from edgellm.kernels.decode_attention import AttentionGeometry, attention_launch
+from edgellm.kernels.launch import KernelModule
 
 #: new tokens, sequences, committed rows, capacity, head size, whether the mask speaks of all rows
 SHAPES = [
@@ -31,15 +35,50 @@ SHAPES = [
 ]
 
 
+#: What is changed in the kernel's text: how long it takes without some of its parts.
+PHASES = {
+    "whole": ("", ""),
+    "until the wait": (
+        "    __syncthreads();\n\n    wait_for_previous_kernel();\n",
+        "    __syncthreads();\n    wait_for_previous_kernel();\n    if (scale > 0.f) return;\n",
+    ),
+    "until heads are ready": ("    // This warp's rows, and the two of this lane.\n", "    if (scale > 0.f) return;\n"),
+    "without tiles": ("if (begin < longest_here)", "if (begin < longest_here && scale < 0.f)"),
+    "without tails' own passes": ("together = masks_all ||", "together = scale > 0.f ||"),
+    "without merge": ("    if (blocks == 1) return;\n", "    if (scale > 0.f) return;\n"),
+    "at most 256 threads": ("__half, 4, 512", "__half, 4, 256"),
+}
+
+
+def phase_modules(bench: Bench) -> dict[str, KernelModule]:
+    """The kernel of float16 and heads up to 64, compiled anew for each phase."""
+    folder = Path(decode_attention.__file__).parent / "cuda"
+    text = (folder / "decode_mma_attention.cu").read_text()
+    text = re.sub("DECODE_MMA_ATTENTION_KERNEL\\(b?float16, [^4]*, (8|16), .*\n", "", text)
+    text = re.sub("DECODE_MMA_ATTENTION_KERNEL\\(bfloat16.*\n", "", text)
+    target = Path(tempfile.mkdtemp())
+    running = {}
+    for number, (name, (old, new)) in enumerate(PHASES.items()):
+        assert not old or text.count(old) == 1, name
+        own = text.replace(old, new) if old else text
+        source = target / f"{number}.cu"
+        source.write_text(own)
+        command = ["nvcc", "-std=c++17", "--fmad=false", "-arch=sm_90", "-cubin", "-w", f"-I{folder}"]
+        running[name] = subprocess.Popen([*command, "-o", f"{source}bin", str(source)]), Path(f"{source}bin")
+    modules = {}
+    for name, (process, cubin) in running.items():
+        if process.wait() == 0:
+            device = bench.device
+            modules[name] = KernelModule(device.compute_capability, device.stream.handle, cubin.read_bytes())
+    return modules
+
+
 def geometries(row_tiles: int, stages: int) -> list[AttentionGeometry]:
-    return [
-        AttentionGeometry(slots, tiles, stages)
-        for slots in (1, 2, 4)
-        for tiles in sorted({min(row_tiles, most) for most in (1, 2, 3, 4)})
-    ]
+    few = [AttentionGeometry(4, tiles, stages) for tiles in sorted({min(row_tiles, most) for most in (1, 2, 3, 4)})]
+    return [*few, AttentionGeometry(2, min(4, row_tiles), stages)]
 
 
-def time_shape(bench: Bench, shape: tuple) -> None:
+def time_shape(bench: Bench, shape: tuple, phases: dict[str, KernelModule]) -> None:
     tokens, batch, committed, rows, size, masks_all = shape
     heads, kv_heads = LLAMA.num_heads, LLAMA.num_kv_heads
     layers = LAYERS if rows < 4096 else 2
@@ -89,7 +128,7 @@ def time_shape(bench: Bench, shape: tuple) -> None:
     elif hasattr(bench.tiled, "attention") and batch * tokens <= 64:
         old = report("many", [bench.tiled.attention(*common, *c, partial, context) for c in caches])
     row_tiles = -(-tokens // 4)
-    chosen = decode_attention.attention_geometry(batch, tokens, 4, size, kv_heads, rows, bench.kernels.shared_limit)
+    chosen = decode_attention.attention_geometry(tokens, 4, size, kv_heads, rows, bench.kernels.shared_limit)
     first = None
     for geometry in geometries(row_tiles, chosen.stages):
         if not geometry.fits(tokens, size, bench.kernels.shared_limit):
@@ -111,6 +150,12 @@ def time_shape(bench: Bench, shape: tuple) -> None:
             notes.append(f"differs from old by {np.linalg.norm(found - old) / np.linalg.norm(old):.2e}")
         if notes:
             print("    ", "; ".join(notes), flush=True)
+    if size == 64 and rows < 4096:
+        for name, module in phases.items():
+            launches = [
+                attention_launch(module, *common, *c, partial, counters, context, masks_all, chosen) for c in caches
+            ]
+            report(f"{name} (CHOSEN)", launches)
 
 
 def time_patched_steps(bench: Bench) -> None:
@@ -119,12 +164,12 @@ def time_patched_steps(bench: Bench) -> None:
 
     from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
-    sizes = (1, 8, 16, 32)
+    sizes = (1, 8, 16, 32, 64)
     print("steps as they are", flush=True)
     time_steps(bench, sizes)
     partial = bench.device.empty((1 << 24,), "float32")
     counters = bench.device.zeros((4096,), "uint32")
-    for slots, row_tiles in ((0, 0), (4, 2)):
+    for slots, row_tiles in ((0, 0),):
 
         def attention(*given, slots: int = slots, row_tiles: int = row_tiles, **_: object):
             given = [each for each in given if not isinstance(each, CudaTiledKernels)]
@@ -146,9 +191,10 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench()
     print(bench.device.name, flush=True)
+    phases = phase_modules(bench)
     for shape in SHAPES:
         try:
-            time_shape(bench, shape)
+            time_shape(bench, shape, phases)
         except Exception:
             traceback.print_exc()
         if arguments.output:

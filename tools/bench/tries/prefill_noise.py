@@ -4,8 +4,8 @@
 
 Of the shipped model: how far logits are from NumPy's in float32, and how far a prompt's are apart whose last tokens are
 computed behind reused rows, in spacings of float16 at the largest logit; then answers in batches of 8, with adapters in
-between, against the same alone. With `--speed` also the time of prompts of Llama-3.2-1B's shapes. Prints lines as they
-are measured.
+between, against the same alone. With `--speed` also the time of prompts and decode steps, all on TensorRT, of
+Llama-3.2-1B's shapes. Prints lines as they are measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draw_comparison import spacing
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.tensorrt_backend import TensorRTBackend
 from edgellm.engines.tensorrt_operations import TensorRTOperations
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
@@ -106,7 +108,11 @@ def speed(work: Path, checkpoint: Path) -> None:
         script = str(Path(__file__).parents[1] / "random_checkpoint.py")
         subprocess.run([sys.executable, script, checkpoint], check=True)
     build_engine_directory(checkpoint, work / "speed", EngineLimits(1, 512, 2304), [], weights="link", force=True)
-    with open_runner("tensorrt", EngineDirectory.open(work / "speed")) as runner:
+    kernels = TensorRTBackend._kernel_engine
+    on_plans = mock.patch.object(
+        TensorRTBackend, "_kernel_engine", lambda self, shape: None if shape.phase == "decode" else kernels(self, shape)
+    )
+    with on_plans, open_runner("tensorrt", EngineDirectory.open(work / "speed")) as runner:
         report(f"  scratch {runner.backend.scratch_bytes() >> 20} MiB")
         for count in (2016, 256, 100):
             ids, times = list(range(10, 10 + count)), []
@@ -116,6 +122,15 @@ def speed(work: Path, checkpoint: Path) -> None:
                 times.append((time.perf_counter() - started) * 1000)
                 runner.stop(0)
             report(f"  {count} tokens: {statistics.median(times[4:]):.3f} ms")
+        for count in (2016, 256):
+            runner.start(0, list(range(10, 10 + count)), 0, SamplingValues()).wait()
+            steps = []
+            for _ in range(60):
+                started = time.perf_counter()
+                runner.decode(1).wait()
+                steps.append((time.perf_counter() - started) * 1000)
+            runner.stop(0)
+            report(f"  a decode step on TensorRT behind {count} tokens: {statistics.median(steps[10:]):.3f} ms")
 
 
 def attempt(step: Callable[..., None], *arguments: object) -> None:

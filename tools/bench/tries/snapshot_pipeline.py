@@ -121,14 +121,15 @@ class Tries:
                 name = f"first load, sections of {section_bytes >> 10} KiB, {threads} threads"
                 self.take(name, lambda folder=folder: self.slots(folder))
         folder = self.saved(snapshot._SECTION_BYTES)
-        known = self.slots(folder)
         for read_bytes, threads in READ:
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(transfer, "_READ_BYTES", read_bytes))
                 stack.enter_context(mock.patch.object(section_reading, "_MOST_READERS", threads))
-                medians(opened, 2, lambda: known)
-                self.take(f"later load, {read_bytes >> 10} KiB at a time, {threads} threads", lambda: known)
-        known.close()
+                known = self.slots(folder)
+                medians(opened, 3, lambda known=known: known)
+                name = f"later load, {read_bytes >> 10} KiB at a time, {threads} threads"
+                self.take(name, lambda known=known: known)
+                known.close()
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from tools.demo_model.dialogue import Dialogue
 from tools.demo_model.eyes.phrases_text import IN_PICTURE
 from tools.demo_model.eyes.scenes import NOVEL, SeenWords, seen_world
 from tools.demo_model.prompts import about_robot
+from tools.demo_model.questions_text import RELATION
 from tools.demo_model.scene import Thing, World
-from tools.demo_model.turns import Context, Turn
+from tools.demo_model.turns import Context, Turn, absent_reference
 
 PICTURE = "<|image|>"
 Skill = Callable[[Context], Turn | None]
@@ -110,6 +111,14 @@ def following(talk: Dialogue, novel: float = 0.0) -> tuple[Dialogue, World]:
     return new, shown
 
 
+def relation_of_missing(c: Context) -> Turn:
+    """What is left of an object that is not there: training only, since the text skills never ask that."""
+    reference, answer = absent_reference(c)
+    _, phrasing = c.phrase(RELATION).split(" :: ")
+    c.world.focus = None
+    return Turn(phrasing.replace("{o}", reference.text), answer, "missing", literal=True)
+
+
 def _place_picture(messages: list[dict[str, str]]) -> None:
     """Put a picture before the text of the first user message."""
     message = next(m for m in messages if m["role"] == "user")
@@ -128,7 +137,8 @@ def seen_dialogue(rng: random.Random, split: str, turns: int, pictures: int = 1)
             worlds.append(shown)
         stop = turns * (number + 1) // pictures - turns * number // pictures
         for _ in range(3 * stop):
-            result = talk.turn()
+            asked_in_vain = talk.world.pending is None and rng.random() < 0.03
+            result = talk.turn(relation_of_missing if asked_in_vain else None)
             if result is not None:
                 done.append(result)
             if sum(m["role"] == "user" for m in talk.messages) >= stop:

@@ -234,7 +234,7 @@ class Training:
                 if arguments.rank:
                     weights = 0.1 + 0.9 * plain_answers.float()
                     changed, moved = self.language.kept(plain, weights, hidden[count:], states[count:])
-                    loss = loss + arguments.plain_weight * (changed + 0.1 * moved)
+                    loss = loss + arguments.plain_weight * (changed + 2 * moved)
                     log[2], log[3] = changed.detach(), moved.detach()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
