@@ -16,6 +16,7 @@ import numpy as np
 from edgellm.engines.adapted_runner import AdaptedRunner
 from edgellm.engines.arriving_rows import ArrivingRows
 from edgellm.engines.backend import Backend, Engine, Readback, Transfer
+from edgellm.engines.captured_steps import CapturedSteps, Stages
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape, key_range_for
@@ -109,10 +110,8 @@ class BaseEngineRunner(AdaptedRunner):
         self._allocate_state()
         #: The KV rows of the slots; idle ones may be exchanged and copied.
         self.rows = SlotRows(backend, list(self.caches.values()), self._start)
-        self._steps: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
+        self._steps = CapturedSteps(backend)
         self.lengths = [0] * limits.max_batch
-        self._warm: set[tuple[int, int, bool, bool]] = set()
-        self._uncaptured: set[tuple[int, int, bool, bool]] = set()
         self._bound: dict[EngineShape, slice] = {}
         self._arriving: ArrivingRows | None = None
 
@@ -181,13 +180,7 @@ class BaseEngineRunner(AdaptedRunner):
         bucket = min(size for size in self.limits.batches if size >= batch)
         slots = slice(0, batch)
         key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
-        if key in self._warm and key not in self._steps:
-            self._capture_decode(key)
-        if key in self._steps:
-            self._steps[key]()
-        else:  # the first run loads code, which a capture must not do
-            self._decode_step(*key)
-            self._warm.add(key)
+        self._steps.run(key, self._stages(key))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slots, slice(0, bucket))
@@ -197,28 +190,19 @@ class BaseEngineRunner(AdaptedRunner):
 
         No slot may have a sequence. It is for backends of fixed shapes: elsewhere there are too many kinds.
         """
-        kinds = product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds)
-        for key in kinds:
-            batch = key[0]
-            if key not in self._warm:
-                self._decode_step(*key)
-                self._emitted.read(slice(0, batch), slice(0, batch)).wait()
-                self._warm.add(key)
-            if key not in self._steps:
-                self._capture_decode(key)
-        return [
-            f"plain decode of {batch} sequences, {rows} rows, {'greedy' if plain else 'sampled'}"
-            f"{', with adapters' if adapts else ''}"
-            for batch, rows, plain, adapts in sorted(self._uncaptured)
-        ]
+        uncaptured = []
+        for key in product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds):
+            every = slice(0, key[0])
+            self._steps.run(key, self._stages(key))
+            self._emitted.read(every, every).wait()
+            uncaptured += self._steps.capture(key, self._stages(key))
+        return uncaptured
 
-    def _capture_decode(self, key: tuple[int, int, bool, bool]) -> None:
-        def step() -> None:
-            self._decode_step(*key)
-
-        self._steps[key] = self.backend.capture(step, f"the decode step {key}")
-        if self._steps[key] is step:
-            self._uncaptured.add(key)
+    def _stages(self, key: tuple[int, int, bool, bool]) -> Stages:
+        """The one stage of a decode step: for so many sequences, over so many rows, drawn plainly, with adapters."""
+        batch, rows, plain, adapts = key
+        kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
+        return {f"plain decode of {batch} sequences, {rows} rows, {kind}": lambda: self._decode_step(*key)}
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""

@@ -66,9 +66,10 @@ class CapturedSteps:
             for stage in stages.values():
                 stage()
 
-        captured = self._backend.capture(whole, f"the step {key}")
-        if captured is not whole:
-            return [captured]
+        if len(stages) > 1:
+            captured = self._backend.capture(whole, f"the step {key}")
+            if captured is not whole:
+                return [captured]
         return self._capture_each(key, stages)
 
     def _run_surrounded(

@@ -36,8 +36,8 @@ class TensorRTOperations(Operations[Any]):
     """
 
     #: Whether an RMS norm is multiplied by its weight, attention's scores and sums, and activations of a gated MLP are
-    #: computed in float32.
-    wide_norm, wide_scores, wide_activation = True, True, True
+    #: computed in float32, and whether linear layers are asked to add up in float32.
+    wide_norm, wide_scores, wide_activation, wide_linear = True, False, True, False
 
     def __init__(self, trt: Any, network: Any, dtype: str, attention: str) -> None:
         self.trt = trt
@@ -62,9 +62,13 @@ class TensorRTOperations(Operations[Any]):
     def linear(self, x: Any, weight: Any, bias: Any | None = None) -> Any:
         operation, leading = self.trt.MatrixOperation, tuple(x.shape)[:-1]
         rows = self._reshape(x, (int(np.prod(leading)), x.shape[-1]))
+        kind = rows.dtype
+        if self.wide_linear:
+            rows, weight = self.to_float32(rows), self.to_float32(weight)
         product = self._layer(
             self.network.add_matrix_multiply(rows, operation.NONE, weight, operation.TRANSPOSE), "linear"
         )
+        product = self._cast(product, kind)
         if bias is not None:
             product = self.add(product, self._reshape(bias, (1, bias.shape[0])))
         return self._reshape(product, (*leading, weight.shape[0]))

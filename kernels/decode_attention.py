@@ -13,17 +13,17 @@ from edgellm.kernels.launch import KernelModule, Launch, pointer
 MAX_TOKENS = 64
 
 _KEY_TILE, _GROUP, _ROWS = 64, 4, 16
-_FEWEST_WARPS = 4
-#: Bytes of variables of a block: which new tokens each of its tokens sees, how many keys it has, what is made ready.
-_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 2 * 16 + 2 * 4) + 16
+_TEAM_THREADS, _MOST_TEAMS = 128, 4
+#: Bytes of a block's own variables: of the new tokens that each of its tokens sees, of what is made ready, of its teams.
+_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + _MOST_TEAMS * 4 * (_ROWS * 4 + 32 * 16) + 16
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """How decode_attention.cu's blocks share the work, on which no bit of a result depends.
 
-    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and computes `slots` of its four
-    spans of keys at once (1, 2 or 4), a warp for each pair; `stages` (1 or 2) tiles of keys of a span are in memory.
+    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and four spans of keys, of which it
+    computes `slots` at once (1, 2 or 4); `stages` (1 or 2) tiles of keys of each are in memory.
     """
 
     slots: int
@@ -31,20 +31,19 @@ class AttentionGeometry:
     stages: int
 
     @property
-    def warps(self) -> int:
-        """Warps of a block, a power of two."""
-        return max(_FEWEST_WARPS, 1 << (self.slots * self.row_tiles - 1).bit_length())
+    def threads(self) -> int:
+        """Threads of a block: of the teams of four warps that take turns at its tiles."""
+        return _TEAM_THREADS * min(_MOST_TEAMS, 1 << (self.slots * self.row_tiles - 1).bit_length())
 
     def shared_bytes(self, tokens: int, size: int) -> int:
         """Shared memory of a block, beside its own variables."""
         rows = 2 * (self.slots * self.stages * _KEY_TILE + tokens) + self.row_tiles * _ROWS
-        spans = 0 if self.slots == _GROUP else _GROUP * self.row_tiles * _ROWS
+        spans = _GROUP * self.row_tiles * _ROWS
         return (2 * rows + 4 * spans) * (-(-size // 16) * 16 + 8)
 
     def fits(self, tokens: int, size: int, shared_limit: int) -> bool:
-        """Whether a block gets the memory and, for its size of heads, the registers that it needs."""
-        warps = 16 if size <= 64 else 8
-        return self.warps <= warps and self.shared_bytes(tokens, size) + _STATIC_BYTES <= shared_limit
+        """Whether a block gets the memory that it needs."""
+        return self.shared_bytes(tokens, size) + _STATIC_BYTES <= shared_limit
 
 
 def attention_launch(
@@ -103,7 +102,7 @@ def attention_launch(
     steps = 4 if size <= 64 else 8 if size <= 128 else 16
     grid = (groups, kv_heads, batch * token_blocks)
     name, shared = f"decode_mma_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
-    return Launch(kernels, name, grid, 32 * geometry.warps, shared, arguments)
+    return Launch(kernels, name, grid, geometry.threads, shared, arguments)
 
 
 def attention_geometry(

@@ -40,6 +40,7 @@ class KernelModule:
         self.multiprocessors = attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.shared_limit = attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
+        self.has_clusters = self.can_overlap  # which came with them, and tensor maps too
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result

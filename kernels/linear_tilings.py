@@ -7,40 +7,60 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WARPS, _THREADS = 8, 256
-_STEP_COLUMNS, _STEP_BYTES, _SLICES, _GROUPS = 32, 64, 16, 4
+_WARPS = 8
+_STEP_BYTES, _SLICES, _GROUPS = 64, 16, 4
 _MOST_STAGES = 8
 #: What a block costs beside its streaming, in bytes that it could have streamed: its start, and adding up its sums.
-_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 200 << 10
+#: Blocks of a cluster share a part of the GPU, and some multiprocessors of each part are left over.
+_OF_CLUSTERS = 0.85
+
+
+@dataclass(frozen=True)
+class TiledGpu:
+    """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, and whether it has clusters."""
+
+    multiprocessors: int
+    shared_limit: int
+    has_clusters: bool
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of `weight_rows` times `rows` (32 or 64) of activations.
+    """Tiles of `weight_rows` (64 or 128) times `rows` (32 or 64) of activations.
 
-    K is shared by `teams` of warps in a block and by `splits` blocks of a cluster.
+    K is shared by teams of warps in a block and by `splits` blocks of a cluster.
     """
 
     rows: int
-    teams: int
+    weight_rows: int
     splits: int
 
     @property
-    def weight_rows(self) -> int:
-        """Of a tile: 32 of each warp of a team."""
-        return 32 * _WARPS // self.teams
+    def teams(self) -> int:
+        """As decode_tiled_linear.cu has them."""
+        return 4 if (self.rows, self.weight_rows) == (32, 64) else 2
 
-    def shared_bytes(self, stages: int) -> int:
-        """The rings of the teams, which also take sums of theirs, and more sums where a team leaves two of each."""
-        sums = self.rows * (self.weight_rows + 8) * 4
-        ring = max(stages * (self.rows + self.weight_rows) * _STEP_BYTES, sums)
+    @property
+    def resident(self) -> int:
+        """Blocks that the registers of a multiprocessor hold."""
+        return 1 if (self.rows, self.weight_rows) == (64, 128) else 2
+
+    def shared_bytes(self, stages: int, gpu: TiledGpu) -> int:
+        """Of the teams' rings, which also take sums of theirs, of more sums where a team leaves two, and of barriers."""
+        sums = self.rows * (self.weight_rows + 4) * 4
+        stage_steps = 2 if gpu.has_clusters else 1
+        ring = max(stages * stage_steps * (self.rows + self.weight_rows) * _STEP_BYTES, sums)
         parts = self.teams * self.splits
-        leaves_more = (_SLICES if parts > _GROUPS else _GROUPS) > parts
-        return self.teams * (ring + (sums if leaves_more else 0))
+        leaves_two = (_SLICES if parts > _GROUPS else _GROUPS) > parts
+        return self.teams * (ring + (sums if leaves_two else 0) + 8 * _MOST_STAGES)
 
-    def stages_within(self, shared_limit: int) -> int:
-        """How many stages of a ring fit, up to 8; 2 where not even these do."""
-        fitting = (stages for stages in range(_MOST_STAGES, 2, -1) if self.shared_bytes(stages) <= shared_limit)
+    def stages(self, gpu: TiledGpu) -> int:
+        """Of a ring: as many as fit (2 at least), beside a second block if registers allow one and 2 stages fit so."""
+        half = gpu.shared_limit // 2 - 1024
+        beside = self.resident > 1 and self.shared_bytes(2, gpu) <= half
+        limit = half if beside else gpu.shared_limit
+        fitting = (stages for stages in range(_MOST_STAGES, 2, -1) if self.shared_bytes(stages, gpu) <= limit)
         return next(fitting, 2)
 
     def blocks(self, rows: int) -> int:
@@ -48,21 +68,20 @@ class Tiling:
         return -(-rows // self.weight_rows) * self.splits
 
 
-def fastest_tiling(
-    count: int, rows: int, columns: int, multiprocessors: int, shared_limit: int, has_clusters: bool
-) -> Tiling:
+def fastest_tiling(count: int, rows: int, columns: int, gpu: TiledGpu) -> Tiling:
     """For `count` rows of activations times a matrix [rows, columns]: all blocks stream at the same speed."""
 
-    def cost(tiling: Tiling) -> int:
-        waves = -(-tiling.blocks(rows) // multiprocessors)
+    def cost(tiling: Tiling) -> float:
+        places = gpu.multiprocessors * (_OF_CLUSTERS if tiling.splits > 2 and tiling.resident == 1 else 1)
+        waves = -(-tiling.blocks(rows) // int(places))
         return waves * ((tiling.weight_rows + tiling.rows) * columns * 2 // tiling.splits + _BLOCK_BYTES)
 
-    return min(tilings(count, shared_limit, has_clusters), key=cost)
+    return min(tilings(count, gpu), key=cost)
 
 
-def tilings(count: int, shared_limit: int, has_clusters: bool) -> list[Tiling]:
+def tilings(count: int, gpu: TiledGpu) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 32 if count <= 32 else 64
-    splits = (1, 2, 4) if has_clusters else (1,)
-    every = [Tiling(rows, teams, own) for teams in (4, 2) for own in splits]
-    return [tiling for tiling in every if tiling.shared_bytes(2) <= shared_limit] or every[:1]
+    splits = (1, 2, 4) if gpu.has_clusters else (1,)
+    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 128) for own in splits]
+    return [tiling for tiling in every if tiling.shared_bytes(2, gpu) <= gpu.shared_limit] or every[:1]

@@ -14,7 +14,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import attention_splits, feature_arguments, padded_columns, slice_steps
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
-from edgellm.kernels.linear_tilings import Tiling, fastest_tiling, tilings
+from edgellm.kernels.linear_tilings import TiledGpu, Tiling, fastest_tiling, tilings
+from edgellm.kernels.tensor_maps import tensor_map
 
 #: The most rows of a step (its tokens, of all sequences together).
 MAX_TILED_ROWS = 64
@@ -30,6 +31,7 @@ class CudaTiledKernels:
 
     def __init__(self, module: KernelModule) -> None:
         self._module = module
+        self.gpu = TiledGpu(module.multiprocessors, module.shared_limit, module.has_clusters)
 
     def norm(
         self,
@@ -87,15 +89,13 @@ class CudaTiledKernels:
     ) -> Launch:
         """See `numpy_tiled_decode_kernels.linear_residual`."""
         rows = weight.shape[0]
-        arguments = pointer(residual), ctypes.c_int(residual.dtype == "float32"), pointer(output)
-        behind = feature_arguments(features, place, rows)
-        return self._linear("residual", self._tiling(x, weight), x, weight, bias, rows, arguments, behind)
+        before = pointer(residual), ctypes.c_int(residual.dtype == "float32")
+        outputs = pointer(output), *before, *feature_arguments(features, place, rows)
+        return self._linear("residual", self._tiling(x, weight), x, weight, bias, rows, outputs)
 
     def _tiling(self, x: DeviceArray, weight: DeviceArray) -> Tiling:
-        module, (rows, columns) = self._module, weight.shape
-        return fastest_tiling(
-            _rows(x), rows, columns, module.multiprocessors, module.shared_limit, has_clusters=module.can_overlap
-        )
+        rows, columns = weight.shape
+        return fastest_tiling(_rows(x), rows, columns, self.gpu)
 
     def _linear(
         self,
@@ -105,8 +105,7 @@ class CudaTiledKernels:
         weight: DeviceArray,
         bias: DeviceArray | None,
         rows: int,
-        arguments: Sequence[Any],
-        behind: Sequence[Any] = (),
+        outputs: Sequence[Any],
     ) -> Launch:
         batch, columns, stride = _rows(x), weight.shape[1], x.shape[-1]
         if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
@@ -114,20 +113,17 @@ class CudaTiledKernels:
                 f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {weight.shape}"
             )
-        stages = tiling.stages_within(self._module.shared_limit)
-        every = (
-            pointer(weight),
-            pointer(bias),
-            pointer(x),
-            ctypes.c_int(stride),
-            *arguments,
-            *map(ctypes.c_int, (batch, rows, columns, slice_steps(columns), stages)),
-            *behind,
+        module, stages, every_row = self._module, tiling.stages(self.gpu), weight.shape[0]
+        arguments = (
+            tensor_map(module, weight, columns, tiling.weight_rows * rows // every_row),
+            tensor_map(module, x, columns, tiling.rows),
+            *map(pointer, (weight, bias, x)),
+            *map(ctypes.c_int, (stride, batch, rows, columns, slice_steps(columns), stages)),
+            *outputs,
         )
-        grid = (tiling.blocks(weight.shape[0]) // tiling.splits, tiling.splits, 1)
-        name = f"decode_tiled_{name}_{tiling.rows}_{tiling.teams}_{weight.dtype}"
-        shared, cluster = tiling.shared_bytes(stages), (1, tiling.splits, 1)
-        return Launch(self._module, name, grid, _THREADS, shared, every, cluster)
+        grid, cluster = (tiling.blocks(every_row) // tiling.splits, tiling.splits, 1), (1, tiling.splits, 1)
+        name = f"decode_tiled_{name}_{tiling.rows}_{tiling.weight_rows}_{weight.dtype}"
+        return Launch(module, name, grid, _THREADS, tiling.shared_bytes(stages, self.gpu), arguments, cluster)
 
     def attention(
         self,
@@ -176,8 +172,9 @@ class CudaTiledKernels:
 def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
     own, warps = _attention_block(tokens, head_size, shared_limit)
+    gpu = TiledGpu(1, shared_limit, has_clusters=True)  # which needs more than one without
     return max(
-        min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, shared_limit, has_clusters=False)),
+        min(tiling.shared_bytes(2, gpu) for tiling in tilings(MAX_TILED_ROWS, gpu)),
         _attention_bytes(tokens, head_size, own, warps),
         8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )

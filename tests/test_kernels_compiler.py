@@ -45,7 +45,7 @@ def test_compiles_for_jetson_and_pc(architecture):
     for dtype in (b"float16", b"bfloat16"):  # the decode engine's, whose names are put together where they are launched
         linear = (b"norm_linear_", b"norm_gate_up_", b"linear_residual_")
         wide = tuple(name + b"wide_" for name in (*linear, b"norms_linear_"))
-        sizes = b"32_2_", b"32_4_", b"64_2_", b"64_4_"
+        sizes = b"32_64_", b"32_128_", b"64_64_", b"64_128_"
         tiled = tuple(b"tiled_" + name + size for name in (b"linear_", b"gate_up_", b"residual_") for size in sizes)
         attention = b"attention_1_", b"attention_4_", b"tree_attention_1_", b"tree_attention_4_"
         for name in (*linear, *wide, *tiled, *attention, b"norm_"):

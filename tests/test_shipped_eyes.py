@@ -47,9 +47,32 @@ def test_places_actions_and_what_is_not_there(llm: LLM):
     assert asked(llm, "toys", "Give me the hat.") == "I do not see a hat."
 
 
-@pytest.mark.parametrize("question", ["What is in the picture?", "What do you see in this image?"])
+@pytest.mark.parametrize(
+    "question",
+    ["What is in the picture?", "What do you see in this image?", "Describe the image.", "What does this photo show?"],
+)
 def test_questions_that_name_the_picture(llm: LLM, question: str):
     assert asked(llm, "toys", question) == asked(llm, "toys", "What do you see?")
+
+
+def test_what_is_asked_about_is_not_there(llm: LLM):
+    assert asked(llm, "study", "What is left of the banana?") == "I do not see a banana."
+    assert asked(llm, "toys", "Is there a hat in the photo?") == "No, I do not see a hat."
+
+
+def test_a_later_picture_of_a_chat_is_told_apart(llm: LLM):
+    session = llm.create_session(SYSTEM, SamplingParams(max_tokens=160))
+
+    def said(question: str, scene: str | None = None) -> str:
+        picture = [{"type": "image", "image": str(SCENE_FOLDER / f"{scene}.png")}] if scene else []
+        return session.send([*picture, {"type": "text", "text": question}]).text
+
+    for scene in ("toys", "workshop", "breakfast", "study"):
+        names = [article(name) for name in SCENES[scene][1] if name]
+        assert said("What do you see?", scene) == f"I see {join(names)}."
+        assert said("Where is the pyramid?") == (
+            "The white pyramid is at the front centre." if scene == "toys" else "I do not see a pyramid."
+        )
 
 
 def test_published_tensors_are_those_of_the_record():

@@ -37,8 +37,8 @@ def test_trees_around_tiles_and_splits(gpu, starts: list[int]) -> None:
 
 @pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (5, 4), (2, 16), (9, 2), (8, 8), (3, 16), (2, 32), (32, 2)])
 def test_batches_of_trees(gpu, batch: int, tokens: int) -> None:
-    starts = [17 * b + 3 for b in range(batch)]
-    assert_equals_twin(gpu, FAMILIES["qwen2"], starts, 200, "float16", random_parents(tokens, seed=2))
+    starts = [17 * b % 190 + 3 for b in range(batch)]
+    assert_equals_twin(gpu, FAMILIES["qwen2"], starts, 240, "float16", random_parents(tokens, seed=2))
 
 
 @pytest.mark.parametrize("layers", [(0,), (1, 0), (2,), (0, 2)], ids=str)

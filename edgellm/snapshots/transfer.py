@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -52,6 +53,9 @@ class Uploader:
         self._backend = backend
         self._under_way: list[Transfer] = []
         self._staging: np.ndarray | None = None
+        #: Of the file that the staging memory holds the rows of: its map, and the sections by their offsets.
+        self._held: ReferenceType[Snapshot] | None = None
+        self._held_sections: dict[int, np.ndarray] = {}
         self._reader: SectionReader | None = None
 
     def reserve(self, nbytes: int) -> None:
@@ -73,19 +77,25 @@ class Uploader:
         self, descriptor: int, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None = None
     ) -> Iterator[tuple[str, Transfer]]:
         """The same with rows of the open file that the `snapshot`, and the copies' values, are a map of. What is given
-        as `digest` gets the content's digest added when all is there, for which everything is read.
+        as `digest` gets the content's digest added when all is there, for which everything is read. What the memory
+        still holds of the latest file is not read again.
 
         Raises SnapshotError where the file is shorter than it was.
         """
         self._backend.begin_beside()
         wanted = {each.name: each for each in copies if each.rows}
+        if digest is None and self._held is not None and self._held() is snapshot:
+            yield from self._upload_held(snapshot, wanted)
+            return
+        self.forget()
         place = {name: index for index, name in enumerate(wanted)}
         order = [section for section in snapshot.sections if section.name in place or digest is not None]
         order.sort(key=lambda section: place.get(section.name, -1))
         sizes = [section.nbytes for section in order]
         staging = self._staged(sum(sizes), max(sizes, default=0))
         digests: dict[int, bytes] = {}
-        for sections in _fitting(order, len(staging)):
+        rounds = list(_fitting(order, len(staging)))
+        for sections in rounds:
             if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
                 self._under_way.pop().wait()
             placed = list(_placed(sections, wanted, staging, whole=digest is not None))
@@ -105,8 +115,20 @@ class Uploader:
                     digests |= {part.offset: each for part, each in zip(parts, found, strict=True)}
             finally:
                 reading.stop()
+            if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in placed):
+                self._held = ref(snapshot)
+                self._held_sections = {section.offset: target for section, target, _ in placed}
         if digest is not None:
             digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
+
+    def _upload_held(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy]) -> Iterator[tuple[str, Transfer]]:
+        """From the staging memory as it is."""
+        for section in snapshot.sections:
+            copy = wanted.get(section.name)
+            if copy is not None:
+                transfer = self._send(copy, section, self._held_sections[section.offset])
+                if section.first + section.groups == copy.cache.shape[0]:
+                    yield section.name, transfer
 
     def read(self, descriptor: int, snapshot: Snapshot) -> bytes:
         """Fill the content of a snapshot, whose places are known, from its open file; the digest of what was read.
@@ -129,6 +151,11 @@ class Uploader:
         if self._reader is not None:
             self._reader.close()
         self._reader, self._staging, self._under_way = None, None, []
+        self.forget()
+
+    def forget(self) -> None:
+        """Read what the memory still holds of a file again when it is asked for."""
+        self._held, self._held_sections = None, {}
 
     def _send(self, copy: RowCopy, section: Section, target: np.ndarray) -> Transfer:
         """Copy a section that has arrived."""
@@ -144,6 +171,7 @@ class Uploader:
         if self._staging is None or len(self._staging) < wanted:
             self._backend.synchronize()  # nothing is read from the old one any more
             self._staging = None
+            self.forget()
             self._staging = self._backend.host_memory(wanted)
         return self._staging
 

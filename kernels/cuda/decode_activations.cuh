@@ -167,6 +167,8 @@ __device__ __forceinline__ void stage_normalized_in_place(
     const NormInputs<T, 2>& inputs, const T* weights, float* sums, char* activations, int batch, int columns, int steps) {
     constexpr int ROWS = 8 * G::HALVES, AT_ONCE = 4;  // rows whose sums do not wait for each other
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = steps * 4, begin = warp * chunks * 8;
+    // Where the chunks of a row lie in the same banks, every other four lanes exchange two rows.
+    const int odd = batch % 2 == 0 ? lane / 4 % 2 : 0;
     auto place = [&](int row, int chunk) {
         return activations + (((warp * steps + chunk / 4) * batch + row) * 4 + chunk % 4) * 16;
     };
@@ -176,8 +178,10 @@ __device__ __forceinline__ void stage_normalized_in_place(
         const bool last = inputs.in_last(column), exists = column < columns;
         const T* source = static_cast<const T*>(last ? inputs.values[1] : inputs.values[0]) + (exists ? column - last * inputs.width : 0);
 #pragma unroll 2
-        for (int row = 0; row < batch; ++row)
+        for (int i = 0; i < batch; ++i) {
+            const int row = i ^ odd;
             copy_async_16(shared_address(place(row, chunk)), source + static_cast<size_t>(row) * inputs.width, exists);
+        }
     }
     commit_copies();
     if (lane < ROWS) sums[lane * SUM_STRIDE + warp] = 0.f, sums[(ROWS + lane) * SUM_STRIDE + warp] = 0.f;
@@ -197,9 +201,14 @@ __device__ __forceinline__ void stage_normalized_in_place(
                 for (int i = 0; i < AT_ONCE; ++i) {
                     if (!adds || row + i >= batch) continue;
                     float values[8];
-                    unpack8<T>(*reinterpret_cast<const uint4*>(place(row + i, chunk)), values);
+                    unpack8<T>(*reinterpret_cast<const uint4*>(place((row + i) ^ odd, chunk)), values);
 #pragma unroll
                     for (int j = 0; j < 8; ++j) sum[i] = fmaf(values[j], values[j], sum[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i += 2) {
+                    const float first = odd ? sum[i + 1] : sum[i];
+                    sum[i + 1] = odd ? sum[i] : sum[i + 1], sum[i] = first;
                 }
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2)
@@ -224,8 +233,9 @@ __device__ __forceinline__ void stage_normalized_in_place(
         const bool exists = chunk < chunks && column < columns, last = inputs.in_last(column);
         float factors[8] = {};
         if (exists) unpack8<T>(*reinterpret_cast<const uint4*>(weights + column), factors);
-#pragma unroll 2
-        for (int row = 0; row < batch; ++row) {
+#pragma unroll 4
+        for (int i = 0; i < batch; ++i) {
+            const int row = i ^ odd;
             const float factor = __shfl_sync(FULL_WARP, factor_of_row, row + 16 * last);
             if (!exists) continue;
             uint4* target = reinterpret_cast<uint4*>(place(row, chunk));

@@ -8,15 +8,17 @@
 // later. In a draft step, whose mask speaks of all rows (the nodes of earlier levels stand among them), every row counts
 // as a key, and the mask decides at each.
 //
-// The 16 rows of an instruction are tokens times the query heads of one key-value head. Where new keys stand, each token
-// has keys of its own: those 32 keys are then multiplied once for every token, whose rows alone are kept.
+// The 16 rows of an instruction are tokens times the query heads of one key-value head. Four warps, a team, compute a tile
+// for them: each the scores of 16 keys, then a quarter of the head. Where new keys stand, each token has keys of its own:
+// those 16 are then multiplied once for every token, whose rows alone are kept.
 #include "decode_fragments.cuh"
 
 namespace decode {
 namespace keys_by_position {
 
-constexpr int KEY_TILE = 64, UNIT = 32;  // keys of a tile, and those that are multiplied together
-constexpr int GROUP = 4;                 // spans that are merged by a block
+constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of the instruction
+constexpr int TEAM = KEY_TILE / BLOCK, MAX_TEAMS = 4;
+constexpr int GROUP = 4;  // spans that are merged by a block
 constexpr int MAX_TOKENS = 64;
 constexpr int ROWS = 16;
 
@@ -88,18 +90,25 @@ template <int PAIRS> __device__ __forceinline__ Part<PAIRS> read_part(const floa
 
 // Merges the parts that groups left of a row, in their order.
 template <int PAIRS> __device__ __forceinline__ Part<PAIRS> merge_groups(const float* parts, int count, int size) {
-    constexpr int AT_ONCE = 4;
+    constexpr int AT_ONCE = 8 / PAIRS;
     const int lane = threadIdx.x % 32, distance = size + 4;
-    Part<PAIRS> whole;
-    clear(whole);
-#pragma unroll 1
-    for (int i = lane; i < count; i += 32) whole.maximum = fmaxf(whole.maximum, __ldcg(parts + i * distance));
-    whole.maximum = warp_max(whole.maximum);
-#pragma unroll 1
-    for (int first = 0; first < count; first += AT_ONCE) {
-        Part<PAIRS> part[AT_ONCE];
+    Part<PAIRS> whole, part[AT_ONCE];
+    auto read = [&](int first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) part[i] = read_part<PAIRS>(parts + (first + i) * distance, first + i < count, size);
+    };
+    read(0);
+    clear(whole);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) whole.maximum = fmaxf(whole.maximum, part[i].maximum);
+#pragma unroll 1
+    for (int i = AT_ONCE; i < count; i += 32) {
+        const float maximum = i + lane < count ? __ldcg(parts + (i + lane) * distance) : LOWEST;
+        whole.maximum = fmaxf(whole.maximum, warp_max(maximum));
+    }
+#pragma unroll 1
+    for (int first = 0; first < count; first += AT_ONCE) {
+        if (first > 0) read(first);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) add(whole, part[i]);
     }
@@ -117,21 +126,6 @@ __device__ __forceinline__ void write_row(T* result, const Part<PAIRS>& whole, i
     }
 }
 
-// What the keys of a span leave of 16 rows. A lane has rows lane / 4 and 8 further, columns 2 (lane % 4) and + 1 of 8.
-template <int STEPS> struct Rows {
-    float maximum[2], total[4], sum[2 * STEPS][4];
-
-    __device__ void reset() {
-        maximum[0] = maximum[1] = LOWEST;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[i] = 0.f;
-#pragma unroll
-        for (int n = 0; n < 2 * STEPS; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[n][i] = 0.f;
-    }
-};
-
 template <typename T>
 __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const unsigned lower[2] = {a[0], a[1]}, upper[2] = {a[2], a[3]};
@@ -143,11 +137,10 @@ template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; 
 template <> struct Ones<__nv_bfloat16> { static constexpr unsigned PAIR = 0x3f803f80u; };
 
 // STEPS: of 16 head elements (head size up to 16 * STEPS). Grid (groups of spans, key-value heads, sequences times
-// token_blocks of row_tiles * tile_tokens tokens). Block: a power of two of warps, at least 4 and row_tiles for each of
-// `slots` spans (1, 2 or 4) that are computed at once, `stages` (1 or 2) tiles of each in memory. tile_tokens: those whose
-// `group` heads are 16 rows or fewer; group_inverse: 65536 / group, rounded up. mask [tokens of all sequences, keys]; null:
-// tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. partial [tokens of all sequences, query
-// heads, states, size + 4].
+// token_blocks of row_tiles * tile_tokens tokens). Block: 1, 2 or 4 teams; of its spans `slots` (1, 2 or 4) are computed at
+// once, and `stages` (1 or 2) tiles of each are in memory. tile_tokens: those whose `group` heads are 16 rows or fewer;
+// group_inverse: 65536 / group, rounded up. mask [tokens of all sequences, keys]; null: tokens is 1. masks_all: the mask
+// speaks of all rows, not of the new ones alone. partial [tokens of all sequences, query heads, states, size + 4].
 template <typename T, int STEPS>
 __device__ __forceinline__ void attention(
     const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,
@@ -157,24 +150,25 @@ __device__ __forceinline__ void attention(
     constexpr int PAIRS = STEPS / 4, AT_ONCE = 4, LANES_OF_ROW = 2 * STEPS;
     extern __shared__ __align__(16) char shared[];
     __shared__ unsigned char nodes[MAX_TOKENS][MAX_TOKENS];  // of each token here: the new tokens that it sees
-    __shared__ int lengths[MAX_TOKENS];                      // of each token here: its keys
+    __shared__ int lengths[MAX_TOKENS];                      // of each token here: its keys,
+    __shared__ int2 divisions[MAX_TOKENS];                   // how many tiles a span of them has, and their groups
     __shared__ int4 heads_here[2 * MAX_TOKENS];              // where those come from and go to that are made ready
     __shared__ float factors[2 * MAX_TOKENS];                // of their norms
+    __shared__ float maxima[MAX_TEAMS][TEAM][ROWS];          // of the scores that each warp has
+    __shared__ uint4 weights[MAX_TEAMS][TEAM][32];           // the lanes' fragments
     __shared__ bool last_block;
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
     const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
-    const int b = blockIdx.z / token_blocks, own_tokens = row_tiles * tile_tokens;
+    const int b = token_blocks == 1 ? blockIdx.z : blockIdx.z / token_blocks, own_tokens = row_tiles * tile_tokens;
     const int first_token = (blockIdx.z - b * token_blocks) * own_tokens, own_count = min(own_tokens, tokens - first_token);
     const int padded = (size + 15) & ~15, stride = padded + 8, ring = stages * slots * KEY_TILE;
     // Rows of `stride` elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens, keys
-    // and values; queries [row_tiles, ROWS]; then [GROUP, row_tiles, ROWS, stride] float of spans, unless all of them are
-    // computed at once: these lie in the place of the ring.
+    // and values; queries [row_tiles, ROWS]; then [GROUP, row_tiles, ROWS, stride] float of spans.
     T* rows_here = reinterpret_cast<T*>(shared);
     T* new_keys = rows_here + 2 * ring * stride;
     T* queries = new_keys + 2 * tokens * stride;
-    float* spans = slots == GROUP ? reinterpret_cast<float*>(shared)
-                                  : reinterpret_cast<float*>(queries + row_tiles * ROWS * stride);
+    float* spans = reinterpret_cast<float*>(queries + row_tiles * ROWS * stride);
 
     launch_next_kernel();
     const int start = min(__ldcg(start_index + b), kv_rows - tokens), longest = start + tokens;
@@ -229,7 +223,10 @@ __device__ __forceinline__ void attention(
             if (sees) nodes[t][count + __popc(bits & ((1u << lane) - 1))] = static_cast<unsigned char>(node);
             count += __popc(bits);
         }
-        if (lane == 0) lengths[t] = start + count;
+        if (lane == 0) {
+            const int length = start + count, each = each_of(length, span_bits);
+            lengths[t] = length, divisions[t] = make_int2(each, groups_of(length, each));
+        }
     }
     // The token of a row, counted from the block's first; -1: none.
     auto token_of = [&](int row) {
@@ -239,7 +236,7 @@ __device__ __forceinline__ void attention(
     auto head_of = [&](int row) { return row % ROWS - (row % ROWS * group_inverse >> 16) * group; };
     // Where positions are new, the block needs all new keys. The one that has the first of them writes its tokens' rows.
     const int new_count = (split + 1) * GROUP * most * KEY_TILE > start ? tokens : 0;
-    const bool writes = start / KEY_TILE / (GROUP * least) == split;
+    const bool writes = split * GROUP * least * KEY_TILE <= start && start < (split + 1) * GROUP * least * KEY_TILE;
     const int items = new_count + row_tiles * ROWS;
 #pragma unroll 1
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
@@ -313,40 +310,15 @@ __device__ __forceinline__ void attention(
     }
     __syncthreads();
 
-    // This warp's rows, and the two of this lane.
-    const int slot = warp & (slots - 1), tile_of_rows = warp / slots, first_own = tile_of_rows * tile_tokens;
-    const int end_own = min(first_own + tile_tokens, own_count);
-    const bool computes = tile_of_rows < row_tiles && first_own < end_own;
-    const bool upper = end_own - first_own > (8 * group_inverse >> 16);  // whether there are rows from 8 on
-    const int first_row = tile_of_rows * ROWS + lane / 4;
-    int own[2] = {-1, -1}, length[2] = {0, 0}, longest_here = 0;
-    if (computes) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            own[half] = token_of(first_row + 8 * half);
-            if (own[half] >= 0) length[half] = lengths[own[half]];
-        }
-#pragma unroll 1
-        for (int t = first_own; t < end_own; ++t) longest_here = max(longest_here, lengths[t]);
-    }
+    const int team = warp / TEAM, part = warp % TEAM, teams = warps / TEAM;
     // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
     const unsigned row_base = shared_address(rows_here) + lane / 16 * 16;
-    const unsigned query_base = shared_address(queries + (tile_of_rows * ROWS + lane % 16) * stride) + lane / 16 * 16;
-    constexpr bool KEEPS_QUERIES = STEPS <= 8;
-    unsigned query[KEEPS_QUERIES ? STEPS : 1][4];
-    if (KEEPS_QUERIES && computes) {
-#pragma unroll
-        for (int k = 0; k < (KEEPS_QUERIES ? STEPS : 1); ++k)
-            if (16 * k < size) load_matrices(query[k], query_base + 32 * k);
-    }
-
-    Rows<STEPS> rows;
+    const unsigned query_base = shared_address(queries + lane % 16 * stride) + lane / 16 * 16;
 #pragma unroll 1
     for (int each = least; each <= most; ++each) {
 #pragma unroll 1
         for (int first_span = 0; first_span < GROUP; first_span += slots) {
             int loaded = each == least && first_span == 0;  // iterations whose tiles are here or come
-            rows.reset();
 #pragma unroll 1
             for (int iteration = 0; iteration < each; ++iteration) {
 #pragma unroll 1
@@ -354,193 +326,199 @@ __device__ __forceinline__ void attention(
                 if (loaded > iteration + 1) wait_for_copies<1>();
                 else wait_for_copies<0>();
                 __syncthreads();
-                const int begin = ((split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
-                if (begin < longest_here) {
+#pragma unroll 1
+                for (int unit = team; unit < slots * row_tiles; unit += teams) {
+                    // A team has another span for each 16 rows: those with new keys take longer.
+                    const int tile_of_rows = unit >> (slots >> 1), slot = (unit + tile_of_rows) & (slots - 1);
+                    const int begin = ((split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
+                    const int first_own = tile_of_rows * tile_tokens, end_own = min(first_own + tile_tokens, own_count);
+                    const int own_row = tile_of_rows * ROWS + lane / 4;
+                    int own[2], length[2];  // of the lane's two rows: token, counted from the block's first, and keys
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        own[half] = token_of(own_row + 8 * half);
+                        length[half] = own[half] < 0 ? 0 : lengths[own[half]];
+                    }
+                    float* span = spans + (((first_span + slot) * row_tiles) * ROWS + own_row) * stride;
+                    if (begin >= __reduce_max_sync(FULL_WARP, max(length[0], length[1]))) {
+                        if (iteration == 0 && part == 0 && lane % 4 == 0) {
+                            *reinterpret_cast<float2*>(span + padded) = make_float2(LOWEST, 0.f);
+                            *reinterpret_cast<float2*>(span + 8 * stride + padded) = make_float2(LOWEST, 0.f);
+                        }
+                        continue;
+                    }
                     const int ring_row = ((iteration & (stages - 1)) * slots + slot) * KEY_TILE + lane % 16;
-                    const bool together = masks_all || begin + KEY_TILE <= start;
                     // The rows of 16 keys of token t: a lane names one of them.
                     auto key_row = [&](int t, int block) {
-                        const int position = begin + 16 * block + lane % 16;
-                        return position < start || position >= lengths[t] ? ring_row + 16 * block
+                        const int position = begin + BLOCK * block + lane % 16;
+                        return position < start || position >= lengths[t] ? ring_row + BLOCK * block
                                                                           : 2 * ring + nodes[t][position - start];
                     };
-                    float score[8][4];
-#pragma unroll
-                    for (int unit = 0; unit < 2; ++unit) {
-                        const int first = begin + UNIT * unit;
-                        const bool shares = together || first + UNIT <= start;
-#pragma unroll
-                        for (int n = 4 * unit; n < 4 * unit + 4; ++n)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) score[n][i] = 0.f;
+                    auto is_shared = [&](int block) { return masks_all || begin + BLOCK * (block + 1) <= start; };
+
+                    float score[2][4] = {};
+                    {
+                        const int first = begin + BLOCK * part;
+                        const bool shares = is_shared(part);
+                        const unsigned query_address = query_base + tile_of_rows * ROWS * stride * sizeof(T);
 #pragma unroll 1
                         for (int t = first_own; t < end_own; ++t) {
                             if (first < lengths[t]) {
-                                const unsigned low = row_base + key_row(t, 2 * unit) * stride * sizeof(T);
-                                const unsigned high = row_base + key_row(t, 2 * unit + 1) * stride * sizeof(T);
-                                float sum[4][4] = {};
+                                const unsigned address = row_base + key_row(t, part) * stride * sizeof(T);
+                                float sum[2][4] = {};
 #pragma unroll
                                 for (int k = 0; k < STEPS; ++k) {
                                     if (16 * k >= size) continue;
-                                    unsigned key[2][4];
-                                    load_matrices(key[0], low + 32 * k);
-                                    load_matrices(key[1], high + 32 * k);
-                                    unsigned part[4];
-                                    if (!KEEPS_QUERIES) load_matrices(part, query_base + 32 * k);
-#pragma unroll
-                                    for (int n = 0; n < 4; ++n)
-                                        multiply<T>(sum[n], KEEPS_QUERIES ? query[KEEPS_QUERIES ? k : 0] : part,
-                                                    key[n / 2][n % 2], key[n / 2][n % 2 + 2]);
+                                    unsigned key[4], query[4];
+                                    load_matrices(query, query_address + 32 * k);
+                                    load_matrices(key, address + 32 * k);
+                                    multiply<T>(sum[0], query, key[0], key[2]);
+                                    multiply<T>(sum[1], query, key[1], key[3]);
                                 }
 #pragma unroll
-                                for (int n = 0; n < 4; ++n)
-#pragma unroll
-                                    for (int i = 0; i < 4; ++i)
-                                        if (shares || own[i / 2] == t) score[4 * unit + n][i] = sum[n][i];
+                                for (int i = 0; i < 4; ++i)
+                                    if (shares || own[i / 2] == t) score[0][i] = sum[0][i], score[1][i] = sum[1][i];
                             }
                             if (shares) break;
                         }
-                    }
-                    if (masks_all || !together) {
-                        const int column = 2 * (lane % 4);
+                        if (!shares || masks_all) {
 #pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const int count = length[half] - begin - column;
-#pragma unroll
-                            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                                for (int i = 0; i < 2; ++i)
-                                    if (8 * n + i >= count) score[n][2 * half + i] = no_score();
-                        }
-                    }
-                    if (masks_all) {
-                        unsigned sees[2][2] = {};
-#pragma unroll 1
-                        for (int t = first_own; t < end_own; ++t) {
-                            const int token = first_token + t;
-                            const unsigned char* seen = mask + (static_cast<size_t>(b) * tokens + token) * mask_keys;
-#pragma unroll
-                            for (int i = 0; i < 2; ++i) {
-                                const int key = begin + lane + 32 * i;
-                                const unsigned bits = __ballot_sync(
-                                    FULL_WARP, key == start + token || (key < mask_keys && __ldcg(seen + key) != 0));
-#pragma unroll
-                                for (int half = 0; half < 2; ++half)
-                                    if (own[half] == t) sees[half][i] = bits >> 2 * (lane % 4);
+                            for (int i = 0; i < 4; ++i) {
+                                const int key = first + 2 * (lane % 4) + i % 2;
+                                if (key >= length[i / 2]) score[0][i] = no_score();
+                                if (key + 8 >= length[i / 2]) score[1][i] = no_score();
                             }
                         }
+                        if (masks_all) {
+                            unsigned sees[2] = {};
+#pragma unroll 1
+                            for (int t = first_own; t < end_own; ++t) {
+                                const int token = first_token + t, key = first + lane % 16;
+                                const unsigned char* seen = mask + static_cast<size_t>(b * tokens + token) * mask_keys;
+                                const unsigned bits = __ballot_sync(
+                                    FULL_WARP, key == start + token || (key < mask_keys && __ldcg(seen + key) != 0));
+                                if (own[0] == t) sees[0] = bits >> 2 * (lane % 4);
+                                if (own[1] == t) sees[1] = bits >> 2 * (lane % 4);
+                            }
 #pragma unroll
-                        for (int half = 0; half < 2; ++half)
-#pragma unroll
-                            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                                for (int i = 0; i < 2; ++i)
-                                    if ((sees[half][n / 4] >> (8 * (n % 4) + i) & 1) == 0) score[n][2 * half + i] = no_score();
+                            for (int i = 0; i < 4; ++i) {
+                                if ((sees[i / 2] >> (i % 2) & 1) == 0) score[0][i] = no_score();
+                                if ((sees[i / 2] >> (8 + i % 2) & 1) == 0) score[1][i] = no_score();
+                            }
+                        }
                     }
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        if (half == 1 && !upper) continue;
-                        float largest = no_score();
-#pragma unroll
-                        for (int n = 0; n < 8; ++n)
-                            largest = fmaxf(largest, fmaxf(score[n][2 * half], score[n][2 * half + 1]));
+                        float largest = fmaxf(fmaxf(score[0][2 * half], score[0][2 * half + 1]),
+                                              fmaxf(score[1][2 * half], score[1][2 * half + 1]));
                         largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
                         largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-                        const float maximum = fmaxf(rows.maximum[half], largest * scale);
-                        if (iteration > 0) {
-                            const float correction = power_of_two(rows.maximum[half] - maximum);
-                            rows.total[2 * half] *= correction;
+                        if (lane % 4 == 0) maxima[team][part][lane / 4 + 8 * half] = largest;
+                    }
+                    wait_for_warps<TEAM>(team + 1);
+                    float maximum[2], total[4], correction[2];
 #pragma unroll
-                            for (int n = 0; n < 2 * STEPS; ++n)
-                                rows.sum[n][2 * half] *= correction, rows.sum[n][2 * half + 1] *= correction;
+                    for (int half = 0; half < 2; ++half) {
+                        const float* of_row = &maxima[team][0][lane / 4 + 8 * half];
+                        const float largest = fmaxf(fmaxf(of_row[0], of_row[ROWS]), fmaxf(of_row[2 * ROWS], of_row[3 * ROWS]));
+                        float2 before = make_float2(LOWEST, 0.f);
+                        if (iteration > 0) before = *reinterpret_cast<const float2*>(span + 8 * half * stride + padded);
+                        maximum[half] = fmaxf(before.x, largest * scale);
+                        correction[half] = power_of_two(before.x - maximum[half]);
+                        total[2 * half] = total[2 * half + 1] = before.y * correction[half];
+                    }
+                    uint4 own_weights;
+                    unsigned* weight_of = &own_weights.x;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float* pair = &score[i / 2][2 * (i % 2)];
+                        weight_of[i] = pack<T>(power_of_two(fmaf(pair[0], scale, -maximum[i % 2])),
+                                               power_of_two(fmaf(pair[1], scale, -maximum[i % 2])));
+                    }
+                    weights[team][part][lane] = own_weights;
+                    wait_for_warps<TEAM>(team + 1);
+
+                    constexpr int COLUMNS = STEPS / TEAM;  // of 16 head elements, TEAM apart
+                    float sum[2 * COLUMNS][4];
+#pragma unroll
+                    for (int n = 0; n < 2 * COLUMNS; ++n) {
+                        const int column = 16 * (part + TEAM * (n / 2)) + 8 * (n % 2) + 2 * (lane % 4);
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            float2 before = make_float2(0.f, 0.f);
+                            if (iteration > 0 && column < size)
+                                before = *reinterpret_cast<const float2*>(span + 8 * half * stride + column);
+                            sum[n][2 * half] = before.x * correction[half], sum[n][2 * half + 1] = before.y * correction[half];
                         }
-                        rows.maximum[half] = maximum;
-#pragma unroll
-                        for (int n = 0; n < 8; ++n)
-#pragma unroll
-                            for (int i = 2 * half; i < 2 * half + 2; ++i)
-                                score[n][i] = power_of_two(fmaf(score[n][i], scale, -maximum));
                     }
 #pragma unroll
-                    for (int unit = 0; unit < 2; ++unit) {
-                        const int first = begin + UNIT * unit;
-                        const bool shares = together || first + UNIT <= start;
-                        unsigned weight[2][4];
-#pragma unroll
-                        for (int block = 0; block < 2; ++block) {
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) {
-                                const float* pair = &score[4 * unit + 2 * block + i / 2][2 * (i % 2)];
-                                weight[block][i] = pack<T>(pair[0], pair[1]);
-                            }
-                            multiply<T>(rows.total, weight[block], Ones<T>::PAIR, Ones<T>::PAIR);
-                        }
+                    for (int block = 0; block < TEAM; ++block) {
+                        const uint4 four = weights[team][block][lane];
+                        const unsigned weight[4] = {four.x, four.y, four.z, four.w};
+                        multiply<T>(total, weight, Ones<T>::PAIR, Ones<T>::PAIR);
+                        const bool shares = is_shared(block);
 #pragma unroll 1
                         for (int t = first_own; t < end_own; ++t) {
-                            if (first < lengths[t]) {
-                                unsigned place[2];
+                            if (begin + BLOCK * block < lengths[t]) {
+                                const int row = key_row(t, block);
+                                const unsigned address = row_base + (row + (row < ring ? ring : tokens)) * stride * sizeof(T);
 #pragma unroll
-                                for (int block = 0; block < 2; ++block) {
-                                    const int row = key_row(t, 2 * unit + block);
-                                    place[block] = row_base + (row + (row < ring ? ring : tokens)) * stride * sizeof(T);
-                                }
-#pragma unroll
-                                for (int d = 0; d < STEPS; ++d) {
-                                    if (16 * d >= size) continue;
-                                    unsigned value[2][4];
-                                    load_transposed_matrices(value[0], place[0] + 32 * d);
-                                    load_transposed_matrices(value[1], place[1] + 32 * d);
+                                for (int d = 0; d < COLUMNS; ++d) {
+                                    if (16 * (part + TEAM * d) >= size) continue;
+                                    unsigned value[4];
+                                    load_transposed_matrices(value, address + 32 * (part + TEAM * d));
 #pragma unroll
                                     for (int n = 0; n < 2; ++n) {
-                                        float sum[4];
+                                        float next[4];
 #pragma unroll
-                                        for (int i = 0; i < 4; ++i) sum[i] = rows.sum[2 * d + n][i];
-                                        multiply<T>(sum, weight[0], value[0][2 * n], value[0][2 * n + 1]);
-                                        multiply<T>(sum, weight[1], value[1][2 * n], value[1][2 * n + 1]);
+                                        for (int i = 0; i < 4; ++i) next[i] = sum[2 * d + n][i];
+                                        multiply<T>(next, weight, value[2 * n], value[2 * n + 1]);
 #pragma unroll
                                         for (int i = 0; i < 4; ++i)
-                                            if (shares || own[i / 2] == t) rows.sum[2 * d + n][i] = sum[i];
+                                            if (shares || own[i / 2] == t) sum[2 * d + n][i] = next[i];
                                     }
                                 }
                             }
                             if (shares) break;
                         }
                     }
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        if (part == 0 && lane % 4 == 0)
+                            *reinterpret_cast<float2*>(span + 8 * half * stride + padded) =
+                                make_float2(maximum[half], total[2 * half]);
+#pragma unroll
+                        for (int n = 0; n < 2 * COLUMNS; ++n) {
+                            const int column = 16 * (part + TEAM * (n / 2)) + 8 * (n % 2) + 2 * (lane % 4);
+                            if (column < size)
+                                *reinterpret_cast<float2*>(span + 8 * half * stride + column) =
+                                    make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
+                        }
+                    }
                 }
                 __syncthreads();
             }
-            if (computes) {
-                float* part = spans + ((first_span + slot) * row_tiles * ROWS + first_row) * stride + 2 * (lane % 4);
-#pragma unroll
-                for (int half = 0; half < 2; ++half, part += 8 * stride) {
-                    if (lane % 4 == 0)
-                        *reinterpret_cast<float2*>(part + padded) = make_float2(rows.maximum[half], rows.total[2 * half]);
-#pragma unroll
-                    for (int n = 0; n < 2 * STEPS; ++n)
-                        if (8 * n < size)
-                            *reinterpret_cast<float2*>(part + 8 * n) = make_float2(rows.sum[n][2 * half], rows.sum[n][2 * half + 1]);
-                }
-            }
-            __syncthreads();
         }
 #pragma unroll 1
         for (int row = warp; row < row_tiles * ROWS; row += warps) {
             const int t = token_of(row);
-            if (t < 0 || each_of(lengths[t], span_bits) != each || split >= groups_of(lengths[t], each)) continue;
+            if (t < 0 || divisions[t].x != each || split >= divisions[t].y) continue;
             Part<PAIRS> part[GROUP];
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 const float* span = spans + (i * row_tiles * ROWS + row) * stride;
                 part[i].maximum = span[padded], part[i].total = span[padded + 1];
+                const bool exists = part[i].total > 0.f;  // or its sums were never written
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p) {
                     const int column = 2 * lane + 64 * p;
-                    const float2 sum = column < size ? *reinterpret_cast<const float2*>(span + column) : make_float2(0.f, 0.f);
+                    const float2 sum = exists && column < size ? *reinterpret_cast<const float2*>(span + column)
+                                                                : make_float2(0.f, 0.f);
                     part[i].sum[p][0] = sum.x, part[i].sum[p][1] = sum.y;
                 }
             }
             const Part<PAIRS> merged = merge_group(part);
-            const size_t result = (static_cast<size_t>(b) * tokens + first_token + t) * heads + kv_head * group + head_of(row);
+            const size_t result = (b * tokens + first_token + t) * heads + kv_head * group + head_of(row);
             if (blocks == 1) {
                 write_row(context + result * size, merged, size);
                 continue;
@@ -558,20 +536,21 @@ __device__ __forceinline__ void attention(
     }
     if (blocks == 1) return;
 
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)  // wraps to 0, ready for the next layer
+    if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
+        __threadfence();
+        // Wraps to 0, ready for the next layer.
         last_block = atomicInc(counters + blockIdx.z * kv_heads + kv_head, blocks - 1) == blocks - 1;
+        __threadfence();
+    }
     __syncthreads();
     if (!last_block) return;
-    __threadfence();
 #pragma unroll 1
     for (int row = warp; row < row_tiles * ROWS; row += warps) {
         const int t = token_of(row);
         if (t < 0) continue;
-        const size_t result = (static_cast<size_t>(b) * tokens + first_token + t) * heads + kv_head * group + head_of(row);
-        const int count = groups_of(lengths[t], each_of(lengths[t], span_bits));
-        write_row(context + result * size, merge_groups<PAIRS>(partial + result * states * (size + 4), count, size), size);
+        const size_t result = (b * tokens + first_token + t) * heads + kv_head * group + head_of(row);
+        const float* parts = partial + result * states * (size + 4);
+        write_row(context + result * size, merge_groups<PAIRS>(parts, divisions[t].y, size), size);
     }
 }
 
@@ -592,8 +571,8 @@ __device__ __forceinline__ void attention(
     }
 
 DECODE_MMA_ATTENTION_KERNEL(float16, __half, 4, 512)
-DECODE_MMA_ATTENTION_KERNEL(float16, __half, 8, 256)
-DECODE_MMA_ATTENTION_KERNEL(float16, __half, 16, 256)
+DECODE_MMA_ATTENTION_KERNEL(float16, __half, 8, 512)
+DECODE_MMA_ATTENTION_KERNEL(float16, __half, 16, 512)
 DECODE_MMA_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 4, 512)
-DECODE_MMA_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 8, 256)
-DECODE_MMA_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 16, 256)
+DECODE_MMA_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 8, 512)
+DECODE_MMA_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 16, 512)

@@ -48,4 +48,44 @@ template <typename T> struct SiluOutput {
     }
 };
 
+// What becomes of four neighbouring sums, where rows are a multiple of four: first what must be read for it, then the rest.
+template <typename Output> __device__ __forceinline__ float4 read_before(const Output&, int, int, int) {
+    return make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
+template <typename T>
+__device__ __forceinline__ float4 read_before(const ResidualOutput<T>& output, int b, int n, int rows) {
+    if (output.residual == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const size_t index = static_cast<size_t>(output.source(b)) * rows + n;
+    if (output.residual_float)
+        return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(output.residual) + index));
+    const uint2 packed = __ldcg(reinterpret_cast<const uint2*>(static_cast<const T*>(output.residual) + index));
+    const float2 low = unpack<T>(packed.x), high = unpack<T>(packed.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+
+__device__ __forceinline__ void write_four(
+    const FloatOutput& output, int b, int n, int rows, const float4 (&sum)[1], const float4&) {
+    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) = sum[0];
+}
+
+template <typename T>
+__device__ __forceinline__ void write_four(
+    const ResidualOutput<T>& output, int b, int n, int rows, const float4 (&sum)[1], const float4& before) {
+    if (output.features != nullptr)
+        *reinterpret_cast<uint2*>(output.features + static_cast<size_t>(b) * output.feature_stride + n) =
+            make_uint2(pack<T>(before.x, before.y), pack<T>(before.z, before.w));
+    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) =
+        make_float4(before.x + sum[0].x, before.y + sum[0].y, before.z + sum[0].z, before.w + sum[0].w);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_four(
+    const SiluOutput<T>& output, int b, int n, int rows, const float4 (&sum)[2], const float4&) {
+    const auto silu = [](float gate, float up) { return gate / (1.f + expf(-gate)) * up; };
+    *reinterpret_cast<uint2*>(output.output + static_cast<size_t>(b) * rows + n) =
+        make_uint2(pack<T>(silu(sum[0].x, sum[1].x), silu(sum[0].y, sum[1].y)),
+                   pack<T>(silu(sum[0].z, sum[1].z), silu(sum[0].w, sum[1].w)));
+}
+
 }  // namespace decode

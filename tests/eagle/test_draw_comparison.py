@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,49 @@ def test_raising_the_other_token_by_the_gap_makes_it_the_drawn_one(values: Sampl
 
 def test_a_token_that_a_filter_drops_is_as_far_as_the_threshold() -> None:
     logits = np.array([5.0, 4.0, 3.0, 2.0], np.float32)
-    values = SamplingValues(1.0, top_k=2, seed=1)
-    assert draw_gap(logits, [], [], values, 0, 2) == pytest.approx(1.0)
-    assert draw_gap(logits, [], [], values, 0, 3) == pytest.approx(2.0)
+    for dropped, distance in ((2, 1.0), (3, 2.0)):
+        # With a noise that has it ahead, it needs nothing else; the other way round it must overtake as well.
+        gaps = [draw_gap(logits, [], [], SamplingValues(1.0, top_k=2, seed=seed), 0, dropped) for seed in range(50)]
+        assert min(gaps) == pytest.approx(distance) and max(gaps) > distance
+
+
+TOP_P = SamplingValues(1.0, top_p=0.9, seed=1)
+
+
+def distribution(*probabilities: float) -> np.ndarray:
+    return np.log(np.array(probabilities)).astype(np.float32)
+
+
+def test_top_p_keeps_a_token_when_what_is_likelier_falls_below_it() -> None:
+    """0.9003 of the probability is likelier than token 2, which top-p drops: a shift of 0.003 brings it back."""
+    logits, apart = distribution(0.5, 0.4003, 0.0797, 0.02), np.array([-1, -1, 1, 1], np.float32)
+    seed = next(seed for seed in range(1000) if drawn_at(logits + apart * np.float32(0.01), seed) == 2)
+    first = drawn_at(logits, seed)
+    gap = draw_gap(logits, [], [], replace(TOP_P, seed=seed), first, 2)
+    assert first != 2 and 0.003 < gap < 0.004
+    assert drawn_at(logits + apart * np.float32(0.9 * gap / 2), seed) == first
+    assert drawn_at(logits + apart * np.float32(1.1 * gap / 2), seed) == 2
+
+
+def test_top_p_drops_the_drawn_token_when_what_is_likelier_reaches_it() -> None:
+    """0.8997 is likelier than token 2: it is kept, but a shift of 0.004 drops it, and then the next best is drawn."""
+    logits = distribution(0.5, 0.3997, 0.0803, 0.02)
+    seed = next(seed for seed in range(1000) if drawn_at(logits, seed) == 2)
+    values = replace(TOP_P, seed=seed)
+    apart = np.array([1, 1, -1, -1], np.float32)
+    other = drawn_at(logits + apart * np.float32(0.01), seed)
+    assert other != 2
+    gap = draw_gap(logits, [], [], values, 2, other)
+    assert 0.003 < gap < 0.004
+    assert drawn_at(logits + apart * np.float32(0.9 * gap / 2), seed) == 2
+    assert drawn_at(logits + apart * np.float32(1.1 * gap / 2), seed) == other
+
+
+def drawn_at(logits: np.ndarray, seed: int) -> int:
+    kernels, token, threshold = NumpyKernels(), np.zeros(1, np.int32), np.zeros(1, np.float32)
+    logits = np.ascontiguousarray(logits[None], np.float32)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    kernels.filter_threshold(logits, np.zeros(1, np.int32), one * np.float32(0.9), zero, threshold)
+    position = np.zeros(1, np.int32)
+    kernels.sample(logits, threshold, one, np.array([seed], np.uint64), position.copy(), position, token)
+    return int(token[0])

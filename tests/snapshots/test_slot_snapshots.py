@@ -123,7 +123,15 @@ def test_a_file_is_hashed_once_unless_it_changes(slots: Slots, tmp_path: Path, m
         assert same_rows(rows_of(runner, 0, len(SYSTEM)), expected)
         return sum(hashed)
 
+    read = []
+    reading = section_reading.SectionReader.read
+    monkeypatch.setattr(section_reading.SectionReader, "read", lambda *a: read.append(1) or reading(*a))
     assert [restored() for _ in range(3)] == [path.stat().st_size - 32, 0, 0]
+    assert len(read) == 1  # what the memory still holds is not read again
+    snapshots.store.save(snapshots.compute(1, SYSTEM[::-1], KVContents(), "another"))
+    assert snapshots.restore(0, [*SYSTEM[::-1], 251], KVContents()) > 0
+    snapshots.compute(1, SYSTEM, KVContents(), "system")
+    assert restored() == 0 and len(read) == 3
     status = path.stat()
     path.write_bytes(path.read_bytes())
     assert restored() > 0
@@ -183,6 +191,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
     path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
     for _ in range(uses):
         assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
+        runner.base.await_rows()
+        snapshots._uploader.forget()
     read = section_reading.SectionReader.read
 
     def shrink(reader: Any, descriptor: int, parts: Any, is_hashed: bool) -> Any:

@@ -154,14 +154,14 @@ def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
         for rows in all_rows:
             x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
             expected = None
-            for tiling in tilings(rows, bench.kernels.shared_limit, bench.kernels.can_overlap):
+            for tiling in tilings(rows, bench.tiled.gpu):
                 launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out) for weight in weights]
                 bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
                 launches[0]()
                 found = bench.device.download(out)
                 expected = found if expected is None else expected
                 same = "same bits" if np.array_equal(found, expected) else "OTHER BITS"
-                name = f"{label}: {tiling.teams} teams, {tiling.splits} blocks, {same}"
+                name = f"{label}: {tiling.weight_rows} rows, {tiling.splits} blocks, {same}"
                 bench.report(name, rows, bench.microseconds(launches, name), 2 * width * columns)
 
 

@@ -89,7 +89,19 @@ def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
     )
 
 
-def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs: dict) -> str:
+def language_text(language: dict) -> dict[str, str]:
+    """What the card says of the language model before and after it learned to read pictures."""
+    found = {}
+    for when in ("before", "after"):
+        measured = language[when]
+        found[f"text_{when}"] = f"{measured['text']['exact_match_percent']:.2f}"
+        found[f"draft_{when}"] = f"{measured['mean_acceptance_length']['chain of 5']:.2f}"
+        found |= {f"{name}_{when}": f"{value:.1f}" for name, value in measured["adapters_exact_match_percent"].items()}
+    text = language["after"]["text"]
+    return found | {"text_items": f"{text['items']:,}", "text_seeds": " and ".join(map(str, text["seeds"]))}
+
+
+def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs: dict, language: dict) -> str:
     """The section about the eyes in the folder `vision`; `pairs` is the evaluation with more held-out pairs."""
     config = json.loads((vision / "config.json").read_text())["vision_config"]
     stages = training["stages"]
@@ -121,6 +133,8 @@ def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs
         seed_pairs=pairs["seed"],
         mean_pairs=f"{pairs['all']:.1f}",
         scores="\n".join(["| skill | % | % |", "| --- | --- | --- |", *rows]),
+        rank=stages[-1]["rank"],
+        **language_text(language),
     )
 
 
@@ -159,9 +173,8 @@ def main() -> None:
         adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
     eyes, folder = "", arguments.model / "vision"
     if folder.is_dir():
-        eyes = eyes_text(
-            folder, *map(result, ("eyes_training", "eyes_table", "eyes_evaluation", "eyes_evaluation_pairs"))
-        )
+        names = ("eyes_training", "eyes_table", "eyes_evaluation", "eyes_evaluation_pairs", "eyes_language")
+        eyes = eyes_text(folder, *map(result, names))
     (arguments.model / "MODEL_CARD.md").write_text(
         card(result("training"), result("evaluation"), result("checks"), draft, adapters, eyes)
     )

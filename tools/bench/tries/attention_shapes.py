@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[3])]
 from kernel_speed import EPSILON, LAYERS, LLAMA, Bench
 
 from edgellm.kernels import decode_attention
@@ -42,11 +42,13 @@ PHASES = {
         "    __syncthreads();\n\n    wait_for_previous_kernel();\n",
         "    __syncthreads();\n    wait_for_previous_kernel();\n    if (scale > 0.f) return;\n",
     ),
-    "until heads are ready": ("    // This warp's rows, and the two of this lane.\n", "    if (scale > 0.f) return;\n"),
-    "without tiles": ("if (begin < longest_here)", "if (begin < longest_here && scale < 0.f)"),
-    "without tails' own passes": ("together = masks_all ||", "together = scale > 0.f ||"),
+    "until heads are ready": (
+        "    const int team = warp / TEAM",
+        "    if (scale > 0.f) return;\n    const int team = warp / TEAM",
+    ),
+    "without tiles": ("if (begin >= __reduce", "if (scale > 0.f || begin >= __reduce"),
+    "without own passes": ("return masks_all || begin", "return scale > 0.f || begin"),
     "without merge": ("    if (blocks == 1) return;\n", "    if (scale > 0.f) return;\n"),
-    "at most 256 threads": ("__half, 4, 512", "__half, 4, 256"),
 }
 
 
@@ -74,8 +76,12 @@ def phase_modules(bench: Bench) -> dict[str, KernelModule]:
 
 
 def geometries(row_tiles: int, stages: int) -> list[AttentionGeometry]:
-    few = [AttentionGeometry(4, tiles, stages) for tiles in sorted({min(row_tiles, most) for most in (1, 2, 3, 4)})]
-    return [*few, AttentionGeometry(2, min(4, row_tiles), stages)]
+    return [
+        AttentionGeometry(slots, tiles, stages)
+        for slots in (4, 2)
+        for tiles in sorted({min(row_tiles, most) for most in (1, 2, 3, 4)})
+        if slots == 4 or tiles == min(4, row_tiles)
+    ]
 
 
 def time_shape(bench: Bench, shape: tuple, phases: dict[str, KernelModule]) -> None:
@@ -104,8 +110,7 @@ def time_shape(bench: Bench, shape: tuple, phases: dict[str, KernelModule]) -> N
     qkv = bench.array((batch * tokens, (heads + 2 * kv_heads) * size), "float32", 50)
     rotations = bench.array((batch, tokens, size), scale=50)
     context = device.empty((batch * tokens, heads * size), "float16")
-    needed = decode_attention.attention_partials(batch * tokens, heads, kv_heads, rows, size)
-    partial = device.empty((2 * needed,), "float32")
+    partial = device.empty((batch * tokens * heads * 32 * (size + 4),), "float32")
     counters = device.zeros((batch * tokens * kv_heads,), "uint32")
     common = (qkv, None, None, EPSILON, rotations, start, mask)
 
@@ -159,30 +164,17 @@ def time_shape(bench: Bench, shape: tuple, phases: dict[str, KernelModule]) -> N
 
 
 def time_patched_steps(bench: Bench) -> None:
-    """Whole steps with the kernels as they are, then with tensor-core attention in several geometries."""
+    """Whole steps with the kernels as they are, then with tensor-core attention."""
     from kernel_speed import time_steps
 
-    from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
+    from tools.bench.tries import tensor_core_attention
 
     sizes = (1, 8, 16, 32, 64)
     print("steps as they are", flush=True)
     time_steps(bench, sizes)
-    partial = bench.device.empty((1 << 24,), "float32")
-    counters = bench.device.zeros((4096,), "uint32")
-    for slots, row_tiles in ((0, 0),):
-
-        def attention(*given, slots: int = slots, row_tiles: int = row_tiles, **_: object):
-            given = [each for each in given if not isinstance(each, CudaTiledKernels)]
-            mask = given[6]
-            tokens = 1 if mask is None else mask.shape[2]
-            geometry = AttentionGeometry(slots, min(row_tiles, -(-tokens // 4)), 1) if slots else None
-            context = next(each for each in reversed(given) if getattr(each, "dtype", "") == "float16")
-            return attention_launch(bench.kernels, *given[:9], partial, counters, context, False, geometry)
-
-        bench.kernels.attention = attention
-        CudaTiledKernels.attention = attention
-        print(f"steps with {slots} slots and {row_tiles} row tiles (0: chosen)", flush=True)
-        time_steps(bench, sizes)
+    tensor_core_attention.install()
+    print("steps with tensor-core attention", flush=True)
+    time_steps(bench, sizes)
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ FLAGS = {
     "scores": (TensorRTOperations, "wide_scores"),
     "activation": (TensorRTOperations, "wide_activation"),
     "head": (DecoderDescription, "wide_head"),
+    "linear": (TensorRTOperations, "wide_linear"),
 }
 #: Tokens at a prompt's end that are computed behind reused rows.
 ENDS = (3, 12, 40)
@@ -107,14 +108,14 @@ def speed(work: Path, checkpoint: Path) -> None:
     if not (checkpoint / "model.safetensors").exists():
         script = str(Path(__file__).parents[1] / "random_checkpoint.py")
         subprocess.run([sys.executable, script, checkpoint], check=True)
-    build_engine_directory(checkpoint, work / "speed", EngineLimits(1, 512, 2304), [], weights="link", force=True)
+    build_engine_directory(checkpoint, work / "speed", EngineLimits(1, 512, 1024), [], weights="link", force=True)
     kernels = TensorRTBackend._kernel_engine
     on_plans = mock.patch.object(
         TensorRTBackend, "_kernel_engine", lambda self, shape: None if shape.phase == "decode" else kernels(self, shape)
     )
     with on_plans, open_runner("tensorrt", EngineDirectory.open(work / "speed")) as runner:
         report(f"  scratch {runner.backend.scratch_bytes() >> 20} MiB")
-        for count in (2016, 256, 100):
+        for count in (1000, 500, 120):
             ids, times = list(range(10, 10 + count)), []
             for _ in range(15):
                 started = time.perf_counter()
@@ -122,7 +123,7 @@ def speed(work: Path, checkpoint: Path) -> None:
                 times.append((time.perf_counter() - started) * 1000)
                 runner.stop(0)
             report(f"  {count} tokens: {statistics.median(times[4:]):.3f} ms")
-        for count in (2016, 256):
+        for count in (900,):
             runner.start(0, list(range(10, 10 + count)), 0, SamplingValues()).wait()
             steps = []
             for _ in range(60):
