@@ -14,7 +14,7 @@ from edgellm.engines.operations import Operations
 from edgellm.engines.tensorrt_library import TensorRTLibrary, load_tensorrt
 
 #: Raise this when an emitted network changes though description, shapes and settings do not: plans are then rebuilt.
-NETWORK_VERSION = 1
+NETWORK_VERSION = 2
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, OwnArray
 
 #: Largest T, root included.
 MAXIMUM_TREE_SIZE = 1024
@@ -52,26 +52,26 @@ TARGET_STREAM, DRAFT_STREAM, TEST_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
 class SlotDraws(NamedTuple):
     """How each slot draws its tokens, [B] each: the parameters of `Kernels`, by their names and dtypes there."""
 
-    repetition_penalty: Array
-    presence_penalty: Array
-    frequency_penalty: Array
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    seeds: Array
-    sequences: Array
+    repetition_penalty: OwnArray
+    presence_penalty: OwnArray
+    frequency_penalty: OwnArray
+    temperature: OwnArray
+    top_k: OwnArray
+    top_p: OwnArray
+    min_p: OwnArray
+    seeds: OwnArray
+    sequences: OwnArray
 
 
 class NodeDraws(NamedTuple):
     """The same for each node, [B * T] each: a slot's values repeated T times."""
 
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    seeds: Array
-    sequences: Array
+    temperature: OwnArray
+    top_k: OwnArray
+    top_p: OwnArray
+    min_p: OwnArray
+    seeds: OwnArray
+    sequences: OwnArray
 
 
 class AcceptanceKernels(Protocol):

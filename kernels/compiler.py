@@ -37,7 +37,7 @@ _OPTIONS = (
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """Compile all kernels for `architecture` ("sm_90") and return the cubin.
+    """Compile all kernels for `architecture` ("sm_90") and return the cubin, or PTX ("compute_80").
 
     Raises MissingDependencyError without NVRTC or CUDA's headers, KernelError with the compiler's log if it refuses.
     """
@@ -58,10 +58,11 @@ def compile_kernels(architecture: str) -> bytes:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise _compilation_failure(nvrtc, program, architecture)
-        status, size = nvrtc.nvrtcGetCUBINSize(program)
+        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+        status, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
         _check(nvrtc, status, "reading the size of the compiled kernels")
         cubin = bytes(size)
-        (status,) = nvrtc.nvrtcGetCUBIN(program, cubin)
+        (status,) = getattr(nvrtc, f"nvrtcGet{kind}")(program, cubin)
         _check(nvrtc, status, "reading the compiled kernels")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -71,8 +72,8 @@ def compile_kernels(architecture: str) -> bytes:
 def cached_kernels(architecture: str) -> bytes:
     """The cubin for `architecture`, from the user's cache directory or compiled now and kept there.
 
-    A file that does not match its digest is compiled anew; a directory that cannot be written costs a second each
-    start, nothing else. Raises what `compile_kernels` raises.
+    A file that does not match its digest is compiled anew; where that cannot be written, every start compiles
+    anew, which takes most of a minute. Raises what `compile_kernels` raises.
     """
     path = user_cache_directory() / "kernels" / f"{architecture}-{_cache_key(architecture)}.cubin"
     cubin = _read_verified(path)

@@ -25,7 +25,7 @@ _THREADS, _EXPAND_THREADS = 512, 1024  # as the kernels' sources say
 _LANES_OF_FEW, _LANES_OF_MANY, _FEW = 32, 4, 16
 #: Shared memory for the lists that warps merge.
 _LIST_BYTES = 32 << 10
-#: Up to so many candidates, a block of `draft_verification` keeps their keys, tokens and parents in shared memory.
+#: Up to so many candidates, `draft_verification` keeps their keys, tokens and parents in shared memory.
 _KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 
@@ -132,7 +132,7 @@ class CudaDraftTree:
             *_unsigned(select, level, *(sizes[axis] for axis in "FCnPRLV")),
             *map(ctypes.c_size_t, (sizes["H"] * item_size, sizes["G"] * item_size)),
         )
-        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (level - 1) * top_k
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level - 1) * top_k)
         name = f"draft_proposal_{embedding.dtype}"
         self._launch(name, (top_k, sizes["B"], 1), shared_bytes, arguments)
 
@@ -188,16 +188,17 @@ class CudaDraftTree:
         top_k, keeps = sizes["K"], candidates <= _KEPT_CANDIDATES
         level = 1 if expansion is None else expansion.level
         expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, level, sizes["B"], top_k)
-        children = 0 if expansion is None else top_k if level == 1 else top_k**2
+        rows = 0 if expansion is None else 1 if level == 1 else top_k
         arguments = (
             *map(pointer, arrays),
             *expanded,
-            *_unsigned(level, sizes["F"], top_k, select, keeps, candidates),
+            *_unsigned(level, sizes["F"], top_k, select, candidates),
             *_unsigned(*(sizes[axis] for axis in "CSPRLV")),
             ctypes.c_size_t(sizes["H"] * ITEM_SIZES[embedding.dtype]),
         )
-        name = f"draft_verification_{embedding.dtype}"
-        shared_bytes = (_KEY_BYTES + 4) * children + list_bytes + (_KEPT_BYTES * candidates if keeps else 0)
+        name = f"draft_verification_{'' if keeps else 'large_'}{embedding.dtype}"
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows
+        shared_bytes += _KEPT_BYTES * candidates if keeps else 0
         self._launch(name, (sizes["T"], sizes["B"], 1), shared_bytes, arguments)
 
     def _launch(

@@ -14,16 +14,18 @@ MAX_TOKENS = 64
 
 _KEY_TILE, _GROUP, _ROWS = 64, 4, 16
 _TEAM_THREADS, _MOST_TEAMS = 128, 4
-#: Bytes of a block's own variables: of the new tokens that each of its tokens sees, of what is made ready, of its teams.
-_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + _MOST_TEAMS * 4 * (_ROWS * 4 + 32 * 16) + 16
+#: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and of what is made ready.
+_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + 16
+#: Bytes that a team's warps leave each other: weights and maxima.
+_TEAM_BYTES = 4 * (32 * 16 + _ROWS * 4)
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """How decode_attention.cu's blocks share the work, on which no bit of a result depends.
 
-    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and four spans of keys, of which it
-    computes `slots` at once (1, 2 or 4); `stages` (1 or 2) tiles of keys of each are in memory.
+    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and four spans of keys, of which
+    it computes `slots` at once (1, 2 or 4); `stages` (1 or 2) tiles of keys of each are in memory.
     """
 
     slots: int
@@ -31,15 +33,15 @@ class AttentionGeometry:
     stages: int
 
     @property
-    def threads(self) -> int:
-        """Threads of a block: of the teams of four warps that take turns at its tiles."""
-        return _TEAM_THREADS * min(_MOST_TEAMS, 1 << (self.slots * self.row_tiles - 1).bit_length())
+    def teams(self) -> int:
+        """Teams of four warps, which take turns at the block's tiles."""
+        return min(_MOST_TEAMS, 1 << (self.slots * self.row_tiles - 1).bit_length())
 
     def shared_bytes(self, tokens: int, size: int) -> int:
         """Shared memory of a block, beside its own variables."""
         rows = 2 * (self.slots * self.stages * _KEY_TILE + tokens) + self.row_tiles * _ROWS
         spans = _GROUP * self.row_tiles * _ROWS
-        return (2 * rows + 4 * spans) * (-(-size // 16) * 16 + 8)
+        return (2 * rows + 4 * spans) * (-(-size // 16) * 16 + 8) + self.teams * _TEAM_BYTES
 
     def fits(self, tokens: int, size: int, shared_limit: int) -> bool:
         """Whether a block gets the memory that it needs."""
@@ -102,7 +104,7 @@ def attention_launch(
     steps = 4 if size <= 64 else 8 if size <= 128 else 16
     grid = (groups, kv_heads, batch * token_blocks)
     name, shared = f"decode_mma_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
-    return Launch(kernels, name, grid, geometry.threads, shared, arguments)
+    return Launch(kernels, name, grid, _TEAM_THREADS * geometry.teams, shared, arguments)
 
 
 def attention_geometry(

@@ -18,7 +18,7 @@ _OF_CLUSTERS = 0.85
 
 @dataclass(frozen=True)
 class TiledGpu:
-    """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, and whether it has clusters."""
+    """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, whether it has clusters."""
 
     multiprocessors: int
     shared_limit: int
@@ -47,7 +47,7 @@ class Tiling:
         return 1 if (self.rows, self.weight_rows) == (64, 128) else 2
 
     def shared_bytes(self, stages: int, gpu: TiledGpu) -> int:
-        """Of the teams' rings, which also take sums of theirs, of more sums where a team leaves two, and of barriers."""
+        """Of the teams' rings, which also take sums of theirs, of sums where a team leaves more, and of barriers."""
         sums = self.rows * (self.weight_rows + 4) * 4
         stage_steps = 2 if gpu.has_clusters else 1
         ring = max(stages * stage_steps * (self.rows + self.weight_rows) * _STEP_BYTES, sums)

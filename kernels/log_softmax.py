@@ -35,7 +35,7 @@ class LogSoftmax:
     """Computes normalizers of rows; keeps its scratch memory from call to call, so it is not thread-safe."""
 
     def __init__(self) -> None:
-        self._shape = (0, 0, 0)
+        self._shape: tuple[int, ...] = (0, 0, 0)
 
     def normalizers(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The maximum m [n] and log(sum of exp(value - m)) [n] of `rows` [n, V], all float32.

@@ -130,13 +130,13 @@ class NumpyAcceptance(NumpyAcceptedState):
             if active[slot] != 1:
                 write_accepted(slot, [], [], accepted)
                 continue
-            slot_tree = [array[slot] for array in tree]
+            nodes, parents, depths = (array[slot] for array in tree)
             if temperature[slot] == 0:
-                path, tokens = walk(lambda node, slot=slot: int(drawn[slot, node]), *slot_tree, sizes["W"])
+                path, tokens = walk(drawn[slot].item, nodes, parents, depths, sizes["W"])
             else:
-                accepts = typical_children(processed[slot], thresholds[slot], slot_tree[0], epsilon, delta)
-                path = deepest_path(accepts, slot_tree[1], slot_tree[2], sizes["W"])
-                tokens = [int(slot_tree[0][node]) for node in path[1:]] + [int(drawn[slot, path[-1]])]
+                accepts = typical_children(processed[slot], thresholds[slot], nodes, epsilon, delta)
+                path = deepest_path(accepts, parents, depths, sizes["W"])
+                tokens = [int(nodes[node]) for node in path[1:]] + [int(drawn[slot, path[-1]])]
             write_accepted(slot, path, tokens, accepted)
 
     def draft_sample_workspace_size(self, batch: int, draft_vocabulary: int) -> int:
@@ -298,20 +298,21 @@ class NumpyAcceptance(NumpyAcceptedState):
         processed: np.ndarray,
     ) -> None:
         """`process_tree_logits` of some nodes of one slot; `settings` are its three penalties and the temperature."""
-        row_settings = [setting[slot : slot + 1] for setting in settings]
-        repetition, presence, frequency = (setting[0] for setting in row_settings[:3])
-        penalizes = repetition != 1 or presence != 0 or frequency != 0
+        repetition, presence, frequency, temperature = (setting[slot : slot + 1] for setting in settings)
+        penalizes = repetition[0] != 1 or presence[0] != 0 or frequency[0] != 0
         counts = token_counts[slot : slot + 1]
         if penalizes:
             counts = counts.copy()
         for node in nodes:
-            path = ()
+            path: Sequence[int] = ()
             if penalizes:
                 path = _path_tokens(tree_tokens[slot], tree_ancestors[slot, node], counts.shape[1])
             for token in path:
                 counts[0, token] += 1
             place = (slot, slice(node, node + 1))
-            self._kernels.process_logits(logits[place], counts, *row_settings, processed[place])
+            self._kernels.process_logits(
+                logits[place], counts, repetition, presence, frequency, temperature, processed[place]
+            )
             for token in path:
                 counts[0, token] -= 1
 
@@ -329,9 +330,9 @@ class NumpyAcceptance(NumpyAcceptedState):
         """Process one node's row of `logits` in place and find its threshold."""
         settings = slot_draws[:4]
         self._process_nodes(slot, [node], logits, token_counts, tree_tokens, tree_ancestors, settings, logits)
-        filters = [values[slot : slot + 1] for values in (slot_draws.top_k, slot_draws.top_p, slot_draws.min_p)]
+        top_k, top_p, min_p = (values[slot : slot + 1] for values in slot_draws[4:7])
         place = (slot, slice(node, node + 1))
-        self._kernels.filter_threshold(logits[place], *filters, thresholds[place])
+        self._kernels.filter_threshold(logits[place], top_k, top_p, min_p, thresholds[place])
 
 
 def _check(kernel: str, *arrays: np.ndarray) -> dict[str, int]:

@@ -52,7 +52,8 @@ def accept_chains(
         ids[slots[accepts], node] = drafted[accepts]
         rejected = slots[~accepts]
         if rejected.size:
-            draws = Draws(*[values[~accepts] for values in draw], RESIDUAL_STREAM)
+            seed, sequence, position = (values[~accepts] for values in draw)
+            draws = Draws(seed, sequence, position, RESIDUAL_STREAM)
             ids[rejected, node] = draws.by_weight(_residual(p[~accepts], q[~accepts]))
         slots = slots[accepts]
         if not slots.size:

@@ -1,4 +1,4 @@
-"""Tensor maps: what tells the tensor memory accelerator (sm_90 and later) of a matrix and of the tiles to copy of it."""
+"""Tensor maps: what tells the tensor memory accelerator (sm_90 and later) of a matrix and of the tiles to copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _Map = ctypes.c_uint64 * 16
 def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows: int) -> Any:
     """The map of the first `columns` of a matrix [rows, stride] of 16-bit elements, in tiles [tile_rows, 64].
 
-    It is a kernel's argument; on a GPU without the accelerator it is empty. Outside the matrix, tiles hold zeros. Raises
-    KernelError if the driver refuses it.
+    It is a kernel's argument; on a GPU without the accelerator it is empty. Outside the matrix, tiles hold zeros.
+    Raises KernelError if the driver refuses it.
     """
     if not module.has_clusters:
         return _Map()

@@ -31,8 +31,8 @@ def walk_all(
                 return token
             return int(vocab_mapping[token]) if 0 <= token < vocab_mapping.size else -1
 
-        path, tokens = walk(drawn, *[array[slot] for array in tree], accepted[0].shape[1])
-        write_accepted(slot, path, tokens, accepted)
+        tokens, parents, depths = (array[slot] for array in tree)
+        write_accepted(slot, *walk(drawn, tokens, parents, depths, accepted[0].shape[1]), accepted)
 
 
 def walk(

@@ -71,12 +71,12 @@ class Twins:
         for kernels, arrays, workspace in self._sides():
             kernels.expand_frontier(level, score, *[arrays[name] for name in names], workspace)
 
-    def propose(self, level: int, select: bool = True) -> None:
-        """Finishes the expansion of the level, too."""
+    def propose(self, level: int, select: bool = True, expanded: bool = True) -> None:
+        """Finishes the expansion of the level, too, where that was just `expanded`."""
         written = (*self.CANDIDATES, "frontiers", *self.proposal)
         names = (*self.PLACES, f"hidden {level}", *written)
         for kernels, arrays, workspace in self._sides():
-            expansion = Expansion(level, select, arrays["draft_to_target"], workspace)
+            expansion = Expansion(level, select, arrays["draft_to_target"], workspace) if expanded else None
             kernels.prepare_proposal(level, select, *[arrays[name] for name in names], expansion)
         self._compare(f"propose {level}", written)
 
@@ -161,6 +161,17 @@ def test_static_round(gpu, seed):
         selected[b, : chosen.size] = chosen
     gpu.upload(twins.device["verification 0"], selected)
     twins.round(select=False)
+
+
+@pytest.mark.parametrize("top_k", [1, 6, 40])
+def test_candidates_that_are_there_already(gpu, top_k):
+    """As those of a sampled chain, which no expansion made."""
+    drafting = reference.random_drafting(np.random.default_rng(12), 2, top_k, 3, 500, keys=150)
+    twins = Twins(gpu, drafting, 3, 8)
+    twins.round()
+    for level in (1, 2):
+        twins.propose(level, expanded=False)
+    twins.verify(expanded=False)
 
 
 def test_workspace_serves_any_batch_and_width(gpu):
@@ -278,6 +289,10 @@ def test_limits_are_refused(gpu):
         gpu.draft_tree.expand_frontier(33, True, *[twins.device[name] for name in arrays], twins.workspace)
     with pytest.raises(KernelError, match=r"K = 65 .*expected 1 to 64"):
         gpu.draft_tree.expand_workspace_size(1, 9, 65)
+    expansion = Expansion(2, True, twins.device["draft_to_target"], twins.workspace)
+    names = (*Twins.PLACES, "hidden 1", *Twins.CANDIDATES, "frontiers", *twins.proposal)
+    with pytest.raises(KernelError, match=r"prepare_proposal: the expansion of level 2; expected that of level 1"):
+        gpu.draft_tree.prepare_proposal(1, True, *[twins.device[name] for name in names], expansion)
 
 
 def test_times_of_the_default_tree(gpu):

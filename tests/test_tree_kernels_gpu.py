@@ -10,7 +10,12 @@ from test_decode_kernels import FAMILIES, LLAMA, ancestors, random_model, random
 from test_decode_kernels_gpu import ODD, Loaded, assert_equals_twin, gpu, relative, rounded
 
 from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.kernels import compiler
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 __all__ = ["gpu"]  # a fixture
 
@@ -163,3 +168,49 @@ def test_repeated_steps_of_real_widths_give_the_same_bits(gpu, tokens: int) -> N
         for _ in range(5):
             graph()
         np.testing.assert_array_equal(gpu.download(loaded.arrays["logits"]), first)
+
+
+@pytest.fixture(scope="module")
+def older_module(gpu):
+    """The tiled kernels as for sm_80, which the driver translates for this GPU."""
+    sources = compiler._sources()
+    own = {name: text for name, text in sources.items() if name.endswith(".cuh") or name == "decode_tiled_linear.cu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_sources", lambda: own)
+        translated = compiler.compile_kernels("compute_80")
+    try:
+        module = KernelModule("compute_80", gpu.stream.handle, translated)
+    except KernelError as error:
+        if "UNSUPPORTED_PTX_VERSION" not in str(error):
+            raise
+        pytest.skip(f"the driver is older than NVRTC: {error}")
+    module.can_overlap = module.has_clusters = False
+    module.shared_limit = 101_376
+    return module
+
+
+@pytest.mark.parametrize("rows", [17, 32, 45, 64])
+def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -> None:
+    """Their kernels, compiled for an older architecture, in the shared memory of an RTX PC."""
+    random = np.random.default_rng(rows)
+
+    def filled(*shape: int, dtype: str = "float16") -> DeviceArray:
+        array = gpu.empty(shape, dtype)
+        gpu.upload(array, random.standard_normal(shape).astype(dtype))
+        return array
+
+    for width, columns in ((200, 520), (1030, 2048), (74, 8)):
+        x, weight, bias = filled(rows, columns), filled(width, columns), filled(width)
+        residual = filled(rows, width, dtype="float32")
+        results = []
+        for module in (gpu.decode_kernels, older_module):
+            kernels, sums = CudaTiledKernels(module), gpu.empty((rows, width), "float32")
+            added, gated = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), "float16")
+            kernels.linear(x, weight, bias, sums)()
+            kernels.linear_residual(x, weight, None, residual, added)()
+            kernels.gate_up(x, weight, bias, gated)()
+            results.append([gpu.download(array) for array in (sums, added, gated)])
+        for found, expected in zip(*results, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        product = gpu.download(x).astype(np.float32) @ gpu.download(weight).astype(np.float32).T
+        assert relative(results[0][1], product + gpu.download(residual)) < 1e-4

@@ -40,7 +40,8 @@ def read_decoder(
         fields.wrong.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = _head_dim(fields, hidden, heads, default_head_dim)
     max_positions = fields.size("max_position_embeddings")
-    sections, interleaved = (), False
+    sections: tuple[int, ...] = ()
+    interleaved = False
     if default_mrope_section:
         sections, interleaved = read_mrope(fields, head_dim, default_mrope_section, mrope_interleaved)
     rope_theta, rope_scaling = read_rope(fields, head_dim, max_positions)

@@ -6,7 +6,6 @@ below `transformer_layer_config`. What the file leaves open (which biases, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +42,7 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
     reader = _Reader(draft, base, base_config)
     config = reader.read()
     problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
-    if problems:
+    if problems or config is None:
         listed = "\n".join(f"  {problem}" for problem in problems)
         count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
         error = UnsupportedModelError if reader.fields.unsupported else CheckpointError
@@ -79,7 +78,7 @@ class _Reader:
         self._compare_with_base(decoder)
         norm = "none" if is_first else self._feature_norm()
         feed_back = self._switch("norm_output") and not is_first
-        layers = (self.base_config.num_layers,)
+        layers: tuple[int, ...] = (self.base_config.num_layers,)
         if not is_first:
             layers = feature_layers(self.top, self.eagle, self.is_speculators, self.base_config.num_layers, self.fields)
         if self.fields.wrong or self.fields.unsupported:
@@ -253,5 +252,5 @@ def _has_mrope(fields: ConfigFields) -> bool:
     )
 
 
-def _listed(ids: Sequence[int]) -> str:
+def _listed(ids: np.ndarray) -> str:
     return ", ".join(str(value) for value in ids[:5]) + (", ..." if len(ids) > 5 else "")

@@ -15,8 +15,8 @@ struct Row {
     unsigned long long total;     // sum of fixed-point weights
     unsigned long long distance;  // sum of weights times distances from the maximum
     unsigned long long drawn_best, drawn_fallback;
-    unsigned finished;  // blocks of the row, or of the slot's draw
-    unsigned arrived;   // rows of the slot
+    unsigned finished;  // blocks of the slot's draw
+    unsigned arrived;   // blocks of the slot
     int stop;  // node at which a chain ends; STOP_REJECTED is added where its draft was refused
 };
 static_assert(sizeof(Row) == 56, "cuda_acceptance.py allocates rows of another size");

@@ -17,7 +17,7 @@ namespace decode {
 namespace keys_by_position {
 
 constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of the instruction
-constexpr int TEAM = KEY_TILE / BLOCK, MAX_TEAMS = 4;
+constexpr int TEAM = KEY_TILE / BLOCK;
 constexpr int GROUP = 4;  // spans that are merged by a block
 constexpr int MAX_TOKENS = 64;
 constexpr int ROWS = 16;
@@ -154,8 +154,6 @@ __device__ __forceinline__ void attention(
     __shared__ int2 divisions[MAX_TOKENS];                   // how many tiles a span of them has, and their groups
     __shared__ int4 heads_here[2 * MAX_TOKENS];              // where those come from and go to that are made ready
     __shared__ float factors[2 * MAX_TOKENS];                // of their norms
-    __shared__ float maxima[MAX_TEAMS][TEAM][ROWS];          // of the scores that each warp has
-    __shared__ uint4 weights[MAX_TEAMS][TEAM][32];           // the lanes' fragments
     __shared__ bool last_block;
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
@@ -164,7 +162,8 @@ __device__ __forceinline__ void attention(
     const int first_token = (blockIdx.z - b * token_blocks) * own_tokens, own_count = min(own_tokens, tokens - first_token);
     const int padded = (size + 15) & ~15, stride = padded + 8, ring = stages * slots * KEY_TILE;
     // Rows of `stride` elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens, keys
-    // and values; queries [row_tiles, ROWS]; then [GROUP, row_tiles, ROWS, stride] float of spans.
+    // and values; queries [row_tiles, ROWS]; then [GROUP, row_tiles, ROWS, stride] float of spans; of each team weights, the
+    // lanes' fragments [TEAM, 32], and the largest scores of each warp's rows [TEAM, ROWS].
     T* rows_here = reinterpret_cast<T*>(shared);
     T* new_keys = rows_here + 2 * ring * stride;
     T* queries = new_keys + 2 * tokens * stride;
@@ -311,6 +310,8 @@ __device__ __forceinline__ void attention(
     __syncthreads();
 
     const int team = warp / TEAM, part = warp % TEAM, teams = warps / TEAM;
+    uint4* weights = reinterpret_cast<uint4*>(spans + GROUP * row_tiles * ROWS * stride) + team * TEAM * 32 + lane;
+    float* maxima = spans + GROUP * row_tiles * ROWS * stride + teams * TEAM * 32 * 4 + team * TEAM * ROWS + lane / 4;
     // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
     const unsigned row_base = shared_address(rows_here) + lane / 16 * 16;
     const unsigned query_base = shared_address(queries + lane % 16 * stride) + lane / 16 * 16;
@@ -413,13 +414,13 @@ __device__ __forceinline__ void attention(
                                               fmaxf(score[1][2 * half], score[1][2 * half + 1]));
                         largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
                         largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-                        if (lane % 4 == 0) maxima[team][part][lane / 4 + 8 * half] = largest;
+                        if (lane % 4 == 0) maxima[part * ROWS + 8 * half] = largest;
                     }
                     wait_for_warps<TEAM>(team + 1);
                     float maximum[2], total[4], correction[2];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const float* of_row = &maxima[team][0][lane / 4 + 8 * half];
+                        const float* of_row = maxima + 8 * half;
                         const float largest = fmaxf(fmaxf(of_row[0], of_row[ROWS]), fmaxf(of_row[2 * ROWS], of_row[3 * ROWS]));
                         float2 before = make_float2(LOWEST, 0.f);
                         if (iteration > 0) before = *reinterpret_cast<const float2*>(span + 8 * half * stride + padded);
@@ -435,7 +436,7 @@ __device__ __forceinline__ void attention(
                         weight_of[i] = pack<T>(power_of_two(fmaf(pair[0], scale, -maximum[i % 2])),
                                                power_of_two(fmaf(pair[1], scale, -maximum[i % 2])));
                     }
-                    weights[team][part][lane] = own_weights;
+                    weights[part * 32] = own_weights;
                     wait_for_warps<TEAM>(team + 1);
 
                     constexpr int COLUMNS = STEPS / TEAM;  // of 16 head elements, TEAM apart
@@ -453,7 +454,7 @@ __device__ __forceinline__ void attention(
                     }
 #pragma unroll
                     for (int block = 0; block < TEAM; ++block) {
-                        const uint4 four = weights[team][block][lane];
+                        const uint4 four = weights[block * 32];
                         const unsigned weight[4] = {four.x, four.y, four.z, four.w};
                         multiply<T>(total, weight, Ones<T>::PAIR, Ones<T>::PAIR);
                         const bool shares = is_shared(block);

@@ -3,9 +3,9 @@
 //
 // Every sum has the order of decode_linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
 // the bits of the decode step. A warp multiplies 16 or 32 weight rows with all rows of activations, which keeps what it
-// reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a tile a
-// cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory, where
-// the blocks of the cluster read them and add them in order.
+// reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a
+// tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
+// where the blocks of the cluster read them and add them in order.
 #include "decode_outputs.cuh"
 #include "decode_tiled_ring.cuh"
 
@@ -16,8 +16,8 @@ constexpr int TILED_WARPS = 8, TILED_THREADS = 32 * TILED_WARPS;
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int AT_ONCE = 2;  // times four outputs of a thread whose residuals are read together
 
-// ROW_TILES and COLUMN_TILES: of a warp, 16 rows of activations and 8 weight rows each. PAIRED: the second half of a tile's weight rows holds up rows, `rows`
-// below the gate rows in the first half.
+// ROW_TILES and COLUMN_TILES: of a warp, 16 rows of activations and 8 weight rows each. PAIRED: the second half of a tile's
+// weight rows holds up rows, `rows` below the gate rows in the first half.
 template <int ROW_TILES_, int COLUMN_TILES_, int TEAMS_, bool PAIRED_> struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, TEAMS = TEAMS_;
     static constexpr bool PAIRED = PAIRED_;

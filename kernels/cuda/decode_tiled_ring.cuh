@@ -41,8 +41,8 @@ template <typename T> struct Operands {
 
 #if __CUDA_ARCH__ >= 900
 
-// The tensor memory accelerator copies whole stages, whose 16 bytes it swizzles by the row; one thread of the team asks. A barrier in shared memory for
-// each stage counts the bytes that have come.
+// The tensor memory accelerator copies whole stages, 16 bytes of which it puts into other places of their line by the row;
+// one thread of the team asks for them. A barrier in shared memory for each stage counts the bytes that have come.
 template <typename T, typename G> struct Ring {
     const TensorMap *weights, *activations;
     unsigned ring, barriers;

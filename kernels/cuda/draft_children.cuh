@@ -22,16 +22,20 @@ __device__ inline unsigned long long warp_largest(unsigned long long key) {
 __device__ inline void merge_lists(
     const unsigned long long* lists, unsigned count, unsigned top_k, unsigned long long* ranked) {
     unsigned lane = threadIdx.x % 32, taken = 0, shift = 0;  // 8 bits of `taken` for each of the lane's lists
-    unsigned long long head = 0;
-    bool moves = true;
+    auto key_of = [&](unsigned list, unsigned place) { return place < top_k ? lists[list * top_k + place] : 0; };
+    unsigned long long head = lane < count ? key_of(lane, 0) : 0;
+    unsigned long long next = lane < count ? key_of(lane, 1) : 0;  // behind the head, there before it is wanted
+    bool moves = count > 32;
 #pragma unroll 1
     for (unsigned place = 0; place < top_k; ++place) {
-        if (moves) {
+        if (moves && count <= 32) {
+            head = next;
+            next = key_of(lane, taken + 1);
+        } else if (moves) {
             head = 0;
 #pragma unroll 1
             for (unsigned list = lane, own = 0; list < count; list += 32, own += 8) {
-                unsigned next = taken >> own & 255;
-                unsigned long long key = next < top_k ? lists[list * top_k + next] : 0;
+                unsigned long long key = key_of(list, taken >> own & 255);
                 if (key > head) head = key, shift = own;
             }
         }
@@ -70,11 +74,8 @@ struct Candidates {
 struct Children {
     unsigned long long* keys;  // of score and index, 0 where there is none
     int* tokens;               // of the draft's vocabulary, until map_tokens
+    int* parents;              // of each row
 };
-
-__device__ inline int parent_of_row(const Candidates& candidates, unsigned level, unsigned top_k, unsigned row) {
-    return level == 1 ? -1 : __ldcg(candidates.frontiers + (level - 2) * top_k + row);
-}
 
 // Puts the chunks of one row together, by one warp. `lists` is shared memory for the row's keys. Loads come first: each
 // takes longer than all that follows.
@@ -93,7 +94,7 @@ __device__ inline void finish_row(
         sum = __ldcg(expansion.sums + first + lane);
         own_maximum = __ldcg(expansion.maxima + first + lane);
     }
-    int parent = parent_of_row(candidates, level, top_k, row);
+    int parent = level == 1 ? -1 : __ldcg(candidates.frontiers + (level - 2) * top_k + row);
 #pragma unroll
     for (unsigned i = 0; i < AT_ONCE; ++i) {
         if (lane + 32 * i < entries) lists[lane + 32 * i] = keys[i];
@@ -127,6 +128,7 @@ __device__ inline void finish_row(
         children.keys[child] = exists ? value_and_id(score, level_start(level, top_k) + child) : 0;
         children.tokens[child] = exists ? int(key_id(key)) : -1;
     }
+    if (lane == 0) children.parents[row] = parent;
     __syncwarp();  // before the lists are those of the next row
 }
 
@@ -157,7 +159,7 @@ __device__ inline void map_tokens(
         unsigned row = child / top_k, candidate = level_start(level, top_k) + child;
         if (row >= first && row < first + count) {
             candidates.scores[candidate] = key == 0 ? minus_infinity() : key_value(unsigned(key >> 32));
-            candidates.parents[candidate] = key == 0 ? -1 : parent_of_row(candidates, level, top_k, row);
+            candidates.parents[candidate] = key == 0 ? -1 : children.parents[row];
             candidates.tokens[candidate] = token;
         }
         children.tokens[child] = token;

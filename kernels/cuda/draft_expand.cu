@@ -1,8 +1,6 @@
-#include "draft_tree.cuh"
-#include "groups.cuh"
-#include "log_softmax.cuh"
-#include "programmatic_launch.cuh"
 #include "draft_children.cuh"
+#include "groups.cuh"
+#include "programmatic_launch.cuh"
 
 namespace draft {
 

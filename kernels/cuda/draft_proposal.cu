@@ -57,7 +57,7 @@ __device__ inline void see_ancestors(
 
 // Puts the level's children together and writes everything that the draft model reads of one frontier slot. Grid (slots,
 // sequences), PROPOSAL_THREADS threads. Dynamic shared memory: the keys of the level's children, the lists that are merged,
-// the children's tokens, the frontiers of the levels before. `hidden_rows` are those of hidden_in of one sequence. May be
+// the children's tokens and their parents, the frontiers of the levels before. `hidden_rows` are those of hidden_in of one sequence. May be
 // launched while the kernel before it still runs.
 #define DRAFT_PROPOSAL(NAME, COMPUTE)                                                                                 \
     extern "C" __global__ void __launch_bounds__(draft::PROPOSAL_THREADS) NAME(                                       \
@@ -84,8 +84,9 @@ __device__ inline void see_ancestors(
         Candidates candidates = {                                                                                     \
             candidate_tokens + own, candidate_scores + own, candidate_parents + own, own_frontiers};                  \
         unsigned long long* lists = shared_keys + count;                                                              \
-        Children children = {shared_keys, reinterpret_cast<int*>(lists + mergers * chunks * top_k)};                  \
-        int* earlier = children.tokens + count;                                                                       \
+        int* integers = reinterpret_cast<int*>(lists + mergers * chunks * top_k);                                     \
+        Children children = {shared_keys, integers, integers + count};                                                \
+        int* earlier = children.parents + rows;                                                                       \
         unsigned char* mask_row = attention_mask + place * keys;                                                      \
         wait_for_previous_kernel();                                                                                   \
                                                                                                                       \
@@ -127,9 +128,14 @@ __device__ inline void see_ancestors(
             if (select) *entry = candidate;                                                                           \
             if (slot == 0) kvcache_start_index[sequence] = length + int((level - 1) * top_k);                         \
         }                                                                                                             \
-        look_up(embedding, token, inputs_embeds + place * embedding_bytes, vocabulary, embedding_bytes);              \
-        const char* hidden = hidden_in + (sequence * hidden_rows + parent_slot) * hidden_bytes;                       \
-        copy_fresh_row(hidden_out + place * hidden_bytes, hidden, hidden_bytes);                                      \
+        constexpr unsigned HALF = PROPOSAL_THREADS / 2;                                                               \
+        if (threadIdx.x < HALF) {                                                                                     \
+            char* target = inputs_embeds + place * embedding_bytes;                                                   \
+            look_up(embedding, token, target, vocabulary, embedding_bytes, threadIdx.x, HALF);                        \
+        } else {                                                                                                      \
+            const char* hidden = hidden_in + (sequence * hidden_rows + parent_slot) * hidden_bytes;                   \
+            copy_fresh_row(hidden_out + place * hidden_bytes, hidden, hidden_bytes, threadIdx.x - HALF, HALF);        \
+        }                                                                                                             \
     }
 
 DRAFT_PROPOSAL(draft_proposal_float32, float)

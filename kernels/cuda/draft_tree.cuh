@@ -27,16 +27,19 @@ __device__ inline unsigned key_id(unsigned long long key) { return 0xffffffffu -
 
 // From the second-level cache, as the kernel may start before the one that writes the row has finished.
 template <class T>
-__device__ inline void copy_fresh_row(T* target, const T* source, size_t elements) {
+__device__ inline void copy_fresh_row(T* target, const T* source, size_t elements, unsigned thread, unsigned threads) {
 #pragma unroll 1
-    for (size_t i = threadIdx.x; i < elements; i += blockDim.x) target[i] = __ldcg(source + i);
+    for (size_t i = thread; i < elements; i += threads) target[i] = __ldcg(source + i);
 }
 
-__device__ inline void copy_fresh_row(char* target, const char* source, size_t row_bytes) {
+__device__ inline void copy_fresh_row(
+    char* target, const char* source, size_t row_bytes, unsigned thread, unsigned threads) {
     if (aligned_16(target) && aligned_16(source) && row_bytes % 16 == 0) {
-        copy_fresh_row(reinterpret_cast<uint4*>(target), reinterpret_cast<const uint4*>(source), row_bytes / 16);
+        copy_fresh_row(
+            reinterpret_cast<uint4*>(target), reinterpret_cast<const uint4*>(source), row_bytes / 16, thread, threads);
     } else {
-        copy_fresh_row(reinterpret_cast<short*>(target), reinterpret_cast<const short*>(source), row_bytes / 2);
+        copy_fresh_row(
+            reinterpret_cast<short*>(target), reinterpret_cast<const short*>(source), row_bytes / 2, thread, threads);
     }
 }
 

@@ -5,20 +5,21 @@
 
 namespace draft {
 
-constexpr unsigned TREE_THREADS = 512;
+constexpr unsigned TREE_THREADS = 512, TREE_WARPS = TREE_THREADS / 32;
 constexpr unsigned MAXIMUM_TREE_TOKENS = 1024;
 
-// The candidates as the selection sees them: those of the last level may still be in shared memory alone, and where there is
-// room, all of them are brought there at once.
-struct CandidateView {
+// The candidates as the selection sees them. Those of the last level may still be in shared memory alone. KEPT: all of them
+// are brought there at once; else, where they are too many, they are read at each look.
+template <bool KEPT> struct CandidateView {
     Candidates candidates;
     Children children;
-    unsigned *kept_keys;  // ordered keys of the scores; null where there is no room
+    unsigned* kept_keys;  // ordered keys of the scores
     int *kept_tokens, *kept_parents;
     unsigned count, first_child, level, top_k;
 
     // The children are there only after a barrier; what comes before them is read meanwhile.
     __device__ void keep(unsigned first, unsigned end, unsigned thread, unsigned threads) const {
+        if (!KEPT) return;
 #pragma unroll 2
         for (unsigned i = first + thread; i < end; i += threads) {
             unsigned key = key_at(i);
@@ -33,55 +34,61 @@ struct CandidateView {
         return i < first_child ? __ldcg(candidates.tokens + i) : children.tokens[i - first_child];
     }
     __device__ int parent_at(unsigned i) const {
-        return i < first_child ? __ldcg(candidates.parents + i)
-                               : parent_of_row(candidates, level, top_k, (i - first_child) / top_k);
+        return i < first_child ? __ldcg(candidates.parents + i) : children.parents[(i - first_child) / top_k];
     }
-    __device__ unsigned operator[](unsigned i) const { return kept_keys != nullptr ? kept_keys[i] : key_at(i); }
-    __device__ int token(unsigned i) const { return kept_keys != nullptr ? kept_tokens[i] : token_at(i); }
-    __device__ int parent(unsigned i) const { return kept_keys != nullptr ? kept_parents[i] : parent_at(i); }
+    __device__ unsigned key(unsigned i) const { return KEPT ? kept_keys[i] : key_at(i); }
+    __device__ int token(unsigned i) const { return KEPT ? kept_tokens[i] : token_at(i); }
+    __device__ int parent(unsigned i) const { return KEPT ? kept_parents[i] : parent_at(i); }
     // How many are at least `least`; the same in all threads of the block.
     __device__ unsigned number_of(unsigned least) const {
         unsigned number = 0;
 #pragma unroll 1
         for (unsigned start = 0; start < count; start += TREE_THREADS) {
             unsigned i = start + threadIdx.x;
-            number += __syncthreads_count(i < count && (*this)[i] >= least);
+            number += __syncthreads_count(i < count && key(i) >= least);
         }
         return number;
     }
 };
 
 // The `wanted` largest keys above that of -inf, equal ones by index, as ascending indices to `selected`; returns how many.
-__device__ inline unsigned select_ascending(const CandidateView& keys, unsigned wanted, int* selected) {
-    __shared__ unsigned partial[MAXIMUM_WARPS];
-    unsigned threshold = ordered_key(minus_infinity()) + 1;
-    unsigned reached = keys.number_of(threshold);
-    unsigned number = min(wanted, reached);
-    if (reached > wanted) {
-        // The largest threshold that enough keys reach, bit by bit.
-        threshold = 0;
+template <bool KEPT>
+__device__ inline unsigned select_ascending(const CandidateView<KEPT>& view, unsigned wanted, int* selected) {
+    __shared__ unsigned counts[2][TREE_WARPS];  // of each warp: keys above the threshold and, in the upper half, equal ones
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // The largest threshold that enough keys reach, bit by bit; as many as the last one that was too high lie above it.
+    unsigned lowest = ordered_key(minus_infinity()), limit = lowest, ties = 0, number = 0;
+    unsigned threshold = 0, above = 0;
 #pragma unroll 1
-        for (unsigned bit = 1u << 31; bit != 0; bit >>= 1) {
-            unsigned at_least = keys.number_of(threshold | bit);
-            if (at_least < wanted) continue;
-            threshold |= bit;
-            if (at_least == wanted) break;
+    for (unsigned bit = 0;; bit = bit == 0 ? 1u << 31 : bit >> 1) {
+        unsigned at_least = view.number_of(bit == 0 ? lowest + 1 : threshold | bit);
+        if (bit == 0) {
+            number = min(wanted, at_least);
+            if (at_least <= wanted) break;
+            continue;
         }
+        if (at_least >= wanted) threshold |= bit; else above = at_least;
+        limit = at_least == wanted ? threshold - 1 : threshold;
+        ties = at_least == wanted ? 0 : wanted - above;  // so many of the keys that equal the limit are selected, too
+        if (at_least == wanted || bit == 1) break;
     }
-    unsigned above = threshold == 0xffffffffu ? 0 : keys.number_of(threshold + 1);
-    unsigned ties = number - above;  // so many of the keys that equal the threshold are selected
     unsigned above_before = 0, equal_before = 0;
 #pragma unroll 1
-    for (unsigned start = 0; start < keys.count; start += TREE_THREADS) {
+    for (unsigned start = 0, buffer = 0; start < view.count; start += TREE_THREADS, buffer ^= 1) {
         unsigned i = start + threadIdx.x;
-        unsigned key = i < keys.count ? keys[i] : 0;
-        bool is_above = key > threshold, is_equal = i < keys.count && key == threshold;
-        unsigned both = unsigned(is_above) | unsigned(is_equal) << 16;
-        unsigned before = block_inclusive_sum(both, partial) - both;
-        unsigned place_above = above_before + (before & 0xffff), place_equal = equal_before + (before >> 16);
+        unsigned key = i < view.count ? view.key(i) : 0;
+        bool is_above = key > limit, is_equal = ties != 0 && i < view.count && key == limit;
+        unsigned above = __ballot_sync(ALL_LANES, is_above), equal = __ballot_sync(ALL_LANES, is_equal);
+        if (lane == 0) counts[buffer][warp] = __popc(above) | __popc(equal) << 16;
+        __syncthreads();
+        unsigned of_warp = lane < TREE_WARPS ? counts[buffer][lane] : 0;
+        unsigned before = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+        unsigned all = __reduce_add_sync(ALL_LANES, of_warp), lower = (1u << lane) - 1;
+        unsigned place_above = above_before + (before & 0xffff) + __popc(above & lower);
+        unsigned place_equal = equal_before + (before >> 16) + __popc(equal & lower);
         if (is_above || (is_equal && place_equal < ties)) selected[place_above + min(place_equal, ties)] = int(i);
-        above_before += __syncthreads_count(is_above);
-        equal_before += __syncthreads_count(is_equal);
+        above_before += all & 0xffff;
+        equal_before += all >> 16;
     }
     __syncthreads();
     return number;
@@ -163,9 +170,9 @@ __device__ inline void write_node(
 
 // Puts the last level's children together, chooses the tree to verify and writes everything that the base model reads of one
 // of its tokens. Grid (tokens, sequences), TREE_THREADS threads: each block selects all of the tree for itself and writes one
-// token. Dynamic shared memory: the keys of the level's children, the lists that are merged, the children's tokens, then three
-// words a candidate, or none. May be launched while the kernel before it still runs.
-#define DRAFT_VERIFICATION(NAME, COMPUTE)                                                                             \
+// token. Dynamic shared memory: the keys of the level's children, the lists that are merged, the children's tokens and
+// parents, then three words a candidate if KEPT. May be launched while the kernel before it still runs.
+#define DRAFT_VERIFICATION(NAME, COMPUTE, KEPT)                                                                       \
     extern "C" __global__ void __launch_bounds__(draft::TREE_THREADS) NAME(                                           \
         const int* token_ids, const int* first_positions, const int* committed, const int* position_offsets,          \
         const float* rotary_table, const char* embedding, int* candidate_tokens, float* candidate_scores,             \
@@ -174,8 +181,8 @@ __device__ inline void write_node(
         COMPUTE* rope_rotary_cos_sin, unsigned char* attention_mask, const unsigned long long* best,                  \
         const unsigned long long* sums, const float* maxima, const int* draft_to_target, unsigned chunks,             \
         unsigned score_children, unsigned mergers, unsigned level, unsigned levels, unsigned top_k, unsigned select,  \
-        unsigned keeps, unsigned counted, unsigned candidate_count, unsigned selected_size, unsigned positions,       \
-        unsigned rotary_size, unsigned keys, unsigned vocabulary, size_t embedding_bytes) {                           \
+        unsigned counted, unsigned candidate_count, unsigned selected_size, unsigned positions, unsigned rotary_size, \
+        unsigned keys, unsigned vocabulary, size_t embedding_bytes) {                                                 \
         using namespace draft;                                                                                        \
         extern __shared__ unsigned long long shared_keys[];                                                           \
         __shared__ int chosen[MAXIMUM_TREE_TOKENS];                                                                   \
@@ -194,11 +201,12 @@ __device__ inline void write_node(
             candidate_tokens + own, candidate_scores + own, candidate_parents + own,                                  \
             frontiers + sequence * levels * top_k};                                                                   \
         unsigned long long* lists = shared_keys + count;                                                              \
-        Children children = {shared_keys, reinterpret_cast<int*>(lists + mergers * chunks * top_k)};                  \
-        int* kept = children.tokens + count;                                                                          \
-        CandidateView view = {                                                                                        \
-            candidates, children, keeps ? reinterpret_cast<unsigned*>(kept) : nullptr, kept + counted,                \
-            kept + 2 * counted, counted, first_child, level, top_k};                                                  \
+        int* integers = reinterpret_cast<int*>(lists + mergers * chunks * top_k);                                     \
+        Children children = {shared_keys, integers, integers + count};                                                \
+        int* kept = children.parents + (chunks == 0 ? 0 : rows);                                                      \
+        CandidateView<KEPT> view = {                                                                                  \
+            candidates, children, reinterpret_cast<unsigned*>(kept), kept + counted, kept + 2 * counted, counted,     \
+            first_child, level, top_k};                                                                               \
         int* own_selected = selected + sequence * selected_size;                                                      \
         unsigned char* mask_row = attention_mask + at * keys;                                                         \
         unsigned row_thread = TREE_THREADS - 1 - threadIdx.x;                                                         \
@@ -206,7 +214,7 @@ __device__ inline void write_node(
                                                                                                                       \
         int length = __ldcg(committed + sequence), root = __ldcg(token_ids + sequence);                               \
         if (row_thread < MASK_THREADS) {                                                                              \
-            if (keeps) view.keep(0, min(first_child, counted), row_thread, MASK_THREADS);                             \
+            view.keep(0, min(first_child, counted), row_thread, MASK_THREADS);                                        \
             write_mask_row(mask_row, keys, (long long)length - 1, row_thread, MASK_THREADS);                          \
         }                                                                                                             \
         if (chunks != 0) {                                                                                            \
@@ -217,7 +225,7 @@ __device__ inline void write_node(
                 expansion, candidates, children, level, top_k, 0, written, threadIdx.x, TREE_THREADS);                \
         }                                                                                                             \
         __syncthreads();                                                                                              \
-        if (keeps) view.keep(min(first_child, counted), counted, threadIdx.x, TREE_THREADS);                          \
+        view.keep(min(first_child, counted), counted, threadIdx.x, TREE_THREADS);                                     \
         __syncthreads();                                                                                              \
         unsigned number;                                                                                              \
         if (select) {                                                                                                 \
@@ -253,6 +261,9 @@ __device__ inline void write_node(
         write_rotary_row(rotary_table, position, rope_rotary_cos_sin + at * rotary_size, positions, rotary_size);     \
     }
 
-DRAFT_VERIFICATION(draft_verification_float32, float)
-DRAFT_VERIFICATION(draft_verification_float16, __half)
-DRAFT_VERIFICATION(draft_verification_bfloat16, __nv_bfloat16)
+DRAFT_VERIFICATION(draft_verification_float32, float, true)
+DRAFT_VERIFICATION(draft_verification_float16, __half, true)
+DRAFT_VERIFICATION(draft_verification_bfloat16, __nv_bfloat16, true)
+DRAFT_VERIFICATION(draft_verification_large_float32, float, false)
+DRAFT_VERIFICATION(draft_verification_large_float16, __half, false)
+DRAFT_VERIFICATION(draft_verification_large_bfloat16, __nv_bfloat16, false)

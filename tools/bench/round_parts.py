@@ -1,11 +1,10 @@
 """What each kernel adds to an EAGLE round, with the shapes of Llama-3.2-1B: times with it less times without it.
 
-    python tools/bench/round_parts.py [--work DIRECTORY] [--plans "tree 10/6/60" "chain 5"] [--variants]
+    python tools/bench/round_parts.py [--work DIRECTORY] [--plans "tree 10/6/60" "chain 5"]
 
 For each plan: the round, its kernels that are no engine's alone, and both without each of these kernels (whose results
-then are those of an earlier round). For each draft step: its engine alone, and without each of its launches. With
-`--variants` the same of other versions of the draft tree's kernels. Uses the directories of `eagle_speed.py` (and
-builds them if they are missing). Needs TensorRT, pycuda and a GPU.
+then are those of an earlier round). For each step of the draft: its engine alone, and without each of its launches.
+Uses the directories of `eagle_speed.py` (and builds them if they are missing). Needs TensorRT, pycuda and a GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,9 +27,7 @@ from edgellm.drafting_controller import candidate_plans
 from edgellm.engines.backend import open_backend
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.eagle_runner import EagleRunner
-from edgellm.engines.gpu import find_gpu
-from edgellm.kernels import compiler, cuda_draft_tree
-from edgellm.kernels.launch import KernelModule, Launch
+from edgellm.kernels.launch import Launch
 
 MEAN = 4.24
 PARTS = (
@@ -45,32 +40,6 @@ PARTS = (
     "advance_accepted",
     "decode_norms_linear_wide",
 )
-WAIT = "wait_for_previous_kernel();"
-#: Text to replace in a source, and constants of `cuda_draft_tree` that go with it.
-VARIANTS: dict[str, tuple[dict[str, list[tuple[str, str]]], dict[str, int]]] = {
-    "expand, 512 threads": (
-        {"draft_expand.cu": [("EXPAND_THREADS = 1024", "EXPAND_THREADS = 512")]},
-        {"_EXPAND_THREADS": 512},
-    ),
-    "expand does nothing": ({"draft_expand.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
-    "expand without sums": ({"draft_expand.cu": [("if (score_children) {", "if (score_children > 1) {")]}, {}),
-    "expand without ranks": ({"draft_expand.cu": [("if (own >= bound) {", "if (own > ~0ull - 1) {")]}, {}),
-    "proposal does nothing": ({"draft_proposal.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
-    "proposal does not merge": (
-        {"draft_proposal.cu": [("if (chunks == 0) {", "if (chunks != 0x7fffffff) {")]},
-        {},
-    ),
-    "proposal and verification merge one place": (
-        {"draft_children.cuh": [("place = 0; place < top_k; ++place) {", "place = 0; place < 1; ++place) {")]},
-        {},
-    ),
-    "proposal does not choose": ({"draft_proposal.cu": [("if (select) choose", "if (select > 1) choose")]}, {}),
-    "verification does nothing": ({"draft_verification.cu": [(WAIT, WAIT + " if (vocabulary != 0) return;")]}, {}),
-    "verification takes the first nodes": (
-        {"draft_verification.cu": [("if (reached > wanted) {", "if (reached > ~0u - 1) {")]},
-        {},
-    ),
-}
 
 
 @contextmanager
@@ -144,48 +113,13 @@ class PartsBench(RoundBench):
         return 1000 * self.milliseconds(launch, self.lengths, self.plan) / count
 
 
-def variant_cubin(architecture: str, name: str) -> bytes:
-    """The draft tree's kernels with some text replaced in their sources."""
-    sources = {file: text for file, text in compiler._sources().items() if file.endswith(".cuh") or "draft_" in file}
-    for file, pairs in VARIANTS[name][0].items():
-        for old, new in pairs:
-            if old.encode() not in sources[file]:
-                raise ValueError(f"{file} has no {old!r}")
-            sources[file] = sources[file].replace(old.encode(), new.encode())
-    original, compiler._sources = compiler._sources, lambda: sources
-    try:
-        return compiler.compile_kernels(architecture)
-    finally:
-        compiler._sources = original
-
-
-@contextmanager
-def variant(runner: EagleRunner, name: str, cubin: Future[bytes]) -> Iterator[None]:
-    """Meanwhile the draft tree's kernels are those of a variant."""
-    constants, device, kernels = VARIANTS[name][1], runner.backend.device, runner.backend.draft_tree
-    module, before = kernels._module, {key: getattr(cuda_draft_tree, key) for key in constants}
-    kernels._module = KernelModule(device.compute_capability, device.stream.handle, cubin.result())
-    for key, value in constants.items():
-        setattr(cuda_draft_tree, key, value)
-    try:
-        yield
-    finally:
-        kernels._module = module
-        for key, value in before.items():
-            setattr(cuda_draft_tree, key, value)
-
-
 def main() -> None:
     """Print one line a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--plans", nargs="+", default=["tree 10/6/60", "chain 5"])
-    parser.add_argument("--variants", action="store_true")
     arguments = parser.parse_args()
     _, directory = prepare(arguments.work)
-    architecture = find_gpu().compute_capability
-    pool = ProcessPoolExecutor(8, get_context("spawn"))
-    cubins = {name: pool.submit(variant_cubin, architecture, name) for name in VARIANTS if arguments.variants}
     plans = {p.name: p for p in candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)}
     runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
     try:
@@ -200,17 +134,10 @@ def main() -> None:
                         bench.line(f"without {part}", before)
                 except Exception:
                     traceback.print_exc()
-            for other, cubin in cubins.items():
-                try:
-                    with variant(runner, other, cubin):
-                        bench.line(other, before)
-                except Exception:
-                    traceback.print_exc()
             bench.line("all, again", before)
             bench.engines()
     finally:
         runner.close()
-        pool.shutdown()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ import numpy as np
 from edgellm import LLM, Request, Response, SpecDecodeRuntime
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
+from edgellm.engines.comparison import teacher_forced_logits
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.digests import hash_bytes
 from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
@@ -205,7 +206,7 @@ class Comparison:
         if place is None:
             return None
         prompt = self._plain.tokenizer.encode_chat(messages)
-        logits = self._logits_after([*prompt, *expected[:place]], asked.adapter)
+        logits = self._logits(prompt, expected[: place + 1], asked.adapter)
         values = sampling_values(self._params)
         gap = draw_gap(logits, prompt, expected[:place], values, expected[place], found[place])
         allowed = NUMPY_GAP
@@ -213,10 +214,17 @@ class Comparison:
             allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), self._plain.directory.dtype)
         return Difference(asked.number, place, gap, allowed)
 
-    def _logits_after(self, token_ids: Sequence[int], adapter: str | None) -> np.ndarray:
-        self._plain.call(forget_rows).result()
-        self._plain.generate(token_ids, parameters("greedy", 1), adapter)
-        return self._plain.call(lambda runtime: runtime._open_runner().base.logits(0)).result()
+    def _logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> np.ndarray:
+        """The very logits that plain decoding had drawn the last token of an answer from."""
+
+        def computed(runtime: SpecDecodeRuntime) -> np.ndarray:
+            base = runtime._open_runner().base
+            base.set_adapter(0, adapter)
+            logits = teacher_forced_logits(base, prompt, answer)[-1]
+            forget_rows(runtime)
+            return logits
+
+        return self._plain.call(computed).result()
 
 
 def forget_rows(runtime: SpecDecodeRuntime) -> None:

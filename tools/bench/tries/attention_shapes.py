@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[3])]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from kernel_speed import EPSILON, LAYERS, LLAMA, Bench
 
 from edgellm.kernels import decode_attention
@@ -165,9 +165,8 @@ def time_shape(bench: Bench, shape: tuple, phases: dict[str, KernelModule]) -> N
 
 def time_patched_steps(bench: Bench) -> None:
     """Whole steps with the kernels as they are, then with tensor-core attention."""
+    import tensor_core_attention
     from kernel_speed import time_steps
-
-    from tools.bench.tries import tensor_core_attention
 
     sizes = (1, 8, 16, 32, 64)
     print("steps as they are", flush=True)

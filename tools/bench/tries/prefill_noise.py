@@ -1,50 +1,37 @@
 """What dtypes within TensorRT's engines do to logits, and cost: variants of the decoder's network on one GPU.
 
-    python -m tools.bench.tries.prefill_noise --wide residual norm [--speed] [--prompts 24] [--work DIRECTORY]
+    python -m tools.bench.tries.prefill_noise --wide residual norm [--answers] [--prompts 24]
 
 Of the shipped model: how far logits are from NumPy's in float32, and how far a prompt's are apart whose last tokens are
-computed behind reused rows, in spacings of float16 at the largest logit; then answers in batches of 8, with adapters in
-between, against the same alone. With `--speed` also the time of prompts and decode steps, all on TensorRT, of
-Llama-3.2-1B's shapes. Prints lines as they are measured.
+computed behind reused rows, in spacings of float16 at the largest logit; with `--answers` then answers in batches of 8,
+with adapters in between, against the same alone. Prints lines as they are measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
 from edgellm.engines import builder
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner
-from edgellm.engines.decoder import DecoderDescription
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draw_comparison import spacing
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.engines.tensorrt_backend import TensorRTBackend
-from edgellm.engines.tensorrt_operations import TensorRTOperations
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench import serving_equality
+from tools.bench.tries.prefill_networks import FLAGS, set_wide
 
-FLAGS = {
-    "residual": (DecoderDescription, "wide_residual"),
-    "norm": (TensorRTOperations, "wide_norm"),
-    "scores": (TensorRTOperations, "wide_scores"),
-    "activation": (TensorRTOperations, "wide_activation"),
-    "head": (DecoderDescription, "wide_head"),
-    "linear": (TensorRTOperations, "wide_linear"),
-}
 #: Tokens at a prompt's end that are computed behind reused rows.
 ENDS = (3, 12, 40)
 
@@ -103,37 +90,6 @@ def answers(work: Path, prompts: int) -> None:
         report(f"  gaps in spacings: {[round(gap, 2) for gap in gaps[:12]]}")
 
 
-def speed(work: Path, checkpoint: Path) -> None:
-    """Wall time from a prompt to its first token, with nothing reused."""
-    if not (checkpoint / "model.safetensors").exists():
-        script = str(Path(__file__).parents[1] / "random_checkpoint.py")
-        subprocess.run([sys.executable, script, checkpoint], check=True)
-    build_engine_directory(checkpoint, work / "speed", EngineLimits(1, 512, 1024), [], weights="link", force=True)
-    kernels = TensorRTBackend._kernel_engine
-    on_plans = mock.patch.object(
-        TensorRTBackend, "_kernel_engine", lambda self, shape: None if shape.phase == "decode" else kernels(self, shape)
-    )
-    with on_plans, open_runner("tensorrt", EngineDirectory.open(work / "speed")) as runner:
-        report(f"  scratch {runner.backend.scratch_bytes() >> 20} MiB")
-        for count in (1000, 500, 120):
-            ids, times = list(range(10, 10 + count)), []
-            for _ in range(15):
-                started = time.perf_counter()
-                runner.start(0, ids, 0, SamplingValues()).wait()
-                times.append((time.perf_counter() - started) * 1000)
-                runner.stop(0)
-            report(f"  {count} tokens: {statistics.median(times[4:]):.3f} ms")
-        for count in (900,):
-            runner.start(0, list(range(10, 10 + count)), 0, SamplingValues()).wait()
-            steps = []
-            for _ in range(60):
-                started = time.perf_counter()
-                runner.decode(1).wait()
-                steps.append((time.perf_counter() - started) * 1000)
-            runner.stop(0)
-            report(f"  a decode step on TensorRT behind {count} tokens: {statistics.median(steps[10:]):.3f} ms")
-
-
 def attempt(step: Callable[..., None], *arguments: object) -> None:
     """A failure is printed, and the rest is measured."""
     started = time.perf_counter()
@@ -149,17 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wide", nargs="*", choices=list(FLAGS), default=[])
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--speed", action="store_true")
     parser.add_argument("--answers", action="store_true")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     arguments = parser.parse_args()
-    for name, (owner, attribute) in FLAGS.items():
-        setattr(owner, attribute, name in arguments.wide)
+    set_wide(" ".join(arguments.wide))
     builder.choose_platforms = lambda targets: ((), "")  # plans are made here, on first use, with what was set
     report(f"wide: {' '.join(arguments.wide) or 'nothing'}")
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.speed:
-            attempt(speed, Path(folder), arguments.work / "checkpoint")
         attempt(errors, Path(folder), arguments.prompts)
         if arguments.answers:
             attempt(answers, Path(folder), arguments.prompts)
