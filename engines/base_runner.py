@@ -104,9 +104,11 @@ class BaseEngineRunner(AdaptedRunner):
             for index in range(config.num_layers)
             for kind in ("k", "v")
         }
-        self.adapters = None if adapters is None else AdapterSlots(backend, config, limits)
-        for name, adapter in (adapters or {}).items():
-            self.adapters.add(name, adapter)
+        self.adapters: AdapterSlots | None = None
+        if adapters is not None:
+            self.adapters = AdapterSlots(backend, config, limits)
+            for name, adapter in adapters.items():
+                self.adapters.add(name, adapter)
         self._allocate_state()
         #: The KV rows of the slots; idle ones may be exchanged and copied.
         self.rows = SlotRows(backend, list(self.caches.values()), self._start)

@@ -6,9 +6,8 @@ context that is there already, and gives the logits of one of them. Each new tok
 in steps of several tokens the new ones that `attention_mask` lets it see; nothing else of the mask is read, so a step
 costs what the sequences' lengths ask for, not what the capacity does.
 
-But for prompts, a token's logits and features are the same bits in every batch, in every tree that has its ancestors in
-order of depth, and in the decode step that computes it alone: whether a draft is accepted cannot depend on what else
-was verified.
+A token's logits and features are the same bits in every batch, in every tree that has its ancestors in order of depth,
+and in the decode step that computes it alone: whether a draft is accepted cannot depend on what else was verified.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ class CudaDecodeEngine(CudaKernelEngine):
             raise EngineError(f"{shape.name}: {reason}")
         self.config = config
         self.reads_attention_mask = shape.phase != "decode"
-        #: Prompts need not have the bits that decode steps would give them.
-        self.any_splits = shape.phase == "prefill"
         unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
         if not self.reads_attention_mask:
             unneeded.add("attention_mask")
@@ -119,12 +116,7 @@ class CudaDecodeEngine(CudaKernelEngine):
                 # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
                 next_early=index > 0,
             ),
-            self._attention(
-                index,
-                layer,
-                bound["attention_mask"] if self.reads_attention_mask else None,
-                any_splits=self.any_splits,
-            ),
+            self._attention(index, layer, bound["attention_mask"] if self.reads_attention_mask else None),
             kernels.linear_residual(
                 scratch["context"],
                 bound[f"{attention}o_proj.weight"],
@@ -163,8 +155,7 @@ def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_li
     reason = unsupported_layers(config, shape, dtype)
     if reason is not None or shared_limit is None:
         return reason
-    group = config.num_heads // config.num_kv_heads
-    needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, group, shared_limit)
+    needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
     return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
 

@@ -116,8 +116,7 @@ def unsupported(config: DraftConfig, shape: EngineShape, dtype: str, shared_limi
     reason = unsupported_layers(decoder, shape, dtype)
     if reason is not None or shared_limit is None:
         return reason
-    group = decoder.num_heads // decoder.num_kv_heads
-    needed = draft_shared_bytes(shape.batch, shape.tokens, config.hidden_size, decoder.head_dim, group, shared_limit)
+    needed = draft_shared_bytes(shape.batch, shape.tokens, config.hidden_size, decoder.head_dim, shared_limit)
     return too_much_memory(needed, shape, 2 * config.hidden_size, shared_limit)
 
 

@@ -9,7 +9,8 @@ from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch, attention_partials
+from edgellm.kernels.decode_attention import attention_partials
+from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch
 
 #: Shape and dtype of arrays, by name.
 ArrayTable = dict[str, tuple[tuple[int, ...], str]]
@@ -108,9 +109,7 @@ class CudaKernelEngine(ABC):
                         f"{self.shape.name}: present_{kind}_cache_{index} must be bound to the memory of its cache"
                     )
 
-    def _attention(
-        self, index: int, prefix: str, mask: DeviceArray | None, masks_all: bool = False, any_splits: bool = False
-    ) -> Launch:
+    def _attention(self, index: int, prefix: str, mask: DeviceArray | None, masks_all: bool = False) -> Launch:
         """From `qkv` to `context`, with the caches `index` and the norms of the layer whose weights begin so."""
         bound, scratch = self._bound, self._scratch
         return self._kernels.attention(
@@ -127,7 +126,6 @@ class CudaKernelEngine(ABC):
             scratch["counters"],
             scratch["context"],
             masks_all,
-            any_splits,
         )
 
     def _mlp(self, prefix: str, hidden: DeviceArray, activation: DeviceArray) -> list[Launch]:

@@ -1,8 +1,8 @@
 """Verify steps of 17 to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
 
 They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what is
-accepted does not depend on the size of such a tree. The norms are launches of their
-own here: their results serve every block of the linear layer that follows.
+accepted does not depend on the size of such a tree. The norms are launches of their own here: their results serve every
+block of the linear layer that follows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, padded_columns
-from edgellm.kernels.tiled_decode_kernels import (
-    MAX_TILED_ROWS,
-    CudaTiledKernels,
-    tiled_shared_bytes,
-)
+from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS, CudaTiledKernels, tiled_shared_bytes
 
 
 class CudaTreeEngine(CudaDecodeEngine):
@@ -49,19 +45,7 @@ class CudaTreeEngine(CudaDecodeEngine):
             # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
             self._norm(hidden, f"{layer}input_layernorm.weight", next_early=index > 0),
             self._linear(f"{attention}qkv_proj.weight", f"{attention}qkv_proj.bias", scratch["qkv"]),
-            tiled.attention(
-                scratch["qkv"],
-                bound.get(f"{attention}q_norm.weight"),
-                bound.get(f"{attention}k_norm.weight"),
-                self.config.rms_norm_eps,
-                bound["rope_rotary_cos_sin"],
-                bound["kvcache_start_index"],
-                bound["attention_mask"],
-                bound[f"k_cache_{index}"],
-                bound[f"v_cache_{index}"],
-                scratch["partial"],
-                scratch["context"],
-            ),
+            self._attention(index, layer, bound["attention_mask"]),
             self._linear_residual(scratch["context"], f"{attention}o_proj", hidden, *self._feature(index)),
             self._norm(scratch["hidden"], f"{layer}post_attention_layernorm.weight"),
             tiled.gate_up(

@@ -32,8 +32,8 @@ def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
 class DecoderDescription(LayerDescription[Tensor]):
     """Describes a decoder to an interpreter of operations, for one engine shape."""
 
-    #: Whether the residual stream, and the head, are computed in float32.
-    wide_residual, wide_head = True, False
+    #: Whether the residual stream is in float32.
+    wide_residual = True
 
     def __init__(self, operations: Operations[Tensor], config: DecoderConfig, shape: EngineShape) -> None:
         super().__init__(operations, config, shape, decoder_weights(config))
@@ -61,10 +61,7 @@ class DecoderDescription(LayerDescription[Tensor]):
         if features:
             parts = [features[index] for index in config.feature_layers]
             ops.output("hidden_states", ops.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
-        head = self.weight(head_weight_name(config))
-        if self.wide_head:
-            normed, head = ops.to_float32(normed), ops.to_float32(head)
-        ops.output("logits", ops.to_float32(ops.linear(normed, head)))
+        ops.output("logits", ops.to_float32(ops.linear(normed, self.weight(head_weight_name(config)))))
 
     def _layer(self, index: int, hidden: Tensor, positions: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ops, layer = self.operations, f"model.layers.{index}."

@@ -94,10 +94,10 @@ class EagleRunner:
         The base takes `adapters` and counts what is `beside` as `BaseEngineRunner` does; the draft has none. Raises
         EngineDirectoryError where there is no draft, and what loading raises.
         """
-        draft = directory.model_config("draft")
-        with closing(directory.checkpoint()) as base_files, closing(directory.draft.checkpoint()) as draft_files:
-            limits = directory.limits
-            return cls(backend, directory.config, draft, limits, base_files, draft_files, progress, adapters, beside)
+        config, draft, limits = directory.model_config("draft"), directory.draft, directory.limits
+        assert isinstance(config, DraftConfig) and draft is not None
+        with closing(directory.checkpoint()) as base_files, closing(draft.checkpoint()) as draft_files:
+            return cls(backend, directory.config, config, limits, base_files, draft_files, progress, adapters, beside)
 
     def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
         """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any

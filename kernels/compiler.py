@@ -78,6 +78,7 @@ def cached_kernels(architecture: str) -> bytes:
     path = user_cache_directory() / "kernels" / f"{architecture}-{_cache_key(architecture)}.cubin"
     cubin = _read_verified(path)
     if cubin is None:
+        logger.warning("The CUDA kernels are compiled for %s now, which takes most of a minute, once", architecture)
         cubin = compile_kernels(architecture)
         _keep(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin

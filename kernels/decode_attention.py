@@ -14,6 +14,8 @@ MAX_TOKENS = 64
 
 _KEY_TILE, _GROUP, _ROWS = 64, 4, 16
 _TEAM_THREADS, _MOST_TEAMS = 128, 4
+#: Groups of spans that a sequence's keys are expected to fill, where its capacity has more: up to 1,280 keys.
+_USUAL_GROUPS = 5
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and of what is made ready.
 _STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + 16
 #: Bytes that a team's warps leave each other: weights and maxima.
@@ -80,7 +82,9 @@ def attention_launch(
             f"heads, {tokens} tokens"
         )
     if geometry is None:
-        geometry = attention_geometry(tokens, group, size, kv_heads, kv_rows, kernels.shared_limit)
+        geometry = attention_geometry(
+            batch, tokens, group, size, kv_heads, kv_rows, kernels.shared_limit, kernels.multiprocessors
+        )
     groups, tile_tokens = _groups(kv_heads, kv_rows), _ROWS // group
     token_blocks = -(-tokens // (geometry.row_tiles * tile_tokens))
     arguments = (
@@ -103,24 +107,40 @@ def attention_launch(
     )
     steps = 4 if size <= 64 else 8 if size <= 128 else 16
     grid = (groups, kv_heads, batch * token_blocks)
-    name, shared = f"decode_mma_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
+    name, shared = f"decode_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
     return Launch(kernels, name, grid, _TEAM_THREADS * geometry.teams, shared, arguments)
 
 
 def attention_geometry(
-    tokens: int, group: int, size: int, kv_heads: int, kv_rows: int, shared_limit: int
+    batch: int,
+    tokens: int,
+    group: int,
+    size: int,
+    kv_heads: int,
+    kv_rows: int,
+    shared_limit: int,
+    multiprocessors: int,
 ) -> AttentionGeometry:
-    """The fastest that fits, as measured; the smallest if none does."""
-    row_tiles = -(-tokens // (_ROWS // group))
-    stages = 2 if kv_rows > _KEY_TILE << _span_bits(kv_heads) else 1
-    choices = (
-        AttentionGeometry(slots, tiles, deep)
-        for deep in range(stages, 0, -1)
-        for slots in (4, 2, 1)
-        for tiles in range(min(4, row_tiles), 0, -1)
-    )
-    fitting = (choice for choice in choices if choice.fits(tokens, size, shared_limit))
-    return next(fitting, AttentionGeometry(1, 1, 1))
+    """The fastest that fits, by times measured on an H200; the smallest if none does."""
+    tile_tokens = _ROWS // group
+    groups = min(_groups(kv_heads, kv_rows), _USUAL_GROUPS)
+
+    def microseconds(geometry: AttentionGeometry) -> float:
+        blocks = groups * kv_heads * batch * -(-tokens // (geometry.row_tiles * tile_tokens))
+        two = geometry.teams <= 2 and 2 * (geometry.shared_bytes(tokens, size) + _STATIC_BYTES) <= shared_limit
+        waves = -(-blocks // (multiprocessors * (1 + two)))
+        return waves * (5 + 3.2 * geometry.row_tiles) * {4: 1, 2: 1.2, 1: 1.5}[geometry.slots]
+
+    for stages in range(2 if kv_rows > _KEY_TILE << _span_bits(kv_heads) else 1, 0, -1):
+        choices = [
+            AttentionGeometry(slots, row_tiles, stages)
+            for slots in (4, 2, 1)
+            for row_tiles in range(1, 1 + min(4, -(-tokens // tile_tokens)))
+        ]
+        fitting = [choice for choice in choices if choice.fits(tokens, size, shared_limit)]
+        if fitting:
+            return min(fitting, key=microseconds)
+    return AttentionGeometry(1, 1, 1)
 
 
 def attention_shared_bytes(tokens: int, size: int) -> int:

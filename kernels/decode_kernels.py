@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.decode_attention import attention_launch, attention_shared_bytes
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 
@@ -19,9 +20,6 @@ from edgellm.kernels.launch import KernelModule, Launch, pointer
 MAX_ROWS = 16
 
 _WARPS, _STEP = 16, 32
-_KEY_TILE, _STAGES, _PADDING = 32, 2, 8
-#: Blocks of attention that the registers of a multiprocessor hold.
-_BLOCKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -209,74 +207,10 @@ class CudaDecodeKernels(KernelModule):
         blocks = min(-(-rows // unit), self.multiprocessors * geometry.blocks_per_multiprocessor)
         return Launch(self, name, (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
 
-    def attention(
-        self,
-        qkv: DeviceArray,
-        q_norm: DeviceArray | None,
-        k_norm: DeviceArray | None,
-        epsilon: float,
-        rope_rotary_cos_sin: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        attention_mask: DeviceArray | None,
-        k_cache: DeviceArray,
-        v_cache: DeviceArray,
-        partial: DeviceArray,
-        counters: DeviceArray,
-        context: DeviceArray,
-        masks_all: bool = False,
-        any_splits: bool = False,
-    ) -> Launch:
-        """See `numpy_decode_kernels.attention`.
-
-        `any_splits`: the last bits may depend on how many tokens there are, which lets more of them be faster.
-        `partial` float32 of `attention_partials` and `counters` [B T, n_kv] uint32 (zero before and after) are its own.
-        """
-        batch, kv_heads, kv_rows, size = k_cache.shape
-        tokens, mask_keys = (1, 0) if attention_mask is None else attention_mask.shape[2:]
-        heads = context.size // (batch * tokens * size)
-        group, rotary = heads // kv_heads, rope_rotary_cos_sin.shape[-1]
-        if size % 8 or size > 256 or group > 16 or heads % kv_heads:
-            raise KernelError(
-                f"decode attention takes head sizes up to 256 (multiples of 8) and up to 16 query heads a key-value "
-                f"head, found head size {size}, {heads} query heads, {kv_heads} key-value heads"
-            )
-        shared = _attention_bytes(tokens, group, size)
-        arguments = (
-            pointer(qkv),
-            pointer(q_norm),
-            pointer(k_norm),
-            ctypes.c_float(epsilon),
-            pointer(rope_rotary_cos_sin),
-            pointer(kvcache_start_index),
-            pointer(attention_mask),
-            pointer(k_cache),
-            pointer(v_cache),
-            pointer(context),
-            pointer(partial),
-            pointer(counters),
-            ctypes.c_float(size**-0.5 * 1.4426950408889634),
-            *map(ctypes.c_int, (group, size, rotary, kv_rows, tokens, mask_keys, masks_all)),
-        )
-        pairs = 1 if size <= 64 else 2 if size <= 128 else 4
-        splits = attention_splits(kv_heads, kv_rows)
-        if masks_all or any_splits:  # as what a draft proposes may: one wave of blocks is fastest
-            splits = max(1, min(splits, self.multiprocessors * _BLOCKS_AT_ONCE // (kv_heads * batch * tokens)))
-        grid = (splits, kv_heads, batch * tokens)
-        threads = 32 * _attention_warps(group)
-        return Launch(self, f"decode_attention_{pairs}_{k_cache.dtype}", grid, threads, shared, arguments)
+    attention = attention_launch
 
 
-def attention_splits(kv_heads: int, kv_rows: int) -> int:
-    """Over how many blocks the keys of one key-value head are split, at most; the same for any tokens in a step."""
-    return min(-(-kv_rows // _KEY_TILE), max(16, min(128, 256 // kv_heads)))
-
-
-def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
-    """Number of float32 values that the splits of one attention layer leave for the merge; `rows` tokens in a step."""
-    return rows * heads * attention_splits(kv_heads, kv_rows) * (size + 2)
-
-
-def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int, shared_limit: int) -> int:
+def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any kernel of a decode or verify step needs, where a GPU has a limit.
 
     Widths other than the hidden size do not count: what `linear_residual` takes streams through a ring.
@@ -285,14 +219,14 @@ def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, grou
     return max(
         *(_norm_bytes(tiles, rows, hidden_size, shared_limit) for tiles in (1, 2)),
         _streamed_bytes(rows, shared_limit),
-        _attention_bytes(tokens, group, head_size),
+        attention_shared_bytes(tokens, head_size),
     )
 
 
-def draft_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, group: int, shared_limit: int) -> int:
+def draft_shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The same of a draft step, whose first linear layer takes two inputs of the hidden size side by side."""
     own = _WIDE.norm_bytes(1, 2, batch * tokens, 2 * hidden_size)
-    return max(own, shared_bytes(batch, tokens, hidden_size, head_size, group, shared_limit))
+    return max(own, shared_bytes(batch, tokens, hidden_size, head_size, shared_limit))
 
 
 def _norm_bytes(tiles: int, batch: int, columns: int, shared_limit: int) -> int:
@@ -326,15 +260,6 @@ def _sizes(elements: int, weight: DeviceArray) -> tuple[int, int]:
             f"found {elements} elements times {weight.shape}"
         )
     return batch, columns
-
-
-def _attention_warps(group: int) -> int:
-    return max(4, group)
-
-
-def _attention_bytes(tokens: int, group: int, size: int) -> int:
-    tiles = 2 * _STAGES * _KEY_TILE * (size + _PADDING) * 2
-    return tiles + ((group + tokens) * size + _attention_warps(group) * _KEY_TILE) * 4
 
 
 def slice_steps(columns: int) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, OwnArray
 
 #: The largest K, D, T and draft vocabulary that the kernels take.
 MAXIMUM_TOP_K = 64
@@ -49,8 +49,8 @@ class Expansion(NamedTuple):
 
     level: int
     score: bool
-    draft_to_target: Array
-    workspace: Array
+    draft_to_target: OwnArray
+    workspace: OwnArray
 
 
 class DraftTreeKernels(Protocol):

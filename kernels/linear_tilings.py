@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WARPS = 8
 _STEP_BYTES, _SLICES, _GROUPS = 64, 16, 4
 _MOST_STAGES = 8
-#: What a block costs beside its streaming, in bytes that it could have streamed: its start, and adding up its sums.
-_BLOCK_BYTES = 200 << 10
-#: Blocks of a cluster share a part of the GPU, and some multiprocessors of each part are left over.
-_OF_CLUSTERS = 0.85
+#: Of tiles (rows, weight rows): microseconds that a block takes to start and to end, and for 2048 columns, on an H200
+#: whose other multiprocessors are idle.
+_MICROSECONDS = {(32, 64): (2.6, 6.4), (32, 128): (3.6, 10.3), (64, 64): (4.4, 12.8), (64, 128): (5.7, 16.0)}
+#: Microseconds that blocks of a cluster wait for each other. They share a part of the GPU, of which some
+#: multiprocessors are left over.
+_MEETING, _OF_CLUSTERS = 0.5, 0.85
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,15 @@ class Tiling:
 
 
 def fastest_tiling(count: int, rows: int, columns: int, gpu: TiledGpu) -> Tiling:
-    """For `count` rows of activations times a matrix [rows, columns]: all blocks stream at the same speed."""
+    """For `count` rows of activations times a matrix [rows, columns]."""
 
     def cost(tiling: Tiling) -> float:
-        places = gpu.multiprocessors * (_OF_CLUSTERS if tiling.splits > 2 and tiling.resident == 1 else 1)
-        waves = -(-tiling.blocks(rows) // int(places))
-        return waves * ((tiling.weight_rows + tiling.rows) * columns * 2 // tiling.splits + _BLOCK_BYTES)
+        once, streaming = _MICROSECONDS[tiling.rows, tiling.weight_rows]
+        once, streaming = once + _MEETING * (tiling.splits > 1), streaming * columns / 2048 / tiling.splits
+        if tiling.rows == 32:  # memory is what limits: a second block of a multiprocessor takes nothing away
+            return once + max(1, tiling.blocks(rows) / gpu.multiprocessors) * streaming
+        places = int(gpu.multiprocessors * (_OF_CLUSTERS if tiling.splits > 2 else 1))
+        return -(-tiling.blocks(rows) // places) * (once + streaming)
 
     return min(tilings(count, gpu), key=cost)
 

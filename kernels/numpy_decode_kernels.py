@@ -126,10 +126,10 @@ def attention(
         new = slice(start, start + tokens)
         k_cache[b, :, new], v_cache[b, :, new] = key[b], value[b]
         for t in range(tokens):
-            seen = np.arange(tokens) == t
+            seen, before = np.arange(tokens) == t, np.ones(start, bool)
             if attention_mask is not None:
                 seen |= attention_mask[b, 0, t, new]
-            before = attention_mask[b, 0, t, :start] if masks_all else np.ones(start, bool)
+                before = attention_mask[b, 0, t, :start] if masks_all else before
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
             scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -1,6 +1,6 @@
 """The kernels of steps of 17 to 64 tokens in NumPy, float32: the twins of `CudaTiledKernels`, their definition.
 
-The norms stand alone here; `linear_residual` and `attention` are those of `numpy_decode_kernels`.
+The norms stand alone here; `linear_residual` is that of `numpy_decode_kernels`, whose `attention` serves them, too.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels import numpy_decode_kernels as single
-from edgellm.kernels.numpy_decode_kernels import attention, linear_residual
+from edgellm.kernels.numpy_decode_kernels import linear_residual
 
-__all__ = ["attention", "gate_up", "linear", "linear_residual", "norm"]
+__all__ = ["gate_up", "linear", "linear_residual", "norm"]
 
 
 def norm(

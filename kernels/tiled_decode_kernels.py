@@ -1,7 +1,7 @@
 """The kernels of steps of 17 to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
 
-Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels` (attention also scratch memory) and
-returns a `Launch` that enqueues it. A row gets the bits that `CudaDecodeKernels` computes.
+Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels` and returns a `Launch` that
+enqueues it; their attention is that of `CudaDecodeKernels`. A row gets the bits that `CudaDecodeKernels` computes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import attention_splits, feature_arguments, padded_columns, slice_steps
+from edgellm.kernels.decode_attention import attention_shared_bytes
+from edgellm.kernels.decode_kernels import feature_arguments, padded_columns, slice_steps
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 from edgellm.kernels.linear_tilings import TiledGpu, Tiling, fastest_tiling, tilings
@@ -22,8 +23,6 @@ MAX_TILED_ROWS = 64
 
 _THREADS = 256
 _NORM_THREADS, _NORM_SLICES = 512, 16
-_KEY_TILE, _KEY_STAGES, _PADDING, _HEADS = 32, 2, 8, 4
-_ATTENTION_WARPS, _OWN_TOKENS = 16, 2
 
 
 class CudaTiledKernels:
@@ -125,72 +124,15 @@ class CudaTiledKernels:
         name = f"decode_tiled_{name}_{tiling.rows}_{tiling.weight_rows}_{weight.dtype}"
         return Launch(module, name, grid, _THREADS, tiling.shared_bytes(stages, self.gpu), arguments, cluster)
 
-    def attention(
-        self,
-        qkv: DeviceArray,
-        q_norm: DeviceArray | None,
-        k_norm: DeviceArray | None,
-        epsilon: float,
-        rope_rotary_cos_sin: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        attention_mask: DeviceArray,
-        k_cache: DeviceArray,
-        v_cache: DeviceArray,
-        partial: DeviceArray,
-        context: DeviceArray,
-    ) -> Launch:
-        """See `numpy_decode_kernels.attention`; `partial` float32 of `attention_partials` is its own."""
-        batch, kv_heads, kv_rows, size = k_cache.shape
-        tokens, mask_keys = attention_mask.shape[2:]
-        group = context.size // (batch * tokens * size) // kv_heads
-        own, warps = _attention_block(tokens, size, self._module.shared_limit)
-        arguments = (
-            pointer(qkv),
-            pointer(q_norm),
-            pointer(k_norm),
-            ctypes.c_float(epsilon),
-            pointer(rope_rotary_cos_sin),
-            pointer(kvcache_start_index),
-            pointer(attention_mask),
-            pointer(k_cache),
-            pointer(v_cache),
-            pointer(context),
-            pointer(partial),
-            ctypes.c_float(size**-0.5 * 1.4426950408889634),
-            *map(ctypes.c_int, (group, size, rope_rotary_cos_sin.shape[-1], kv_heads, kv_rows, tokens, mask_keys)),
-            ctypes.c_int(attention_splits(kv_heads, kv_rows)),
-            ctypes.c_int(own),
-        )
-        pairs = 1 if size <= 64 else 2 if size <= 128 else 4
-        grid = (-(-tokens // own), kv_heads * -(-group // _HEADS), batch)
-        shared = _attention_bytes(tokens, size, own, warps)
-        return Launch(
-            self._module, f"decode_tree_attention_{pairs}_{k_cache.dtype}", grid, 32 * warps, shared, arguments
-        )
-
 
 def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:
     """The most shared memory that a block of any of the kernels needs, where a GPU has a limit."""
-    own, warps = _attention_block(tokens, head_size, shared_limit)
     gpu = TiledGpu(1, shared_limit, has_clusters=True)  # which needs more than one without
     return max(
         min(tiling.shared_bytes(2, gpu) for tiling in tilings(MAX_TILED_ROWS, gpu)),
-        _attention_bytes(tokens, head_size, own, warps),
+        attention_shared_bytes(tokens, head_size),
         8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(hidden_size),
     )
-
-
-def _attention_block(tokens: int, size: int, shared_limit: int) -> tuple[int, int]:
-    """Tokens of a block, and its warps: as many as its memory allows."""
-    warps = _ATTENTION_WARPS
-    while warps > _OWN_TOKENS and _attention_bytes(tokens, size, _OWN_TOKENS, warps) > shared_limit:
-        warps //= 2
-    return _OWN_TOKENS, warps
-
-
-def _attention_bytes(tokens: int, size: int, own: int, warps: int) -> int:
-    rows = _KEY_STAGES * (warps // own) * _KEY_TILE + tokens
-    return 2 * rows * (size + _PADDING) * 2 + (own * _HEADS * size + warps * max(_HEADS * _KEY_TILE, size)) * 4
 
 
 def _rows(array: DeviceArray) -> int:

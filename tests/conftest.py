@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from edgellm.engines.decoder_config import DecoderConfig, EngineLimits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.lora_weights import adapted_projections
+from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.multimodal.vision_config import read_vision_config
 from edgellm.multimodal.vision_encoder import host_weights, vision_weights
 
@@ -34,9 +36,17 @@ def interrupts() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep plans, kernels and digests of the tests out of the user's cache directory."""
+    """Keep plans, kernels and digests of the tests out of the user's cache directory.
+
+    The latest kernels of that one are taken along: compiling them takes most of a minute.
+    """
+    compiled = sorted((user_cache_directory() / "kernels").glob("*.cubin"), key=lambda path: path.stat().st_mtime)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGELLM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("EDGELLM_CACHE_DIR", str(folder))
+        for path in compiled[-1:]:
+            (folder / "kernels").mkdir()
+            shutil.copy(path, folder / "kernels")
         yield
 
 

@@ -188,7 +188,7 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     limit, tried = gpu.decode_kernels.shared_limit, 0
     most_tiles = -(-case.tokens // (16 // case.group))
     for slots in (1, 2, 4):
-        for row_tiles in {1, min(2, most_tiles), min(4, most_tiles)}:
+        for row_tiles in {min(tiles, most_tiles) for tiles in (1, 2, 3, 4)}:
             for stages in (1, 2):
                 geometry = AttentionGeometry(slots, row_tiles, stages)
                 if geometry.fits(case.tokens, case.size, limit):

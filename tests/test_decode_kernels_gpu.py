@@ -225,7 +225,7 @@ def test_features_are_what_enters_the_layers(gpu, layers: tuple[int, ...], paren
     assert_equals_twin(gpu, config, [40], 64, dtype, parents)
 
 
-#: where keys fill a tile, a split, all splits of 32 tiles, so that tokens of one tree are split in different ways
+#: where new keys begin or end in a step of 16, a tile of 64 or a group of four tiles
 STARTS = [0, 1, 27, 31, 32, 253, 1020, 1023]
 
 

@@ -71,14 +71,10 @@ def described(trt: Any, config: DecoderConfig, shape: EngineShape) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linears_are_in_the_compute_dtype_and_the_residual_stream_in_float32(
-    library: TensorRTLibrary, family: str
-) -> None:
-    """Of rounding the residual stream to float16 logits would get much of their error."""
+def test_what_adds_up_does_so_in_float32(library: TensorRTLibrary, family: str) -> None:
+    """Of float16 sums, in linear layers and the residual stream, logits would get most of their error."""
     trt, config = library.module, FAMILIES[family]
     network, _builder = described(trt, config, EngineShape("prefill", 1, 16, 64, 80))
-    compute = trt.bfloat16 if config.dtype == "bfloat16" else trt.float16
-    weights = {spec.name for spec in decoder_weights(config)}
     residuals = linears = 0
     for layer in map(network.get_layer, range(network.num_layers)):
         output = layer.get_output(0)
@@ -87,7 +83,7 @@ def test_linears_are_in_the_compute_dtype_and_the_residual_stream_in_float32(
             if layer.op == trt.ElementWiseOperation.SUM and tuple(output.shape) == (1, 16, config.hidden_size):
                 residuals += output.dtype == trt.float32
         elif layer.type == trt.LayerType.MATRIX_MULTIPLY:
-            linears += layer.get_input(1).name in weights and output.dtype == compute
+            linears += output.dtype == trt.float32
     assert residuals == 2 * config.num_layers + config.deepstack_layers
     assert linears == 4 * config.num_layers + 1
 

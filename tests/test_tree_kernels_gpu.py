@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gpu_device import device_copy
 from test_decode_kernels import FAMILIES, LLAMA, ancestors, random_model, random_parents, twin_step
 from test_decode_kernels_gpu import ODD, Loaded, assert_equals_twin, gpu, relative, rounded
 
@@ -15,6 +16,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.linear_tilings import tilings
 from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 __all__ = ["gpu"]  # a fixture
@@ -189,19 +191,32 @@ def older_module(gpu):
     return module
 
 
+def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
+    """Random values in device memory."""
+    return device_copy(gpu, np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype))
+
+
+@pytest.mark.parametrize("rows", [17, 32, 50, 64])
+def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
+    kernels, output = CudaTiledKernels(gpu.decode_kernels), gpu.empty((rows, 330), "float32")
+    for columns in (520, 4096):
+        x, weight = normal(gpu, rows, columns), normal(gpu, 330, columns)
+        expected = None
+        for tiling in tilings(rows, kernels.gpu):
+            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+            kernels.tiled_linear(tiling, x, weight, None, output)()
+            found = gpu.download(output)
+            expected = found if expected is None else expected
+            np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
+        assert np.isfinite(expected).all()
+
+
 @pytest.mark.parametrize("rows", [17, 32, 45, 64])
 def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -> None:
     """Their kernels, compiled for an older architecture, in the shared memory of an RTX PC."""
-    random = np.random.default_rng(rows)
-
-    def filled(*shape: int, dtype: str = "float16") -> DeviceArray:
-        array = gpu.empty(shape, dtype)
-        gpu.upload(array, random.standard_normal(shape).astype(dtype))
-        return array
-
     for width, columns in ((200, 520), (1030, 2048), (74, 8)):
-        x, weight, bias = filled(rows, columns), filled(width, columns), filled(width)
-        residual = filled(rows, width, dtype="float32")
+        x, weight, bias = (normal(gpu, *shape) for shape in ((rows, columns), (width, columns), (width,)))
+        residual = normal(gpu, rows, width, dtype="float32")
         results = []
         for module in (gpu.decode_kernels, older_module):
             kernels, sums = CudaTiledKernels(module), gpu.empty((rows, width), "float32")

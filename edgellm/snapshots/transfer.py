@@ -14,6 +14,9 @@ from edgellm.snapshots.content_digest import DIGEST_BYTES, Section, combined_dig
 from edgellm.snapshots.section_reading import Part, SectionReader
 from edgellm.snapshots.snapshot import Snapshot
 
+#: A section, its place [lines, n] uint8 in the staging memory, and where that begins, in bytes.
+Placed = tuple[Section, np.ndarray, int]
+
 #: A file's rows go through pinned memory of the file's size, or of this one where the file is larger.
 _STAGING_BYTES = 64 << 20
 #: What is not hashed is read so much at a time: each return of a thread costs the one that launches some microseconds.
@@ -88,38 +91,51 @@ class Uploader:
             yield from self._upload_held(snapshot, wanted)
             return
         self.forget()
+        rounds = self._rounds(snapshot, wanted, whole=digest is not None)
+        digests: dict[int, bytes] = {}
+        for placed in rounds:
+            yield from self._upload_round(descriptor, placed, wanted, None if digest is None else digests)
+        if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in rounds[0]):
+            self._held = ref(snapshot)
+            self._held_sections = {section.offset: target for section, target, _ in rounds[0]}
+        if digest is not None:
+            digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
+
+    def _rounds(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy], whole: bool) -> list[list[Placed]]:
+        """What the staging memory takes at a time: sections in the order of `wanted`, and others first if `whole`."""
         place = {name: index for index, name in enumerate(wanted)}
-        order = [section for section in snapshot.sections if section.name in place or digest is not None]
+        order = [section for section in snapshot.sections if section.name in place or whole]
         order.sort(key=lambda section: place.get(section.name, -1))
         sizes = [section.nbytes for section in order]
         staging = self._staged(sum(sizes), max(sizes, default=0))
-        digests: dict[int, bytes] = {}
-        rounds = list(_fitting(order, len(staging)))
-        for sections in rounds:
-            if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
-                self._under_way.pop().wait()
-            placed = list(_placed(sections, wanted, staging, whole=digest is not None))
-            parts, numbers = _parts(placed, staging, _READ_BYTES if digest is None else 0)
-            reading = self._threads().read(descriptor, parts, digest is not None)
-            try:
-                for number, (section, target, _) in zip(numbers, placed, strict=True):
-                    copy = wanted.get(section.name)
-                    if copy is None:
-                        continue
-                    reading.wait_for(number)
-                    transfer = self._send(copy, section, target)
-                    if section.first + section.groups == copy.cache.shape[0]:
-                        yield section.name, transfer
-                found = reading.digests()
-                if digest is not None:
-                    digests |= {part.offset: each for part, each in zip(parts, found, strict=True)}
-            finally:
-                reading.stop()
-            if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in placed):
-                self._held = ref(snapshot)
-                self._held_sections = {section.offset: target for section, target, _ in placed}
-        if digest is not None:
-            digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
+        return [list(_placed(sections, wanted, staging, whole)) for sections in _fitting(order, len(staging))]
+
+    def _upload_round(
+        self,
+        descriptor: int,
+        placed: Sequence[Placed],
+        wanted: Mapping[str, RowCopy],
+        digests: dict[int, bytes] | None,
+    ) -> Iterator[tuple[str, Transfer]]:
+        """Read sections and copy each when it has arrived; `digests` get theirs by offset (None: nothing is hashed)."""
+        if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
+            self._under_way.pop().wait()
+        parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if digests is None else 0)
+        reading = self._threads().read(descriptor, parts, digests is not None)
+        try:
+            for number, (section, target, _) in zip(numbers, placed, strict=True):
+                copy = wanted.get(section.name)
+                if copy is None:
+                    continue
+                reading.wait_for(number)
+                transfer = self._send(copy, section, target)
+                if section.first + section.groups == copy.cache.shape[0]:
+                    yield section.name, transfer
+            found = reading.digests()
+            if digests is not None:
+                digests |= {part.offset: each for part, each in zip(parts, found, strict=True)}
+        finally:
+            reading.stop()
 
     def _upload_held(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy]) -> Iterator[tuple[str, Transfer]]:
         """From the staging memory as it is."""
@@ -195,7 +211,7 @@ def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]
 
 def _placed(
     sections: Iterable[Section], wanted: Mapping[str, RowCopy], staging: np.ndarray, whole: bool
-) -> Iterator[tuple[Section, np.ndarray, int]]:
+) -> Iterator[Placed]:
     """Each section with its place [lines, n] in the staging memory, one behind the other, and where that begins: all of
     it, or of each group the rows that are wanted."""
     start = 0
@@ -208,9 +224,7 @@ def _placed(
         start += lines * line
 
 
-def _parts(
-    placed: Iterable[tuple[Section, np.ndarray, int]], staging: np.ndarray, most: int
-) -> tuple[list[Part], list[int]]:
+def _parts(placed: Iterable[Placed], staging: np.ndarray, most: int) -> tuple[list[Part], list[int]]:
     """What threads read, and the number of the part that each section is in: where sections follow each other in the
     file and in memory they are read together, as far as that is not more than `most` bytes."""
     parts: list[Part] = []

@@ -126,4 +126,13 @@ DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DECODE_MULTIPLY_ADD
 
+// Waits for the THREADS threads of a team, 0 to 3, which lie one behind the other in a block. Barriers have constant
+// numbers: tools that look for races do not follow others.
+template <int THREADS> __device__ __forceinline__ void wait_for_team(int team) {
+    if (team == 0) asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    else if (team == 1) asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+    else if (team == 2) asm volatile("bar.sync 3, %0;" ::"n"(THREADS) : "memory");
+    else asm volatile("bar.sync 4, %0;" ::"n"(THREADS) : "memory");
+}
+
 }  // namespace decode

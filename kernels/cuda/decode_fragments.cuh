@@ -27,9 +27,4 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     return result;
 }
 
-// Waits for `WARPS` warps that call it with the same number, 1 to 15.
-template <int WARPS> __device__ __forceinline__ void wait_for_warps(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * WARPS) : "memory");
-}
-
 }  // namespace decode

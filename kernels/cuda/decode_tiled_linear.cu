@@ -6,6 +6,7 @@
 // reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a
 // tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
 // where the blocks of the cluster read them and add them in order.
+#include "clusters.cuh"
 #include "decode_outputs.cuh"
 #include "decode_tiled_ring.cuh"
 
@@ -29,47 +30,6 @@ template <int ROW_TILES_, int COLUMN_TILES_, int TEAMS_, bool PAIRED_> struct Ge
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats; against bank conflicts
     static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a team leaves
 };
-
-template <int NUMBER, int COUNT> __device__ __forceinline__ void named_barrier() {
-    asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory");
-}
-
-// Waits for the threads of the own team.
-template <typename G> __device__ __forceinline__ void team_barrier(int team) {
-    if (team == 0) named_barrier<1, G::TEAM_THREADS>();
-    else if (G::TEAMS == 2 || team == 1) named_barrier<2, G::TEAM_THREADS>();
-    else if (team == 2) named_barrier<3, G::TEAM_THREADS>();
-    else named_barrier<4, G::TEAM_THREADS>();
-}
-
-// Waits for all threads of the cluster, and makes visible what they wrote to shared memory.
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// The address, in block `rank` of the cluster, of what lies at `address` in the own shared memory.
-__device__ __forceinline__ unsigned address_in_block(unsigned address, int rank) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-#endif
-    return address;
-}
-
-__device__ __forceinline__ float4 read_cluster(unsigned address) {
-    float4 value;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address));
-#else
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address));
-#endif
-    return value;
-}
 
 template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
 
@@ -159,7 +119,7 @@ __device__ __forceinline__ void multiply_part(
     int stage = 0, next_stage = stages - 1, slice_step = 0, summed = 0;
     for (int first = 0; first < team_steps; first += STAGE_STEPS) {
         ring.wait(stage);
-        team_barrier<G>(team);  // what all copied of this stage has come, and the one before has been read by all
+        wait_for_team<G::TEAM_THREADS>(team);  // what all copied of this stage has come, and the one before has been read by all
         const int next = first + (stages - 1) * STAGE_STEPS;
         if (next < team_steps) {
             ring.copy_weights(next_stage, next);
@@ -275,7 +235,7 @@ __device__ __forceinline__ void linear(
         }
     };
     read_residuals(0);
-    team_barrier<G>(team);  // the ring has been read by all: it takes the last sums
+    wait_for_team<G::TEAM_THREADS>(team);  // the ring has been read by all: it takes the last sums
     leave<G>(part, reinterpret_cast<float*>(shared + shares.last_area(team)), column_warp);
     if (shares.of_slices()) {
         __syncthreads();

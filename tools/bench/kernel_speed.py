@@ -29,10 +29,10 @@ from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_attention import attention_partials
 from edgellm.kernels.decode_kernels import (
     MAX_ROWS,
     CudaDecodeKernels,
-    attention_partials,
     padded_columns,
 )
 from edgellm.kernels.launch import Launch
@@ -180,15 +180,9 @@ def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
         context = bench.device.empty((rows, heads * size), "float16")
         partial = bench.device.empty((attention_partials(rows, heads, kv_heads, KV_ROWS, size),), "float32")
         counters = bench.device.zeros((rows, kv_heads), "uint32")
-        common = (qkv, None, None, EPSILON, rotations, start)
-        if rows <= MAX_ROWS:
-            few = [
-                bench.kernels.attention(*common, mask if rows > 1 else None, *cache, partial, counters, context)
-                for cache in caches
-            ]
-            bench.report("attention, few rows", rows, bench.microseconds(few, "attention"))
-        many = [bench.tiled.attention(*common, mask, *cache, partial, context) for cache in caches]
-        bench.report("attention, many rows", rows, bench.microseconds(many, "attention"))
+        before = (qkv, None, None, EPSILON, rotations, start, mask if rows > 1 else None)
+        launches = [bench.kernels.attention(*before, *cache, partial, counters, context) for cache in caches]
+        bench.report("attention", rows, bench.microseconds(launches, "attention"))
         hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
         normed = bench.device.empty((rows, padded_columns(LLAMA.hidden_size)), "float16")
         norms = [bench.tiled.norm(hidden, weight, EPSILON, normed) for _ in range(LAYERS)]

@@ -36,6 +36,7 @@ FILES = (
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
+_FINDING = re.compile(r"={9} (?:Error|Warning|Invalid|Uninitialized)")
 #: compute-sanitizer's exit code where it found something.
 _FOUND = 9
 
@@ -48,13 +49,14 @@ class Outcome:
     file: str
     passed: int
     summary: str
+    findings: int
     code: int | None
     seconds: float
 
     @property
     def is_clean(self) -> bool:
         """Nothing was found, and no test failed, as far as the time reached."""
-        return self.passed > 0 and self.code in (0, None)
+        return self.passed > 0 and self.findings == 0 and self.code in (0, None)
 
     def __str__(self) -> str:
         ended = "the time ended" if self.code is None else f"exit code {self.code}"
@@ -81,7 +83,8 @@ def run(tool: str, file: str, tests: int, seconds: float, logs: Path) -> Outcome
             process.wait()
     text = log.read_text(errors="replace")
     summary = (_SUMMARY.findall(text) or [""])[-1]
-    return Outcome(tool, file, text.count(" PASSED"), summary, code, time.perf_counter() - started)
+    findings = len(_FINDING.findall(text))
+    return Outcome(tool, file, text.count(" PASSED"), summary, findings, code, time.perf_counter() - started)
 
 
 def main() -> None:

@@ -4,10 +4,10 @@
 
 Needs TensorRT and pycuda; weights and token ids are random. A time to first token is wall time from a request's token
 ids to its first token on the host, the median of `--repeats`; nothing of a slot's earlier contents is reused. From disk
-means a file that the operating system has in memory; at its first load it is hashed, at later ones it is known, and only
-read again where another file was loaded in between (`disk_after_another`). The bus is measured in the same run: one copy
-of as many bytes of pinned memory. `phases` are the host's milliseconds in each part of a request, `reading_ms` what
-reading the file alone takes with so many threads. Run it on a quiet machine.
+means a file that the operating system has in memory; at its first load it is hashed, at later ones it is known, and
+only read again where another file was loaded in between (`disk_after_another`). The bus is measured in the same run:
+one copy of as many bytes of pinned memory. `phases` are the host's milliseconds in each part of a request, `reading_ms`
+what reading the file alone takes with so many threads. Run it on a quiet machine.
 `--backend numpy --layers 2` rehearses it.
 """
 

@@ -101,8 +101,12 @@ def language_text(language: dict) -> dict[str, str]:
     return found | {"text_items": f"{text['items']:,}", "text_seeds": " and ".join(map(str, text["seeds"]))}
 
 
-def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs: dict, language: dict) -> str:
-    """The section about the eyes in the folder `vision`; `pairs` is the evaluation with more held-out pairs."""
+def eyes_text(
+    vision: Path, training: dict, table: dict, evaluation: dict, pairs: dict, fresh: dict, language: dict
+) -> str:
+    """The section about the eyes in the folder `vision`; `pairs` is the evaluation with more held-out pairs,
+    `fresh` that with another seed."""
+    lowest = min(fresh["exact_match_percent"].items(), key=lambda scored: scored[1])
     config = json.loads((vision / "config.json").read_text())["vision_config"]
     stages = training["stages"]
     rows = [
@@ -133,6 +137,10 @@ def eyes_text(vision: Path, training: dict, table: dict, evaluation: dict, pairs
         seed_pairs=pairs["seed"],
         mean_pairs=f"{pairs['all']:.1f}",
         scores="\n".join(["| skill | % | % |", "| --- | --- | --- |", *rows]),
+        items_fresh=fresh["items_per_skill"],
+        seed_fresh=fresh["seed"],
+        mean_fresh=f"{fresh['all']:.1f}",
+        lowest_fresh=f"{lowest[1]:.1f} % (`{lowest[0]}`)",
         rank=stages[-1]["rank"],
         **language_text(language),
     )
@@ -173,8 +181,8 @@ def main() -> None:
         adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
     eyes, folder = "", arguments.model / "vision"
     if folder.is_dir():
-        names = ("eyes_training", "eyes_table", "eyes_evaluation", "eyes_evaluation_pairs", "eyes_language")
-        eyes = eyes_text(folder, *map(result, names))
+        evaluations = ("eyes_evaluation", "eyes_evaluation_pairs", "eyes_evaluation_fresh")
+        eyes = eyes_text(folder, *map(result, ("eyes_training", "eyes_table", *evaluations, "eyes_language")))
     (arguments.model / "MODEL_CARD.md").write_text(
         card(result("training"), result("evaluation"), result("checks"), draft, adapters, eyes)
     )

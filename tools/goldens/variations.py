@@ -42,6 +42,8 @@ class Variation:
         return {**_COMMON, **self.settings, "rope_parameters": dict(self.rope)}
 
 
+#: Enough for what differs in the rotary table alone.
+_ONE_LAYER = {"num_hidden_layers": 1}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -58,6 +60,7 @@ VARIATIONS = {
     ),
     "llama_llama3": Variation(
         "llama",
+        _ONE_LAYER,
         rope={
             "rope_type": "llama3",
             "rope_theta": 500000.0,
@@ -68,10 +71,10 @@ VARIATIONS = {
         },
         layout="old",
     ),
-    "llama_linear": Variation("llama", rope={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
+    "llama_linear": Variation("llama", _ONE_LAYER, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
     "llama_dynamic": Variation(
         "llama",
-        {"max_position_embeddings": 16},
+        {**_ONE_LAYER, "max_position_embeddings": 16},
         {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         layout="old",
     ),
@@ -87,10 +90,10 @@ VARIATIONS = {
         layout="old",
     ),
     "llama_longrope_short": Variation(
-        "llama", {"max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 32}
+        "llama", {**_ONE_LAYER, "max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 32}
     ),
     "llama_longrope_long": Variation(
-        "llama", {"max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 16}
+        "llama", {**_ONE_LAYER, "max_position_embeddings": 128}, {**_LONGROPE, "original_max_position_embeddings": 16}
     ),
     "qwen2": Variation("qwen2", {"tie_word_embeddings": True}),
     "qwen2_float16": Variation("qwen2", layout="old"),

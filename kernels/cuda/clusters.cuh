@@ -1,0 +1,31 @@
+// Clusters of blocks (sm_90 and later), which read each other's shared memory. Elsewhere a block is alone.
+#pragma once
+
+// Waits for all threads of the cluster, and makes visible what they wrote to shared memory.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The address, in block `rank` of the cluster, of what lies at `address` in the own shared memory.
+__device__ __forceinline__ unsigned address_in_block(unsigned address, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+    return address;
+}
+
+__device__ __forceinline__ float4 read_cluster(unsigned address) {
+    float4 value;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address));
+#else
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address));
+#endif
+    return value;
+}
