@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from edgellm.engines.backend import Backend
@@ -56,6 +56,11 @@ class CapturedSteps:
             self._launches[key] = self._capture(key, stages)
         launches = self._launches[key]
         return [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+
+    @property
+    def captures(self) -> Mapping[Hashable, Sequence[Callable[[], None]]]:
+        """What runs for each key that was captured: one launch of all its stages, or one of each."""
+        return self._launches
 
     def clear(self) -> None:
         """Let go of all captures."""

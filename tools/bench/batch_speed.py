@@ -71,7 +71,7 @@ def step_milliseconds(runner: Runner, prompts: list[list[int]], steps: int) -> f
             base.start(slot, prompt, 0, SamplingValues()).wait()
         for _ in range(3):
             base.decode(batch).wait()
-        step = next(step for key, step in base._steps.items() if key[0] == batch)
+        (step,) = next(launches for key, launches in base._steps.captures.items() if key[0] == batch)
         spans.append(gpu_milliseconds(runner.backend.device.stream, step, steps, series=1))
         for slot in range(batch):
             base.stop(slot)

@@ -92,7 +92,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         engine = runner._engine(shape, slice(0, 1))
         results["decode_engine"] = type(engine).__name__
         bare = backend.capture(engine.enqueue, "the bare engine")
-        (step,) = runner._steps.values()
+        ((step,),) = runner._steps.captures.values()
         committed = int(backend.read(runner._start[:1]).wait()[0])
         results["loop_committed_rows"] = [committed, committed + REPEATS]
 
