@@ -216,7 +216,7 @@ class TensorRTOperations(Operations[Any]):
         return self._cast(x, self.compute)
 
     def _product(self, a: Any, b: Any, b_operation: Any, wide: bool) -> Any:
-        """a times b. TensorRT-RTX sums float16 products in float16, unless casts around them, which it fuses with them,
+        """a times b. TensorRT-RTX seems to sum float16 products in float16, unless casts around them, which it fuses,
         ask for float32."""
         kind = a.dtype
         if wide:
