@@ -15,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu_speed import gpu_milliseconds
 
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner
@@ -97,19 +99,6 @@ def build(work: Path, processes: int) -> None:
                 print(f"not built: {error}", flush=True)
 
 
-def gpu_milliseconds(stream: Any, step: Callable[[], None], repeats: int) -> float:
-    """The GPU's time of one `step`."""
-    import pycuda.driver as cuda
-
-    begin, end = cuda.Event(), cuda.Event()
-    begin.record(stream)
-    for _ in range(repeats):
-        step()
-    end.record(stream)
-    end.synchronize()
-    return begin.time_till(end) / repeats
-
-
 def measure(work: Path) -> None:
     """All plans by turns, each on the runner's weights, caches and inputs."""
     with open_runner("tensorrt", engine_directory(work)) as runner:
@@ -134,7 +123,7 @@ def measure(work: Path) -> None:
                 print(f"{names or 'nothing'}: {type(error).__name__}: {error}", flush=True)
         for _ in range(5):
             for names, engine in engines.items():
-                times.setdefault(names, []).append(gpu_milliseconds(stream, engine.enqueue, 5))
+                times.setdefault(names, []).append(gpu_milliseconds(stream, engine.enqueue, 5, series=1))
         plain = statistics.median(times[min(times)])  # the empty name comes first
         for names, found in times.items():
             middle = statistics.median(found)
