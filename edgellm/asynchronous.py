@@ -120,19 +120,16 @@ class AsyncLLM:
         self, engine_directory: str | Path | None = None, *, queue_limit: int = QUEUE_LIMIT, **options: Any
     ) -> None:
         self._thread = start_runtime(engine_directory, queue_limit, **options)
-        self._llm: LLM | None = None
+        #: The same model for threads.
+        self.served = LLM.of_thread(self._thread)
+        self._is_open = False
 
     async def open(self) -> AsyncLLM:
         """Wait until the model is loaded; raises what loading it raised."""
-        if self._llm is None:
+        if not self._is_open:
             await asyncio.shield(asyncio.wrap_future(self._thread.opened))
-            self._llm = LLM.of_thread(self._thread)
+            self._is_open = True
         return self
-
-    @property
-    def served(self) -> LLM:
-        """The same model for threads."""
-        return self._llm or LLM.of_thread(self._thread)
 
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
@@ -188,7 +185,11 @@ class AsyncLLM:
         self._thread.close()  # at its very end already
 
     async def __aenter__(self) -> AsyncLLM:
-        return await self.open()
+        try:
+            return await self.open()
+        except BaseException:  # a cancellation, too: what is being loaded is closed as soon as it is there
+            self._thread.stop()
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

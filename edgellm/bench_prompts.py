@@ -12,6 +12,7 @@ import yaml
 
 from edgellm.errors import RequestError
 from edgellm.text.messages import checked_messages
+from edgellm.user_paths import user_path
 
 DEFAULT_PROMPTS = "bench_prompts.yaml"
 NO_TASK = "all"
@@ -38,7 +39,7 @@ def load_prompts(path: Path) -> list[BenchPrompt]:
     texts, of which the first is asked), and, if there is one, "task" or "category".
     """
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
+        lines = user_path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise RequestError(f"the prompts file {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -12,28 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgellm.decoding_sequence import Clock, DecodingSequence
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.drafting import PlanChooser
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
 from edgellm.kv_contents import KVContents, SnapshotSource
 from edgellm.logprobs import TokenLogprobs, token_logprobs
-from edgellm.runner import PlainRunner, Runner
+from edgellm.runner import Runner
 from edgellm.slot_choice import choose_slot
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
-
-__all__ = [
-    "Clock",
-    "DecodingLoop",
-    "DecodingSequence",
-    "EmittedToken",
-    "KVContents",
-    "PlainRunner",
-    "Runner",
-    "SnapshotSource",
-]
 
 
 @dataclass

@@ -135,7 +135,7 @@ def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"the choices file {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RequestError(f"the choices file {path} is neither JSON nor YAML: {error}") from error
     try:
         return checked_choices(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,6 +17,7 @@ from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.gpu import current_compute_capability
 from edgellm.errors import RequestError
 from edgellm.settings import did_you_mean
+from edgellm.user_paths import user_path
 
 PRESETS = "drafting.yaml"
 #: What a preset sets, and engines limit.
@@ -83,7 +84,10 @@ def drafting_config(
         asked["kind"] = "chain"
     if "verify_tree_size" in asked and values["draft_top_k"] == 1:
         values["draft_top_k"] = limits.draft_top_k  # a chain has no size: this asks for a tree
-    return DraftingConfig(**values | asked)
+    config = DraftingConfig(**values | asked)
+    if config.draft_top_k == 1 and "verify_tree_size" not in asked:  # nor is a longer one cut to a preset's
+        return replace(config, verify_tree_size=max(config.verify_tree_size, config.draft_steps + 1))
+    return config
 
 
 def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[s
         if key == "preset" and value not in load_presets():
             raise RequestError(f"preset is {value!r}: expected one of {', '.join(load_presets())}, or null")
         is_file = key == "choices" and isinstance(value, str) and value not in NAMED_CHOICES
-        checked[key] = load_choices(folder / Path(value).expanduser()) if is_file else value
+        checked[key] = load_choices(folder / user_path(value)) if is_file else value
     config = {key: value for key, value in checked.items() if key not in ("draft", "preset")}
     drafting_config(_ANY_LIMITS, "numpy", config)
     _refuse_contradictions(checked)

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding_sequence import DecodingSequence
-from edgellm.errors import EngineError, RequestError
-from edgellm.generation import Answering, Generation, deadline_after
+from edgellm.errors import EngineError, RequestError, closed_error
+from edgellm.generation import Answering, Generation
 from edgellm.metrics import Metrics
 from edgellm.request_queue import Call, RequestQueue
 from edgellm.serving import Engine, RequestServer, end_request
@@ -59,22 +59,25 @@ class EngineThread(Generic[OpenedEngine]):
     @property
     def running(self) -> int:
         """How many requests are being computed."""
-        return 0 if self._server is None else self._server.running
+        server = self._server  # the thread's end may take it away meanwhile
+        return 0 if server is None else server.running
 
-    def submit(self, sequence: DecodingSequence, deadline: float | None = None) -> Generation:
-        """Queue a request, which ends by itself after `deadline` seconds.
+    def submit(
+        self, sequence: DecodingSequence, deadline: float | None = None, owner: object | None = None
+    ) -> Generation:
+        """Queue a request, which ends by itself `deadline` seconds after it was accepted; who holds it holds its `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        answering = Answering(sequence, deadline_after(deadline))
+        answering = Answering(sequence, deadline, self._discard)
         try:
             self._queue.put(answering)
         except Exception:
             self.metrics.refused()
             raise
         self.metrics.accepted()
-        return Generation(answering, self._discard)
+        return Generation(answering, owner)
 
     def check(self) -> None:
         """Raise what `submit` would, but for a full queue."""
@@ -95,7 +98,7 @@ class EngineThread(Generic[OpenedEngine]):
 
     def stop(self) -> Future[None]:
         """As `close`, but does not wait: the result is `closed`."""
-        self._queue.close(_after_close)
+        self._queue.close(closed_error)
         return self.closed
 
     def _main(self) -> None:
@@ -142,7 +145,7 @@ class EngineThread(Generic[OpenedEngine]):
             if isinstance(entry, Answering):
                 end_request(entry, "cancelled", self.metrics, None if crash is None else _dead(crash))
             elif entry.result.set_running_or_notify_cancel():
-                entry.result.set_exception(_after_close() if crash is None else _dead(crash))
+                entry.result.set_exception(closed_error() if crash is None else _dead(crash))
         self._server = None
 
     def _discard(self, answering: Answering) -> None:
@@ -175,10 +178,6 @@ def _mark_forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
-
-
-def _after_close() -> Exception:
-    return RequestError("the model is closed: open it anew")
 
 
 def _after_fork() -> Exception:

@@ -40,6 +40,11 @@ class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
 
 
+def closed_error() -> RequestError:
+    """The error for the use of a model after it was closed."""
+    return RequestError("the model is closed: open it anew")
+
+
 class QueueFullError(RequestError):
     """So many requests wait already that another is refused: ask again later, or open with a longer queue."""
 

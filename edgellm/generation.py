@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from edgellm.decoding import DecodingSequence
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError
 from edgellm.responses import Chunk, Response
 
@@ -19,11 +19,19 @@ UNREAD_CHUNKS = 64
 class Answering:
     """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
 
-    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None.
+    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
+    `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes a request that was not begun out of the queue.
     """
 
-    def __init__(self, sequence: DecodingSequence, deadline: float | None = None) -> None:
-        self.sequence, self.deadline = sequence, deadline
+    def __init__(
+        self,
+        sequence: DecodingSequence,
+        seconds: float | None = None,
+        discard: Callable[[Answering], None] | None = None,
+    ) -> None:
+        self.sequence = sequence
+        self.deadline = None if seconds is None else sequence.clock.accepted + seconds
+        self._discard = discard
         sequence.clock.queued = time.perf_counter()
         self.cancelled = False
         self.changed = threading.Condition()
@@ -32,6 +40,12 @@ class Answering:
         self.response: Response | None = None
         self.failure: Exception | None = None
         self._listeners: list[Callable[[], None]] = []
+
+    def cancel(self) -> None:
+        """End the answer at the next round, at once where it has not begun."""
+        self.cancelled = True
+        if self._discard is not None:
+            self._discard(self)
 
     def unwanted(self, now: float) -> str | None:
         """The reason to end the request, if there is one."""
@@ -55,6 +69,11 @@ class Answering:
             self.response, self.failure, self.ended = response, failure, True
             self.changed.notify_all()
         self._tell()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the request has ended; False where it has not within `timeout` seconds."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.ended, timeout)
 
     def outcome(self) -> Response | Exception:
         """The response, or what the request failed with, when it has ended."""
@@ -87,14 +106,19 @@ class Generation:
     object, cancel what is not finished.
     """
 
-    def __init__(self, answering: Answering, discard: Callable[[Answering], None]) -> None:
-        """`discard` takes a request that was not begun out of the queue."""
-        self._answering, self._discard = answering, discard
+    def __init__(self, answering: Answering, owner: object | None = None) -> None:
+        """`owner` is kept as long as this."""
+        self._answering, self._owner = answering, owner
 
     @property
     def finished(self) -> bool:
         """Whether the answer has ended, well or not; there may be chunks to read."""
         return self._answering.ended
+
+    @property
+    def answering(self) -> Answering:
+        """The engine's side of the request, which outlives this object and, held, does not keep the answer wanted."""
+        return self._answering
 
     def __iter__(self) -> Iterator[Chunk]:
         while (chunk := self.next_chunk()) is not None:
@@ -125,17 +149,15 @@ class Generation:
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
         answering = self._answering
-        with answering.changed:
-            if not answering.changed.wait_for(lambda: answering.ended, timeout):
-                raise TimeoutError(f"the answer is not finished within {timeout} seconds")
+        if not answering.wait(timeout):
+            raise TimeoutError(f"the answer is not finished within {timeout} seconds")
         if answering.response is None:
             raise answering.failure or RequestError("the request has failed")
         return answering.response
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
-        self._answering.cancelled = True
-        self._discard(self._answering)
+        self._answering.cancel()
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
@@ -165,15 +187,6 @@ class Generation:
         if answering.ended and answering.failure is not None:
             raise answering.failure
         return None
-
-
-def deadline_after(seconds: float | None) -> float | None:
-    """The time of `time.perf_counter` in so many seconds; RequestError for what is no positive number."""
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-        raise RequestError(f"deadline is {seconds!r}: expected a number of seconds above 0, or None")
-    return time.perf_counter() + seconds
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Protocol
 
 from edgellm.engines.prompt_images import PromptImages, TokenIdentity
+from edgellm.snapshots.prefix_index import reusable_rows
 
 #: Stands for whatever adapter the rows are bound to.
 _BOUND = "\0bound"
@@ -49,10 +50,7 @@ class KVContents:
         common = longest
         if self._ids[:longest] != list(prompt_ids[:longest]):  # the usual case is decided at once
             common = next(i for i in range(longest) if self._ids[i] != prompt_ids[i])
-        rows = min(common, len(prompt_ids) - 1)
-        if self._draft_rows is not None:
-            rows = min(rows, self._draft_rows, common - 1)
-        return max(0, rows)
+        return reusable_rows(common, len(prompt_ids), self._draft_rows)
 
     def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""

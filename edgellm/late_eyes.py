@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.engines.backend import Backend
 from edgellm.engines.memory_plan import MemoryPlan
+from edgellm.errors import closed_error
 from edgellm.text.message_parts import ImageReference
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class LateEyes:
     def __init__(self, open_eyes: Callable[[], Eyes], backend: Backend, image_token_id: int) -> None:
         self._open_eyes, self._backend, self._image_token_id = open_eyes, backend, image_token_id
         self._eyes: Eyes | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -52,15 +54,22 @@ class LateEyes:
     def close(self) -> None:
         """Free all memory."""
         with self._lock:
+            self._is_closed = True
             if self._eyes is not None:
                 self._eyes.close()
                 self._eyes = None
 
     def _opened(self) -> Eyes:
         with self._lock:
+            if self._is_closed:  # as a request may find that was being prepared meanwhile
+                raise closed_error()
             if self._eyes is None:
                 eyes = self._open_eyes()
-                self._backend.check_memory(MemoryPlan({**eyes.memory}))
-                eyes.load()
+                try:
+                    self._backend.check_memory(MemoryPlan({**eyes.memory}))
+                    eyes.load()
+                except BaseException:
+                    eyes.close()
+                    raise
                 self._eyes = eyes
             return self._eyes

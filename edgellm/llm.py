@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import finalize
 
 from edgellm.engine_thread import QUEUE_LIMIT, EngineThread
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
@@ -43,8 +44,8 @@ class LLM:
     `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
     Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
     called from the model's thread while it loads, with bytes done and in all. What else there is goes to
-    `SpecDecodeRuntime`. Use it as a context manager, or call `close`, which ends what is under way. Raises EdgeLLMError
-    subclasses that say what is wrong.
+    `SpecDecodeRuntime`. Use it as a context manager, or call `close`, which ends what is under way; one that nobody
+    holds any more, nor an answer of it, closes itself. Raises EdgeLLMError subclasses that say what is wrong.
     """
 
     def __init__(
@@ -60,29 +61,40 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        self._thread = start_runtime(
-            engine_directory,
-            queue_limit,
-            multimodal_engine_directory=multimodal_engine_directory,
-            backend=backend,
-            drafting=drafting,
-            adapters=adapters,
-            snapshots=snapshots,
-            snapshot_budget=snapshot_budget,
-            progress=progress,
+        self._own(
+            start_runtime(
+                engine_directory,
+                queue_limit,
+                multimodal_engine_directory=multimodal_engine_directory,
+                backend=backend,
+                drafting=drafting,
+                adapters=adapters,
+                snapshots=snapshots,
+                snapshot_budget=snapshot_budget,
+                progress=progress,
+            )
         )
         try:
-            self._runtime = self._thread.opened.result()
+            self._thread.opened.result()
         except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
             self._thread.stop()
             raise
 
     @classmethod
     def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
-        """The model of a thread that has opened it."""
+        """The model of a thread, whose `opened` what is asked of it waits for."""
         llm = cls.__new__(cls)
-        llm._thread, llm._runtime = thread, thread.opened.result()
+        llm._own(thread)
         return llm
+
+    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+        self._thread = thread
+        # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
+        finalize(self, thread.stop).atexit = False  # then the thread closes itself
+
+    @property
+    def _runtime(self) -> SpecDecodeRuntime:
+        return self._thread.opened.result()
 
     @property
     def directory(self) -> EngineDirectory:
@@ -130,7 +142,7 @@ class LLM:
         Raises RequestError or AdapterError for what is wrong with it, QueueFullError, RequestError after `close`.
         """
         self._thread.check()
-        return self._thread.submit(self._runtime.prepare(request), request.deadline)
+        return self._thread.submit(self._runtime.prepare(request), request.deadline, self)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.
@@ -158,7 +170,8 @@ class LLM:
         images: Sequence[Any] = (),
     ) -> Response:
         """Complete a prompt (text, or token ids as they are) without a chat template; see `Request`."""
-        return self.stream(prompt, params, adapter=adapter, deadline=deadline, images=images).result()
+        with self.stream(prompt, params, adapter=adapter, deadline=deadline, images=images) as generation:
+            return generation.result()  # an interrupt while waiting cancels it
 
     def stream(
         self,
@@ -181,7 +194,8 @@ class LLM:
         deadline: float | None = None,
     ) -> Response:
         """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template."""
-        return self.stream_chat(messages, params, adapter=adapter, deadline=deadline).result()
+        with self.stream_chat(messages, params, adapter=adapter, deadline=deadline) as generation:
+            return generation.result()
 
     def stream_chat(
         self,
@@ -214,7 +228,7 @@ class LLM:
         """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
         self.call(lambda runtime: runtime.use_drafting(drafting)).result()
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: Observer | None) -> None:
         """See `SpecDecodeRuntime.observe`."""
         self.call(lambda runtime: runtime.observe(observer)).result()
 

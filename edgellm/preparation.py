@@ -11,7 +11,7 @@ from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import RequestError
-from edgellm.request import Request
+from edgellm.request import Request, require_request
 from edgellm.runner import Runner
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
@@ -37,6 +37,7 @@ class Preparation:
 
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
+        require_request(request)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
         prompt_ids, images = self._prompt(request)
@@ -61,7 +62,9 @@ class Preparation:
         )
 
     def system_prompt(self, prompt: SystemPrompt) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens that every conversation under a system prompt begins with, and its images."""
+        """The tokens that every conversation under a system prompt begins with, and its images. Raises RequestError."""
+        if not isinstance(prompt, (str, list, tuple)):
+            raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
         shown = images_of_messages([{"role": "system", "content": prompt}])
         return self._checked(system_prompt_ids(self._tokenizer, prompt), shown)
 

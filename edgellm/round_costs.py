@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform as machine
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.errors import EngineError
 from edgellm.engines.gpu import find_gpu
 from edgellm.engines.plan_files import cached_plans_path, present_platform
+from edgellm.engines.processor_cores import usable_cores
 from edgellm.engines.strict_json import JSONObject, canonical_json
 from edgellm.kernels.atomic_write import write_atomically
 
@@ -56,7 +56,7 @@ class Device:
         # TensorRT is not looked for where it is not used: loading its library takes a tenth of a second.
         plans, gpu = (None, None) if backend == "numpy" else (present_platform(), find_gpu())
         if plans is None or gpu is None:
-            processor = f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores, NumPy {np.__version__}"
+            processor = f"{_cpu_name()}, {usable_cores()} cores, NumPy {np.__version__}"
             return cls(directory.description_sha256, edgellm_version(), backend, _NO_PLANS, processor)
         return cls(directory.description_sha256, edgellm_version(), backend, plans.folder, gpu.name)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from edgellm.decoding import PlainRunner, Runner
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.backend import Backend
 from edgellm.engines.base_runner import BaseEngineRunner
@@ -15,6 +14,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import require_adapters
 from edgellm.errors import RequestError
+from edgellm.runner import PlainRunner, Runner
 
 
 def open_runner(

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from edgellm.adaptive_drafting import adaptive_drafting
-from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents, Runner
+from edgellm.decoding import DecodingLoop
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting_controller import DraftingController, DraftingReport
 from edgellm.drafting_presets import default_drafting
 from edgellm.engines.backend import open_backend
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.errors import EdgeLLMError, RequestError, closed_error
 from edgellm.eyes_opening import open_eyes, vision_directory
-from edgellm.generation import Answering, deadline_after
+from edgellm.generation import Answering
+from edgellm.kv_contents import KVContents
 from edgellm.metrics import Metrics
 from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.preparation import Preparation
 from edgellm.request import Request
 from edgellm.request_queue import RequestQueue
 from edgellm.responses import Response
+from edgellm.runner import Runner
 from edgellm.runner_opening import open_runner, read_adapters
+from edgellm.runtime_options import check_drafting, check_options
 from edgellm.serving import RequestServer
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -34,6 +38,7 @@ from edgellm.snapshots.snapshot_file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.eyes import Eyes
@@ -65,6 +70,7 @@ class SpecDecodeRuntime:
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
+        check_options(adapters, drafting, snapshots, snapshot_budget)
         self.directory = EngineDirectory.open(Path(engine_directory))
         self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
@@ -139,6 +145,7 @@ class SpecDecodeRuntime:
         Raises RequestError where no draft model is loaded, EngineError where the engines cannot serve the setting.
         """
         runner = self._open_runner()
+        check_drafting(drafting)
         if drafting is None:
             with self._exclusive():
                 self._drafting = None
@@ -173,11 +180,17 @@ class SpecDecodeRuntime:
                 self.uncaptured_stages = tuple(runner.base.capture_steps())
         return not self.uncaptured_stages
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: Observer | None) -> None:
         """Let an observer (`edgellm.tracing.Trace`, `edgellm.nvtx_ranges.NvtxRanges`) take note of all steps from the
-        next request on, until the model is closed. Rounds are then not one graph each, which costs some speed.
+        next request on, until another takes its place (None: nobody) or the model is closed. Rounds are then not one
+        graph each, which costs some speed.
         """
+        runner = self._open_runner()
         with self._exclusive():
+            if self._observer is not None:
+                self._observer.finish()
+            if isinstance(runner, EagleRunner):
+                runner.observe_stages(None)
             self._observer = observer
 
     @property
@@ -246,7 +259,7 @@ class SpecDecodeRuntime:
         are saved, or the file cannot be written.
         """
         snapshot = self.system_prompt_snapshot(prompt, lora_name)
-        path, store = None if path is None else Path(path).expanduser(), self._open_snapshots().store
+        path, store = None if path is None else user_path(path), self._open_snapshots().store
         if path is not None:
             write_snapshot(path, snapshot)
         if path is not None and snapshot.nbytes > store.memory_budget:
@@ -259,8 +272,9 @@ class SpecDecodeRuntime:
         self, prompt: SystemPrompt, lora_name: str | None = None, label: str | None = None
     ) -> Snapshot:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
-        snapshots, label = self._open_snapshots(), label or prompt_label(prompt)
+        snapshots = self._open_snapshots()
         token_ids, prepared = self._preparation.system_prompt(prompt)
+        label = label or prompt_label(prompt)
         with self._exclusive():
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
             images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
@@ -274,23 +288,23 @@ class SpecDecodeRuntime:
         """
         base = self._open_runner().base
         names = (None, *self.adapters) if adapters is None else adapters
-        path = Path(path).expanduser()
+        path = user_path(path)
         stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
         return CachedPrompt(stored.token_ids, stored.nbytes, path)
 
     def close(self) -> None:
-        """Free all memory; the object cannot be used afterwards."""
-        if self._eyes is not None:
-            self._eyes.close()
-            self._eyes = None
-        if self._snapshots is not None:
-            self._snapshots.close()
-            self._snapshots = None
-        if self._runner is not None:
-            if self._observer is not None:
-                self._observer.finish()
-            self._runner.close()
-            self._runner = None
+        """Free all memory, also where a part of that fails; the object cannot be used afterwards."""
+        eyes, snapshots, runner = self._eyes, self._snapshots, self._runner
+        self._eyes = self._snapshots = self._runner = None
+        with ExitStack() as last_first:
+            if runner is not None:
+                last_first.callback(runner.close)
+                if self._observer is not None:
+                    last_first.callback(self._observer.finish)
+            if snapshots is not None:
+                last_first.callback(snapshots.close)
+            if eyes is not None:
+                last_first.callback(eyes.close)
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self
@@ -311,20 +325,16 @@ class SpecDecodeRuntime:
 
     def _open_runner(self) -> Runner:
         if self._runner is None:
-            raise _closed()
+            raise closed_error()
         return self._runner
 
     def _open_snapshots(self) -> SlotSnapshots:
         if self._snapshots is None:
-            raise _closed()
+            raise closed_error()
         return self._snapshots
 
     def _asked(self, request: Request) -> Answering | EdgeLLMError:
         try:
-            return Answering(self.prepare(request), deadline_after(request.deadline))
+            return Answering(self.prepare(request), request.deadline)
         except EdgeLLMError as error:
             return error
-
-
-def _closed() -> RequestError:
-    return RequestError("the model is closed: open it anew")

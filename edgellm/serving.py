@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from edgellm.decoding import DecodingLoop, DecodingSequence, EmittedToken
+from edgellm.decoding import DecodingLoop, EmittedToken
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.errors import EngineError
 from edgellm.generation import Answering
 from edgellm.metrics import Metrics
@@ -50,9 +51,13 @@ class RequestServer:
         return len(self._answering)
 
     def serve(self) -> None:
-        """Answer all that is queued."""
-        while self._answering or len(self._queue):
-            self.round()
+        """Answer all that is queued. An interrupt leaves all slots idle, and nothing of their rows to be reused."""
+        try:
+            while self._answering or len(self._queue):
+                self.round()
+        except BaseException:
+            self._loop.abandon(keep_rows=False)
+            raise
 
     def round(self) -> None:
         """End what is unwanted, take in what has a place, and compute one round.

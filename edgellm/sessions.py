@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgellm.errors import RequestError
-from edgellm.generation import Generation
+from edgellm.generation import Answering, Generation
 from edgellm.responses import Response
 from edgellm.sampling_params import SamplingParams
 
@@ -19,7 +19,8 @@ class Session:
     """A conversation with a model: each message is answered with all that came before.
 
     What is said again is not computed again while the KV cache holds it (`usage.reused_tokens`). An answer that was cut
-    short stays as far as it came; a message whose answer failed, or did not begin, is taken back.
+    short stays as far as it came; a message whose answer failed, or did not begin, is taken back. After an answer that
+    was cancelled, or let go of, the conversation goes on at once: the next message waits for its last round.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Session:
         """`ask` answers messages (`LLM.stream_chat`)."""
         self._ask, self._params, self._adapter = ask, params, adapter
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        self._open: tuple[dict[str, Any], Generation] | None = None
+        self._open: tuple[dict[str, Any], Answering] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -61,27 +62,27 @@ class Session:
             generation = self._ask(
                 [*self._messages, message], params or self._params, adapter=self._adapter, deadline=deadline
             )
-            self._open = message, generation
+            self._open = message, generation.answering
             return generation
 
     def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
-        """Say something and wait for the answer."""
-        return self.stream(content, params, deadline).result()
+        """Say something and wait for the answer; an interrupt while waiting cancels it."""
+        with self.stream(content, params, deadline) as generation:
+            return generation.result()
 
     def _settle(self) -> None:
+        if self._open is not None and self._open[1].cancelled:
+            self._open[1].cancel()  # what was let go of may wait in the queue still
+            self._open[1].wait()
         self._take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")
 
     def _take_in(self) -> None:
         """Remember the latest message and its answer, once that has ended."""
-        if self._open is None or not self._open[1].finished:
+        if self._open is None or not self._open[1].ended:
             return
-        message, generation = self._open
-        self._open = None
-        try:
-            text = generation.result().text
-        except Exception:  # whoever waits for the answer is told
-            return
-        if text:
-            self._messages += [message, {"role": "assistant", "content": text}]
+        (message, answering), self._open = self._open, None
+        response = answering.response
+        if response is not None and response.text:  # of a failure whoever waits for the answer is told
+            self._messages += [message, {"role": "assistant", "content": response.text}]

@@ -13,6 +13,7 @@ import yaml
 
 from edgellm.errors import RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
+from edgellm.user_paths import user_path
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 #: How answers are drawn and when they end; log-probabilities are asked for one by one.
@@ -48,7 +49,7 @@ def load_settings(path: str | Path | None = None) -> Settings:
     Raises SettingsError that names file and key.
     """
     values = _checked(_packaged_defaults(), DEFAULTS, Path())
-    user_file = Path(path).expanduser() if path is not None else _user_file()
+    user_file = user_path(path) if path is not None else _user_file()
     if user_file is not None:
         own = _checked(_read(user_file), str(user_file), user_file.parent)
         for section in ("sampling", "drafting", "adapters"):
@@ -66,7 +67,7 @@ def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
 def _user_file() -> Path | None:
     named = os.environ.get("EDGELLM_CONFIG")
     if named:
-        return Path(named).expanduser()
+        return user_path(named)
     base = os.environ.get("XDG_CONFIG_HOME")
     path = (Path(base) if base else Path.home() / ".config") / "edgellm" / "config.yaml"
     return path if path.exists() else None
@@ -117,14 +118,14 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
     if key in ("model", "chat_template"):
         if value is not None and not (isinstance(value, str) and value):
             raise _wrong(origin, key, value, "a path, or null")
-        return None if value is None else folder / Path(value).expanduser()
+        return None if value is None else folder / user_path(value)
     if key == "backend" and value not in BACKENDS:
         raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
     if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
         expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
         raise _wrong(origin, key, value, f"{expected}, or null")
-    if key == "system_cache" and value is not None and (folder / Path(value).expanduser()).exists():
-        return str(folder / Path(value).expanduser())
+    if key == "system_cache" and value is not None and (folder / user_path(value)).exists():
+        return str(folder / user_path(value))
     if key == "system" and not isinstance(value, (str, type(None))):
         raise _wrong(origin, key, value, "text, or null")
     if key == "history" and not isinstance(value, bool):
@@ -160,7 +161,7 @@ def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]
     for name, directory in values.items():
         if not (isinstance(name, str) and name and isinstance(directory, str) and directory):
             raise SettingsError(f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory")
-    return {name: folder / Path(directory).expanduser() for name, directory in values.items()}
+    return {name: folder / user_path(directory) for name, directory in values.items()}
 
 
 def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:

@@ -39,7 +39,10 @@ class Span:
 
 
 class Trace:
-    """Collects spans (see `edgellm.observer.Observer`); `events` and `save` may be used by any thread."""
+    """Collects spans (see `edgellm.observer.Observer`); `events` and `save` may be used by any thread.
+
+    All of them are kept, some hundred bytes each: a program that runs for days observes minutes of it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -160,6 +160,13 @@ class Backend(Protocol):
         """Free everything; the backend cannot be used afterwards."""
 
 
+def uploaded(backend: Backend, values: np.ndarray) -> Array:
+    """A new array of the backend's with host `values`, of a dtype that has one name on both sides."""
+    array = backend.empty(values.shape, values.dtype.name)
+    backend.upload(array, np.ascontiguousarray(values))
+    return array
+
+
 def open_backend(name: str, directory: EngineDirectory) -> Backend:
     """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
 

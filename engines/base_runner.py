@@ -15,7 +15,7 @@ import numpy as np
 
 from edgellm.engines.adapted_runner import AdaptedRunner
 from edgellm.engines.arriving_rows import ArrivingRows
-from edgellm.engines.backend import Backend, Engine, Readback, Transfer
+from edgellm.engines.backend import Backend, Engine, Readback, Transfer, uploaded
 from edgellm.engines.captured_steps import CapturedSteps, Stages
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder import EMBEDDING, decoder_weights
@@ -24,6 +24,7 @@ from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.emitted_tokens import EmittedRings
 from edgellm.engines.errors import EngineError
 from edgellm.engines.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.loaded_engines import LoadedEngines
 from edgellm.engines.lora_adapter import LoraAdapter
 from edgellm.engines.lora_slots import AdapterSlots, require_adapters
 from edgellm.engines.memory_plan import kv_cache_shape, plan_memory
@@ -85,11 +86,11 @@ class BaseEngineRunner(AdaptedRunner):
         self._feature_user = feature_user
         if adapters is not None:
             require_adapters(limits)
-        self._engines: dict[EngineShape, Engine] = {}
-        if backend.fixed_shapes:
-            for shape in limits.engine_shapes() if adapters is None else limits.all_engine_shapes():
-                if shape.model == "base" and shape.phase in _PHASES:
-                    self._engines[shape] = backend.load_engine(shape)
+        shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
+        #: Of phases prefill and decode.
+        self.engines = LoadedEngines(
+            backend, [shape for shape in shapes if shape.model == "base" and shape.phase in _PHASES]
+        )
         specs = decoder_weights(config)
         self.memory_plan = plan_memory(
             config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None, beside
@@ -97,7 +98,7 @@ class BaseEngineRunner(AdaptedRunner):
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
         self.embedding = self.weights[EMBEDDING]
-        self.rotary = self._constant(rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        self.rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         cache = kv_cache_shape(config, limits)
         self.caches = {
             f"{kind}_cache_{index}": backend.zeros(cache, "compute")
@@ -114,7 +115,6 @@ class BaseEngineRunner(AdaptedRunner):
         self.rows = SlotRows(backend, list(self.caches.values()), self._start)
         self._steps = CapturedSteps(backend)
         self.lengths = [0] * limits.max_batch
-        self._bound: dict[EngineShape, slice] = {}
         self._arriving: ArrivingRows | None = None
 
     def start(
@@ -131,7 +131,7 @@ class BaseEngineRunner(AdaptedRunner):
         context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
         unchanged.
         """
-        ids = np.asarray(prompt_ids, np.int32)
+        ids = np.asarray(prompt_ids, np.int64)
         count, capacity = len(ids), self.limits.kv_capacity
         if not 0 < count < capacity:
             raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
@@ -141,6 +141,7 @@ class BaseEngineRunner(AdaptedRunner):
             last = self.config.vocab_size - 1
             wrong = ids[(ids < 0) | (ids > last)][0]
             raise EngineError(f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer")
+        ids = ids.astype(np.int32)
         self._image_inputs.check(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
@@ -178,7 +179,10 @@ class BaseEngineRunner(AdaptedRunner):
         """
         longest = max(self.lengths[:batch]) + 1
         if longest > self.limits.kv_rows:
-            raise EngineError(f"the KV cache of {self.limits.kv_rows} rows is full")
+            raise EngineError(
+                f"the KV cache of {self.limits.kv_rows} rows is full: stop the sequence, or build with a larger "
+                "--kv-capacity"
+            )
         bucket = min(size for size in self.limits.batches if size >= batch)
         slots = slice(0, batch)
         key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
@@ -237,15 +241,17 @@ class BaseEngineRunner(AdaptedRunner):
         return self.backend.read(self._logits[slot : slot + 1]).wait()[0]
 
     def close(self) -> None:
-        """Free everything."""
-        self.backend.synchronize()
-        self._steps.clear()
-        self._engines.clear()
-        self.weights.clear()
-        self.caches.clear()
-        if self.adapters is not None:
-            self.adapters.clear()
-        self.backend.close()
+        """Free everything, also where the backend reports a failure of earlier work, which is raised."""
+        try:
+            self.backend.synchronize()
+        finally:
+            self._steps.clear()
+            self.engines.clear()
+            self.weights.clear()
+            self.caches.clear()
+            if self.adapters is not None:
+                self.adapters.clear()
+            self.backend.close()
 
     def _allocate_state(self) -> None:
         backend, config, limits = self.backend, self.config, self.limits
@@ -263,11 +269,6 @@ class BaseEngineRunner(AdaptedRunner):
         self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
 
-    def _constant(self, values: np.ndarray) -> Array:
-        array = self.backend.empty(values.shape, values.dtype.name)
-        self.backend.upload(array, values)
-        return array
-
     def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
         """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
         largest = self.limits.prefill_chunk
@@ -284,24 +285,18 @@ class BaseEngineRunner(AdaptedRunner):
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""
-        engine, bound = self._engines.get(shape), self._bound.get(shape)
-        bindings: dict[str, Array] = {}
-        if engine is None:
-            engine, bound = self.backend.load_engine(shape), None
-            if self.backend.fixed_shapes or shape.phase == "decode":  # prompts come in any length: not worth keeping
-                self._engines[shape] = engine
-        if bound is None:
-            bindings |= self.engine_weights() | self._step_inputs(shape)
-        if bound != slots:
-            bindings |= self.adapter_inputs(shape, slots)
+
+        def of_slots() -> dict[str, Array]:
+            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape)
             for name, cache in self.caches.items():
                 bindings[name] = bindings[f"present_{name}"] = cache[slots]
-            bindings["logits"] = self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)
-            bindings |= self._buffers.outputs(shape)
-        if bindings:
-            engine.bind(bindings)
-            self._bound[shape] = slots
-        return engine
+            return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
+
+        def constant() -> dict[str, Array]:
+            return self.engine_weights() | self._step_inputs(shape)
+
+        keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
+        return self.engines.bound(shape, slots, of_slots, constant, keep)
 
     def engine_weights(self) -> dict[str, Array]:
         """All weights but an embedding table that only the lookup kernel reads."""

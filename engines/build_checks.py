@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from edgellm.engines.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAM
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora_adapter import LARGEST_RANK
 from edgellm.engines.plan_files import Platform, present_platform
+from edgellm.engines.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.vision_config import VisionConfig
 
@@ -40,7 +40,6 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 #: fused attention 2 MB beside.
 _PLAN_BYTES = 2 << 20
 _PLAN_BYTES_PER_LAYER = 1 << 20
-_SPARE_DISK_BYTES = 16 << 20
 _JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
 
 
@@ -190,11 +189,11 @@ def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:
 
 def check_places(source: Path, target: Path, force: bool) -> None:
     """Raise BuildError where the engine directory would overwrite something that it should not."""
-    if target.resolve() == source.resolve() or target.resolve() in source.resolve().parents:
+    if holds(target, source):
         raise BuildError(
             f"{target} is the checkpoint {source} or holds it: name another place for the engine directory"
         )
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    if is_vacant(target):
         return
     if not (target / DESCRIPTION_NAME).is_file():
         raise BuildError(f"{target} exists and is not an engine directory: name another place, or remove it yourself")
@@ -274,12 +273,8 @@ def plan_bytes_bound(
 
 def check_disk_space(folder: Path, needed: int) -> None:
     """Raise BuildError where `needed` bytes and a little more are not free in the nearest existing parent."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed + _SPARE_DISK_BYTES:
+    lack = lack_of_space(folder, needed)
+    if lack is not None:
         raise BuildError(
-            f"{folder} has {free >> 20:,} MiB free, the engine directory needs {(needed + _SPARE_DISK_BYTES) >> 20:,} "
-            "MiB. Free some space, choose another disk, or take --weights link"
+            f"{lack} for the engine directory. Free some space, choose another disk, or take --weights link"
         )

@@ -16,7 +16,7 @@ from edgellm.engines.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.engine_directory import DESCRIPTION_NAME, PUBLISHED_FILES
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.safetensors_writer import SourceTensor, verify_safetensors, write_safetensors
-from edgellm.engines.staged_directory import StagedDirectory
+from edgellm.engines.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
 from edgellm.engines.strict_json import JSONObject
 from edgellm.engines.torch_file import TorchFile
 
@@ -41,7 +41,6 @@ _OTHER_FILES = (
 _ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 #: What training programs leave beside the weights.
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state).*")
-_SPARE_DISK_BYTES = 16 << 20
 
 
 @dataclass
@@ -209,9 +208,9 @@ def _files_to_copy(source: Path) -> list[str]:
 
 
 def _check_places(source: Path, target: Path, force: bool) -> None:
-    if target.resolve() == source.resolve() or target.resolve() in source.resolve().parents:
+    if holds(target, source):
         raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    if is_vacant(target):
         return
     is_converted = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     if not is_converted or (target / DESCRIPTION_NAME).exists():
@@ -223,15 +222,9 @@ def _check_places(source: Path, target: Path, force: bool) -> None:
 
 
 def _check_disk_space(target: Path, needed: int) -> None:
-    folder = target.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    free, needed = shutil.disk_usage(folder).free, needed + _SPARE_DISK_BYTES
-    if free < needed:
-        raise CheckpointError(
-            f"{folder} has {free >> 20:,} MiB free, the checkpoint needs {needed >> 20:,} MiB. Free some space or "
-            "choose another disk"
-        )
+    lack = lack_of_space(target.parent, needed)
+    if lack is not None:
+        raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
 
 
 def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:

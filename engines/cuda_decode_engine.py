@@ -39,13 +39,11 @@ class CudaDecodeEngine(CudaKernelEngine):
             raise EngineError(f"{shape.name}: {reason}")
         self.config = config
         self.reads_attention_mask = shape.phase != "decode"
-        unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
-        if not self.reads_attention_mask:
-            unneeded.add("attention_mask")
         scratch = scratch_of_layers(config, shape, dtype, rows(shape)) | self._own_scratch(
             kernels, config, shape, dtype
         )
-        super().__init__(kernels, config, shape, _edge(config, shape, dtype), scratch, unneeded)
+        edge = edge_of_decoder(config, shape, dtype)
+        super().__init__(kernels, config, shape, edge, scratch, unneeded_at_edge(config, shape))
 
     @staticmethod
     def _unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
@@ -164,8 +162,14 @@ def _selects(shape: EngineShape) -> bool:
     return shape.selected < shape.tokens
 
 
-def _edge(config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
-    """Shape and dtype of every tensor at the engine's edge."""
+def unneeded_at_edge(config: DecoderConfig, shape: EngineShape) -> set[str]:
+    """The tensors at the edge that such an engine does not read."""
+    unneeded = set() if config.tie_word_embeddings else {EMBEDDING}
+    return unneeded | ({"attention_mask"} if shape.phase == "decode" else set())
+
+
+def edge_of_decoder(config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
+    """Shape and dtype of every tensor at the edge of such an engine."""
     tensors = edge_of_layers(config, shape, dtype)
     for spec in decoder_weights(config):
         tensors[spec.name] = (spec.shape, dtype)

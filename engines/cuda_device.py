@@ -7,11 +7,13 @@ TensorRT runs on the primary context, so pycuda must use it too. pycuda has no c
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -99,15 +101,15 @@ class CudaDevice:
         except cuda.Error as error:
             raise MissingDependencyError(f"No usable NVIDIA GPU: {error}. Use --backend numpy.") from error
         self._cuda = cuda
+        self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
+        self._first_event: tuple[Any, float] | None = None
         self._context = device.retain_primary_context()
         self._context.push()
+        atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
+        self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
         major, minor = device.compute_capability()
         self.compute_capability = f"sm_{major}{minor}"
         self.name = device.name()
-        self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
-        self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
-        self._first_event: tuple[Any, float] | None = None
-        atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
 
     def free_memory(self) -> tuple[int, int]:
         """Bytes free and bytes in all."""
@@ -265,13 +267,16 @@ class CudaDevice:
 
         stream = driver.CUstream(self.stream.handle)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        checked(driver.cuStreamBeginCapture(stream, mode))
-        try:
-            step()
-        except BaseException:
-            driver.cuStreamEndCapture(stream)
-            raise
-        graph = checked(driver.cuStreamEndCapture(stream))
+        with _no_garbage_collection():  # freeing device memory would invalidate the capture
+            checked(driver.cuStreamBeginCapture(stream, mode))
+            try:
+                step()
+            except BaseException:
+                status, *graphs = driver.cuStreamEndCapture(stream)
+                if status == driver.CUresult.CUDA_SUCCESS:  # what was captured until then
+                    driver.cuGraphDestroy(*graphs)
+                raise
+            graph = checked(driver.cuStreamEndCapture(stream))
         try:
             executable = checked(driver.cuGraphInstantiate(graph, 0))
         finally:
@@ -296,13 +301,28 @@ class CudaDevice:
 
     def close(self) -> None:
         """Leave the primary context; memory goes with the last array that refers to it."""
-        if self._context is not None:
-            atexit.unregister(self.close)
+        if self._context is None:
+            return
+        try:
             self.synchronize()
+        finally:  # also where the GPU reports a failure: nothing more can be done with this context
+            atexit.unregister(self.close)
             self._readbacks.clear()
             self._first_event = None
             self._context.pop()
             self._context = None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's collector of cycles rests; what is let go of otherwise is freed at once."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _pitches(values: np.ndarray, array: DeviceArray) -> tuple[int, int]:

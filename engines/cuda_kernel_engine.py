@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
@@ -68,6 +69,7 @@ class CudaKernelEngine(ABC):
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
         """See `Engine.bind`."""
+        self._launches, self._launches_by_layer = [], []
         for name, array in bindings.items():
             if name not in self._tensors:
                 raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
@@ -78,7 +80,6 @@ class CudaKernelEngine(ABC):
                     f"the engine expects {expected[1]} {expected[0]}"
                 )
             self._bound[name] = array
-        self._launches, self._launches_by_layer = [], []
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
@@ -200,7 +201,10 @@ def unsupported_layers(config: DecoderConfig, shape: EngineShape, dtype: str) ->
         if size % 8:
             return f"decode kernels need {name} to be a multiple of 8, not {size}"
     if config.head_dim > 256 or config.num_heads > 16 * config.num_kv_heads:
-        return f"decode attention takes head_dim up to 256 and 16 query heads a key-value head, not {config}"
+        return (
+            "decode attention takes head_dim up to 256 and 16 query heads a key-value head, not head_dim "
+            f"{config.head_dim} with {config.num_heads} query heads and {config.num_kv_heads} key-value heads"
+        )
     return None
 
 
@@ -219,8 +223,6 @@ def _scratch_layout(arrays: ArrayTable) -> tuple[dict[str, tuple[int, tuple[int,
     layout, offset = {}, 0
     for name, (dimensions, kind) in arrays.items():
         layout[name] = (offset, dimensions, kind)
-        size = ITEM_SIZES[kind]
-        for dimension in dimensions:
-            size *= dimension
+        size = math.prod(dimensions) * ITEM_SIZES[kind]
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return layout, offset

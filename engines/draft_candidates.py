@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend
+from edgellm.engines.backend import Backend, uploaded
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.draft_plan import DraftPlan
 from edgellm.kernels.arrays import Array, leading
@@ -64,6 +64,4 @@ class CandidateBuffers:
 
     def _constant(self, values: Sequence, shape: tuple[int, ...]) -> Array:
         """The values of one slot, for every slot."""
-        array = self._backend.empty(shape, "int32")
-        self._backend.upload(array, np.ascontiguousarray(np.broadcast_to(np.asarray(values, np.int32), shape)))
-        return array
+        return uploaded(self._backend, np.broadcast_to(np.asarray(values, np.int32), shape))

@@ -28,7 +28,7 @@ def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:
 def checked_choices(choices: Any) -> tuple[Choice, ...]:
     """The nodes sorted by depth, then by path; raises EngineError (see `choices_plan`)."""
     if not isinstance(choices, (list, tuple)) or not choices:
-        raise EngineError(f"the choices are {choices!r}: expected a list of paths such as [[0], [1], [0, 0]]")
+        raise EngineError(f"the choices are {choices!r:.200}: expected a list of paths such as [[0], [1], [0, 0]]")
     nodes = [_node(path) for path in choices]
     known = set(nodes)
     if len(known) < len(nodes):
@@ -46,5 +46,5 @@ def checked_choices(choices: Any) -> tuple[Choice, ...]:
 def _node(path: Any) -> Choice:
     whole = isinstance(path, (list, tuple)) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in path)
     if not whole or not path or min(path) < 0:
-        raise EngineError(f"the choice {path!r} is malformed: expected a list of ranks from 0 on, such as [0, 2]")
+        raise EngineError(f"the choice {path!r:.200} is malformed: expected a list of ranks from 0 on, such as [0, 2]")
     return tuple(map(int, path))

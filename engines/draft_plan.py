@@ -193,8 +193,8 @@ def tree(top_k: int, steps: int, tree_size: int, **rule: Any) -> DraftPlan:
 
     `tree_size` is cut to the candidates that there are. `rule` sets the fields of acceptance.
     """
-    if top_k == 1:
-        return chain(min(steps, max(1, tree_size - 1)), **rule)
+    if top_k == 1 and tree_size >= 2:
+        return chain(min(steps, tree_size - 1), **rule)
     most = candidate_count(steps, top_k) + 1 if top_k > 0 and steps > 0 else tree_size
     return DraftPlan("tree", top_k, steps, min(tree_size, most), **rule)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend
+from edgellm.engines.backend import Backend, uploaded
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.decoder_config import EngineLimits, EngineShape, key_range_for
 from edgellm.engines.draft_candidates import CandidateBuffers, Candidates
@@ -75,10 +75,10 @@ class EagleDraftEngineRunner:
             phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
         }
         self.embedding = own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding]
-        self.rotary = self._constant(rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity))
+        self.rotary = uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity))
         mapping = load_draft_to_target(checkpoint, draft)
-        self.draft_to_target = self._constant(mapping)
-        self.target_to_draft = self._constant(_inverse(mapping, draft.decoder.vocab_size))
+        self.draft_to_target = uploaded(backend, mapping)
+        self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
         self.caches = {
             f"{kind}_cache_{index}": backend.zeros(config.cache_shape, "compute")
             for index in range(draft.decoder.num_layers)
@@ -124,7 +124,7 @@ class EagleDraftEngineRunner:
             return own | self._bindings(shape, one, self._prefill_start)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
-        self._prepare(shape, ids, self._prefill_start, self._offsets_of(one))
+        self._prepare(shape, ids, self._prefill_start, self._offsets[one])
         tokens = position + 1, position + 1 + count
         self._image_inputs.write(slot, images, position, tokens, ids, self._views(shape))
         engine.enqueue()
@@ -145,7 +145,7 @@ class EagleDraftEngineRunner:
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids[slots].reshape(-1), (batch, tokens))
-        self._prepare(shape, ids, pending.start[slots], self._offsets_of(slots))
+        self._prepare(shape, ids, pending.start[slots], self._offsets[slots])
         engine.enqueue()
 
     def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
@@ -186,7 +186,7 @@ class EagleDraftEngineRunner:
             level,
             not candidates.plan.is_static,
             committed,
-            self._offsets_of(slots),
+            self._offsets[slots],
             self.rotary,
             self.embedding,
             self.hidden_states(batch, 1 if level == 1 else width),
@@ -250,14 +250,6 @@ class EagleDraftEngineRunner:
         size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
         self._workspace = backend.zeros((size,), "uint8")
         self._shape_views: dict[EngineShape, dict[str, Array]] = {}
-
-    def _constant(self, values: np.ndarray) -> Array:
-        array = self.backend.empty(values.shape, values.dtype.name)
-        self.backend.upload(array, values)
-        return array
-
-    def _offsets_of(self, slots: slice) -> Array:
-        return self._offsets[slots]
 
     def _views(self, shape: EngineShape) -> dict[str, Array]:
         """The inputs that kernels fill for a shape, as views of buffers that all shapes share."""

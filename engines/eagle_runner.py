@@ -22,6 +22,7 @@ from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
 from edgellm.engines.eagle_round import EagleRound
+from edgellm.engines.eagle_steps import SlotProgress, StepReadback
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.loaded_engines import LoadedEngines
@@ -76,9 +77,7 @@ class EagleRunner:
         self._latest_round: EagleRound | None = None
         self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
         self._tree_ranges = limits.tree_key_ranges
-        # Of each slot: the most pending entries, and what finished work has committed of base and draft rows.
-        self._pending, self._base_rows, self._draft_rows = ([0] * limits.max_batch for _ in range(3))
-        self._launches = 0
+        self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
     def open(
@@ -122,8 +121,7 @@ class EagleRunner:
         one = slice(slot, slot + 1)
         self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
         first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images), None
-        count = len(prompt_ids)
-        self._pending[slot], self._base_rows[slot], self._draft_rows[slot] = 1, count, count - 1
+        self._progress.start(slot, len(prompt_ids))
         return first
 
     def step(self, batch: int, plan: DraftPlan | None) -> StepReadback:
@@ -135,13 +133,12 @@ class EagleRunner:
 
         Raises EngineError where a sequence has no KV row left.
         """
-        full = max(self._pending[:batch]) >= self.limits.accept_tokens
+        progress = self._progress
+        full = max(progress.pending[:batch]) >= self.limits.accept_tokens
         if full:
             self._flush(batch)
         emitted, self._latest_round = self.base.decode(batch), None
-        for slot in range(batch):
-            self._pending[slot] += 1 if self.base.lengths[slot] else 0
-        return self._launched(StepReadback(self, batch, None, emitted, full))
+        return progress.launched(StepReadback(progress, batch, None, emitted, full))
 
     def round(self, batch: int, plan: DraftPlan) -> StepReadback:
         """Draft and verify for the `batch` leading slots; what they got is in the readback.
@@ -158,11 +155,7 @@ class EagleRunner:
         self._steps.run(current.key, current.stages)
         self._latest_round = current
         emitted = self.backend.read(current.emitted)
-        for slot in range(batch):
-            if self.base.lengths[slot]:
-                self.base.lengths[slot] += current.plan.longest
-                self._pending[slot] = current.plan.longest
-        return self._launched(StepReadback(self, batch, current.plan, emitted, True))
+        return self._progress.launched(StepReadback(self._progress, batch, current.plan, emitted, True))
 
     def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
@@ -170,7 +163,7 @@ class EagleRunner:
         plan, acceptance = self._served(plan, self.base.sampling.plain(slice(0, batch)))
         bucket = self._bucket(batch)
         longest = max(self.base.lengths[:batch])
-        accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
+        accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         ranges = [self._tree_key_range(longest + rows) for rows in self._new_rows(plan, accept_tokens)]
         return self._round((bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges))
 
@@ -229,12 +222,12 @@ class EagleRunner:
     def draft_rows(self, slot: int) -> int:
         """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
         token i + 1."""
-        return self._draft_rows[slot]
+        return self._progress.draft_rows[slot]
 
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
         self.base.stop(slot)
-        self._pending[slot] = 0
+        self._progress.stop(slot)
 
     def move(self, source: int, target: int) -> None:
         """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
@@ -247,8 +240,7 @@ class EagleRunner:
         pending = self.draft.pending
         for array in (pending.features, pending.token_ids, pending.counts, pending.last):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
-        for known in (self._pending, self._base_rows, self._draft_rows):
-            known[target] = known[source]
+        self._progress.move(source, target)
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
@@ -262,13 +254,15 @@ class EagleRunner:
         self.draft.rows.copy(source, target)
 
     def close(self) -> None:
-        """Free everything."""
-        self.backend.synchronize()
-        self._steps.clear()
-        self._rounds.clear()
-        self._engines.clear()
-        self.draft.close()
-        self.base.close()
+        """Free everything, as `BaseEngineRunner.close` does."""
+        try:
+            self.backend.synchronize()
+        finally:
+            self._steps.clear()
+            self._rounds.clear()
+            self._engines.clear()
+            self.draft.close()
+            self.base.close()
 
     def take_chunk(
         self,
@@ -301,34 +295,15 @@ class EagleRunner:
             pending.last[slots],
         )
 
-    def finish(self, step: StepReadback, counts: Sequence[int]) -> None:
-        """Take notice of how many tokens a step gave each slot: what was a bound becomes exact."""
-        for slot, count in enumerate(counts):
-            if count == 0:
-                continue
-            if step.draft_accepted:
-                self._draft_rows[slot] = self._base_rows[slot]
-            self._base_rows[slot] += count
-            if step.plan is not None:
-                self.base.lengths[slot] += count - step.plan.longest
-                if step.number == self._launches:
-                    self._pending[slot] = count
-
-    def _launched(self, step: StepReadback) -> StepReadback:
-        self._launches += 1
-        step.number = self._launches
-        return step
-
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""
         bucket = self._bucket(batch)
-        tokens = self.draft.accept_shape_tokens(bucket, max(self._pending[:batch]))
+        tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
         self._steps.run(*self._flush_step(bucket, tokens, key_range))
         counts = self.draft.pending.counts[:bucket]
         self.backend.upload(counts, np.zeros(bucket, np.int32))
-        for slot in range(batch):
-            self._pending[slot] = 0
+        self._progress.draft_took_pending(batch)
 
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
         stages = {DRAFT_ACCEPT: lambda: self.draft.accept(batch, tokens, key_range)}
@@ -349,29 +324,3 @@ class EagleRunner:
 
     def _tree_key_range(self, length: int) -> int:
         return key_range_for(length, self._tree_ranges, self.backend.fixed_shapes)
-
-
-class StepReadback:
-    """The tokens of a round or, without a `plan`, of a plain step, on their way to the host.
-
-    `draft_accepted` says whether the step began with the draft taking its pending entries.
-    """
-
-    def __init__(
-        self, runner: EagleRunner, batch: int, plan: DraftPlan | None, emitted: Readback, draft_accepted: bool
-    ) -> None:
-        self._runner, self._batch, self._emitted = runner, batch, emitted
-        self.plan, self.draft_accepted = plan, draft_accepted
-        self.number = 0
-        self._tokens: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one, else at least one."""
-        if self._tokens is None:
-            values = self._emitted.wait()[: self._batch].tolist()
-            if self.plan is None:
-                self._tokens = [[token] if token >= 0 else [] for token in values]
-            else:
-                self._tokens = [row[1 : 1 + row[0]] for row in values]
-            self._runner.finish(self, [len(tokens) for tokens in self._tokens])
-        return self._tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.backend import Backend, Readback, uploaded
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.engines.prompt_images import PromptImages
@@ -86,9 +86,7 @@ class MRopeRows:
 
     def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, rotary_table: Array) -> None:
         self._backend, self._table = backend, rotary_table
-        axes = mrope_axes(config)
-        self._axes = backend.empty(axes.shape, "int32")
-        backend.upload(self._axes, axes)
+        self._axes = uploaded(backend, mrope_axes(config))
         self._positions = backend.zeros((3 * limits.prefill_chunk,), "int32")
 
     def write(self, positions: np.ndarray, first: int, count: int, rope_rotary_cos_sin: Array) -> None:

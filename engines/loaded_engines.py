@@ -18,22 +18,39 @@ class LoadedEngines:
         self._slots: dict[EngineShape, slice] = {}
 
     def bound(
-        self, shape: EngineShape, slots: slice, bindings: Callable[[], Mapping[str, Array]], keep: bool = True
+        self,
+        shape: EngineShape,
+        slots: slice,
+        bindings: Callable[[], Mapping[str, Array]],
+        constant: Callable[[], Mapping[str, Array]] = dict,
+        keep: bool = True,
     ) -> Engine:
-        """The engine for a shape, bound for the slots by `bindings()`.
+        """The engine for a shape, bound for the slots by `bindings()`, and by `constant()` whatever the slots.
 
         `keep` False does not hold on to an engine that a backend without fixed shapes makes for this call.
         """
-        engine = self._engines.get(shape)
+        engine, bound = self._engines.get(shape), self._slots.get(shape)
         if engine is None:
             engine = self._backend.load_engine(shape)
-            engine.bind(bindings())
             if keep or self._backend.fixed_shapes:
-                self._engines[shape], self._slots[shape] = engine, slots
-        elif self._slots.get(shape) != slots:
+                self._engines[shape] = engine
+        if bound is None:
+            engine.bind(constant())
+        if bound != slots:
             engine.bind(bindings())
-            self._slots[shape] = slots
+            if shape in self._engines:
+                self._slots[shape] = slots
         return engine
+
+    @property
+    def loaded(self) -> Mapping[EngineShape, Engine]:
+        """The engines that are held, by shape."""
+        return self._engines
+
+    def replace(self, shape: EngineShape, engine: Engine) -> None:
+        """Hold another engine for a shape, as where several are compared; it is bound when it is next asked for."""
+        self._engines[shape] = engine
+        self._slots.pop(shape, None)
 
     def clear(self) -> None:
         """Let go of all engines."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgellm.kernels.bfloat16 import bfloat16_bits
+
 #: The formats that models are computed in, and the NumPy type that holds one.
 STORAGE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -20,21 +22,6 @@ def float32_into(values: np.ndarray, dtype: str, target: np.ndarray) -> None:
         bits <<= 16
     else:
         np.copyto(target, values)
-
-
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Float32 values as bfloat16 (bits, uint16), rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits  # cannot wrap but for NaN, which is replaced below
-    rounded >>= 16
-    result = rounded.astype(np.uint16)
-    nan = np.isnan(bits.view(np.float32))
-    if nan.any():  # a payload in the lower half alone would round to infinity; the quiet bit keeps it a NaN
-        result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
-    return result.reshape(np.shape(values))
 
 
 def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:

@@ -16,6 +16,7 @@ from edgellm.kernels.atomic_write import sync_directory
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+_SPARE_DISK_BYTES = 16 << 20
 
 
 class StagedDirectory:
@@ -70,6 +71,27 @@ class StagedDirectory:
             if lock >= 0:  # nobody writes into it any more
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
+
+
+def is_vacant(target: Path) -> bool:
+    """Whether nothing is in the way of a new directory: no entry of the name, or an empty directory."""
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+
+
+def holds(target: Path, source: Path) -> bool:
+    """Whether `target` is `source` or a folder above it."""
+    return target.resolve() in (source.resolve(), *source.resolve().parents)
+
+
+def lack_of_space(folder: Path, needed: int) -> str | None:
+    """What is wrong where `needed` bytes and a little more are not free in the nearest existing parent, else None."""
+    folder, needed = folder.absolute(), needed + _SPARE_DISK_BYTES
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return None
+    return f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed"
 
 
 def _locked(path: Path) -> int:

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines import cuda_decode_engine, cuda_draft_engine, cuda_tree_engine
+from edgellm.engines import cuda_decode_engine, cuda_draft_engine, cuda_tree_engine, cuda_verify_passes
 from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
 from edgellm.engines.cuda_draft_engine import CudaDraftEngine
-from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, rows
 from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.cuda_verify_passes import CudaVerifyPasses
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
@@ -27,12 +28,13 @@ from edgellm.engines.tensorrt_engine import TensorRTEngine
 from edgellm.engines.tensorrt_library import load_tensorrt
 from edgellm.engines.tensorrt_operations import build_plan
 from edgellm.engines.weights import iterate_weight_parts
-from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
+from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -50,13 +52,20 @@ class TensorRTBackend:
         self.compute_dtype = directory.dtype
         self._library = load_tensorrt()
         self.device = CudaDevice()
-        limits = directory.limits
-        rows = limits.max_batch * max((1, *limits.verify_sizes))
-        self.kernels = CudaKernels(self.device.stream, self.device.compute_capability, max_batch=rows)
+        try:
+            self._load_kernels()
+        except BaseException:
+            self.device.close()
+            raise
+
+    def _load_kernels(self) -> None:
+        limits, capability = self._directory.limits, self.device.compute_capability
+        most = limits.max_batch * max((1, *limits.verify_sizes))
+        self.kernels = CudaKernels(self.device.stream, capability, max_batch=most)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
-        self._platform = Platform(self.device.compute_capability, self._library.flavour, self._library.version)
-        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
-        self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
+        self._platform = Platform(capability, self._library.flavour, self._library.version)
+        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
+        self._decode_kernels = CudaDecodeKernels(capability, self.device.stream.handle)
         self._engines: list[TensorRTEngine | CudaKernelEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
 
@@ -151,20 +160,10 @@ class TensorRTBackend:
             return None
         if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
             return None  # the common case, which needs no line in the log
-        if shape.model == "draft":
-            draft = self._directory.model_config(shape.model)
-            reason = cuda_draft_engine.unsupported(draft, shape, dtype, kernels.shared_limit)
-            if reason is None:
-                return CudaDraftEngine(kernels, draft, shape, dtype)
-        else:
-            config = self._directory.config
-            reason = cuda_decode_engine.unsupported(config, shape, dtype, kernels.shared_limit)
-            if reason is None:
-                return CudaDecodeEngine(kernels, config, shape, dtype)
-            if shape.phase == "verify":
-                reason = cuda_tree_engine.unsupported(config, shape, dtype, kernels.shared_limit)
-                if reason is None:
-                    return CudaTreeEngine(kernels, config, shape, dtype)
+        config, (module, kind) = self._directory.model_config(shape.model), _kernel_kind(shape)
+        reason = module.unsupported(config, shape, dtype, kernels.shared_limit)
+        if reason is None:
+            return kind(kernels, config, shape, dtype)
         logger.info("%s runs on TensorRT: %s", shape.name, reason)
         return None
 
@@ -198,7 +197,7 @@ class TensorRTBackend:
                 f"of {self.device.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
-        self._scratch = self.device.empty((self.scratch_bytes() * ITEM_SIZES["uint8"],), "uint8")
+        self._scratch = self.device.empty((self.scratch_bytes(),), "uint8")
         for engine in self._engines:
             engine.attach(self.device, self._scratch)
 
@@ -220,6 +219,17 @@ class TensorRTBackend:
         self._runtime = None
         self._scratch = None
         self.device.close()
+
+
+def _kernel_kind(shape: EngineShape) -> tuple[Any, Any]:
+    """The kind of engine of decode kernels that is for as many tokens, and its module."""
+    if shape.model == "draft":
+        return cuda_draft_engine, CudaDraftEngine
+    if shape.phase != "verify" or rows(shape) <= MAX_ROWS:
+        return cuda_decode_engine, CudaDecodeEngine
+    if rows(shape) <= MAX_TILED_ROWS:
+        return cuda_tree_engine, CudaTreeEngine
+    return cuda_verify_passes, CudaVerifyPasses
 
 
 class _Logger:

@@ -35,6 +35,11 @@ class TensorRTEngine:
         configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         cache.attach(configuration)
         self._context = self._engine.create_execution_context(configuration)
+        if self._context is None:
+            raise EngineError(
+                f"TensorRT {library.version} made no execution context for {shape.name}; its log line says why, most "
+                "often that memory is short: close other programs on the GPU or build with smaller limits."
+            )
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
         self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for index in range(self._engine.num_io_tensors):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 from edgellm.kernels.acceptance_interface import (
     MAXIMUM_ACCEPTED,
-    MAXIMUM_ROWS,
     MAXIMUM_SAMPLED_VOCABULARY,
     MAXIMUM_TREE_SIZE,
 )
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.checks import SIGNATURES
+from edgellm.kernels.checks import MAXIMUM_ROWS, SIGNATURES
 from edgellm.kernels.errors import KernelError
 
 _TREE = (

@@ -18,10 +18,11 @@ What acceptance writes of a slot, n being the number of tokens that it emits:
 - `accepted_ids` [B, W]: the accepted drafts, then the token drawn after the last of them (the bonus); -1 from n on.
 - `acceptance_lengths` [B]: n >= 1; 0 in an idle slot, where the others are -1.
 
-Wrong shapes or dtypes and sizes beyond the limits below raise `KernelError` that names the argument, what was found
-and what is expected. Every kernel writes into arrays of the caller; none allocates and none synchronizes, so that a
-CUDA graph can hold them. A workspace must be zero before its first use, and is fit for the next call afterwards; calls
-in one stream may share it, whatever their B, T and V, but `draft_sample` needs one of its own (which need not be zero).
+Wrong shapes or dtypes, sizes beyond the limits below and more than `checks.MAXIMUM_ROWS` nodes (B * T) raise
+`KernelError` that names the argument, what was found and what is expected. Every kernel writes into arrays of the
+caller; none allocates and none synchronizes, so that a CUDA graph can hold them. A workspace must be zero before its
+first use, and is fit for the next call afterwards; calls in one stream may share it, whatever their B, T and V, but
+`draft_sample` needs one of its own (which need not be zero).
 
 Exactness: both implementations give the same bits everywhere. Probabilities are unsigned 64-bit fixed-point weights
 (exp(x - max) times 2^32, rounded down) of the tokens that pass their row's threshold, divided in float32 by their
@@ -41,8 +42,6 @@ MAXIMUM_TREE_SIZE = 1024
 MAXIMUM_ACCEPTED = 33
 #: Largest vocabulary of sampled acceptance: fixed-point sums stay below 2^64.
 MAXIMUM_SAMPLED_VOCABULARY = 1 << 21
-#: Largest B * T: one row of a launch's grid each.
-MAXIMUM_ROWS = 65_535
 
 #: Fourth counter word of Philox, which keeps the random words of one position apart by what they serve.
 #: `Kernels.sample` draws a target token with 0.

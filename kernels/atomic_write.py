@@ -11,8 +11,12 @@ from pathlib import Path
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` through a temporary file in the same folder, which must exist; raises OSError.
 
-    The bytes are on the disk before the file gets its name, so that no reader and no loss of power shows a part.
+    The bytes are on the disk before the file gets its name, so that no reader and no loss of power shows a part. What
+    has the name and is no file, such as a device or a pipe, stays and gets the bytes.
     """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
         with temporary.open("xb") as file:

@@ -13,6 +13,9 @@ from edgellm.kernels.errors import KernelError
 #: Bit of a token count that says that the token occurs in the prompt; bits 0..29 count the generated ones.
 IN_PROMPT = 1 << 30
 
+#: The most rows of a launch that are not on the first axis of its grid.
+MAXIMUM_ROWS = 65_535
+
 #: What "compute" may be; NumPy holds bfloat16 as its uint16 bits.
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 

@@ -42,10 +42,11 @@ def compile_kernels(architecture: str) -> bytes:
     Raises MissingDependencyError without NVRTC or CUDA's headers, KernelError with the compiler's log if it refuses.
     """
     nvrtc = _load_nvrtc()
-    headers = find_headers(_version(nvrtc)[0])
+    version = _version(nvrtc)
+    headers = find_headers(version[0])
     sources = _sources()
     program_text = "".join(f'#include "{name}"\n' for name in sources if name.endswith(".cu"))
-    options = [option.encode() for option in (*_options(architecture), *(f"-I{folder}" for folder in headers))]
+    options = [option.encode() for option in (*_options(architecture, version), *(f"-I{folder}" for folder in headers))]
     status, program = nvrtc.nvrtcCreateProgram(
         program_text.encode(),
         b"edgellm_kernels.cu",
@@ -155,7 +156,7 @@ def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> KernelE
     version = ".".join(map(str, _version(nvrtc)))
     status, numbers = nvrtc.nvrtcGetSupportedArchs()
     known = [f"sm_{number}" for number in numbers] if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else []
-    if known and architecture not in known:
+    if known and architecture.replace("compute_", "sm_") not in known:
         return KernelError(
             f"NVRTC {version} cannot compile for {architecture}, only for {', '.join(known)}. "
             "Install the release of nvidia-cuda-nvrtc that fits your GPU and driver."
@@ -171,8 +172,10 @@ def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> KernelE
     return KernelError(f"NVRTC {version} refused the kernels for {architecture}:\n{text}")
 
 
-def _options(architecture: str) -> tuple[str, ...]:
-    return (f"--gpu-architecture={architecture}", *_OPTIONS)
+def _options(architecture: str, version: tuple[int, int]) -> tuple[str, ...]:
+    """Options for NVRTC of that version. From 13.0 on it can take all cores; the code does not depend on how many."""
+    all_cores = ("--split-compile=0",) if version >= (13, 0) else ()
+    return (f"--gpu-architecture={architecture}", *_OPTIONS, *all_cores)
 
 
 def _sources() -> dict[str, bytes]:
@@ -182,8 +185,8 @@ def _sources() -> dict[str, bytes]:
 
 def _cache_key(architecture: str) -> str:
     """SHA-256 over everything that decides the result: sources, options with the architecture, the compiler."""
-    digest = hashlib.sha256()
-    for part in (repr(_version(_load_nvrtc())), repr(_options(architecture)), repr(_sources())):
+    digest, version = hashlib.sha256(), _version(_load_nvrtc())
+    for part in (repr(version), repr(_options(architecture, version)), repr(_sources())):
         digest.update(hashlib.sha256(part.encode()).digest())
     return digest.hexdigest()
 

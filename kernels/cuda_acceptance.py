@@ -35,17 +35,12 @@ class CudaAcceptance(CudaAcceptedState):
     A NaN among logits counts as -inf; a row of which nothing passes its threshold draws id 0.
     """
 
-    def __init__(self, kernels: CudaKernels, stream: Any, compute_capability: str | None = None) -> None:
+    def __init__(self, kernels: CudaKernels, stream: Any, compute_capability: str) -> None:
         """Load the kernels into the current CUDA context.
 
-        `kernels` filter what `draft_sample` draws from; `stream` is their pycuda stream; `compute_capability` ("sm_90")
-        is the current device's if None. Raises MissingDependencyError or KernelError.
+        `kernels` filter what `draft_sample` draws from; `stream` is their pycuda stream, `compute_capability` ("sm_90")
+        that of its device. Raises MissingDependencyError or KernelError.
         """
-        if compute_capability is None:
-            import pycuda.driver as cuda
-
-            major, minor = cuda.Context.get_device().compute_capability()
-            compute_capability = f"sm_{major}{minor}"
         self._kernels = kernels
         super().__init__(KernelModule(compute_capability, stream.handle))
 

@@ -13,6 +13,7 @@ from edgellm.kernels.draft_tree_checks import (
     check_proposal,
     check_top_k,
     check_verification,
+    check_workspace,
 )
 from edgellm.kernels.draft_tree_interface import Expansion
 from edgellm.kernels.errors import KernelError
@@ -35,24 +36,19 @@ class CudaDraftTree:
     Each kernel may start while the one before it in the stream still runs, and waits for it before it reads anything.
     """
 
-    def __init__(self, stream: Any, compute_capability: str | None = None) -> None:
+    def __init__(self, stream: Any, compute_capability: str) -> None:
         """Load the kernels into the current CUDA context.
 
-        `stream` is a pycuda stream; `compute_capability` ("sm_90") is the current device's if None. Raises
-        MissingDependencyError or KernelError.
+        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
+        KernelError.
         """
-        if compute_capability is None:
-            import pycuda.driver as cuda
-
-            major, minor = cuda.Context.get_device().compute_capability()
-            compute_capability = f"sm_{major}{minor}"
         self._module = KernelModule(compute_capability, stream.handle)
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
         """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
         check_top_k("expand_workspace_size", top_k)
-        check_draft_vocabulary(draft_vocab_size)
-        return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
+        check_draft_vocabulary("expand_workspace_size", draft_vocab_size)
+        return _workspace_bytes(batch, draft_vocab_size, top_k)
 
     def expand_frontier(
         self,
@@ -69,11 +65,8 @@ class CudaDraftTree:
         """The K likeliest continuations of the root (level 1) or of each frontier node; see the interface."""
         candidates = (candidate_tokens, candidate_scores, candidate_parents)
         sizes = check_device_arguments("expand_frontier", logits, draft_to_target, frontiers, *candidates, workspace)
-        check_top_k("expand_frontier", sizes["K"])
-        check_draft_vocabulary(sizes["V"])
-        check_expansion(level, sizes, self.expand_workspace_size(sizes["B"], sizes["V"], sizes["K"]))
-        if workspace.pointer % 8:
-            raise KernelError("expand_frontier: workspace starts at an address that is no multiple of 8; align it")
+        check_expansion(level, sizes)
+        _check_workspace("expand_frontier", workspace, sizes["B"], sizes["V"], sizes["K"])
         rows, top_k = sizes["B"] * sizes["n"], sizes["K"]
         lanes = _LANES_OF_FEW if top_k <= _FEW else _LANES_OF_MANY
         arguments = (
@@ -122,10 +115,10 @@ class CudaDraftTree:
             attention_mask,
         )
         sizes = check_device_arguments("prepare_proposal", *arrays)
-        check_proposal(level, sizes)
+        check_proposal(level, sizes, expansion)
         item_size, top_k = ITEM_SIZES[embedding.dtype], sizes["K"]
         rows = 1 if level == 1 else top_k
-        expanded, list_bytes = _expansion_arguments("prepare_proposal", expansion, level, sizes["B"], top_k)
+        expanded, list_bytes = _expansion_arguments("prepare_proposal", expansion, sizes["B"], top_k)
         arguments = (
             *map(pointer, arrays),
             *expanded,
@@ -184,10 +177,10 @@ class CudaDraftTree:
             attention_mask,
         )
         sizes = check_device_arguments("prepare_verification", *arrays)
-        check_verification(candidates, sizes)
+        check_verification(candidates, sizes, expansion)
         top_k, keeps = sizes["K"], candidates <= _KEPT_CANDIDATES
         level = 1 if expansion is None else expansion.level
-        expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, level, sizes["B"], top_k)
+        expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, sizes["B"], top_k)
         rows = 0 if expansion is None else 1 if level == 1 else top_k
         arguments = (
             *map(pointer, arrays),
@@ -218,6 +211,17 @@ def _chunks(draft_vocab_size: int) -> int:
     return -(-draft_vocab_size // CHUNK)
 
 
+def _workspace_bytes(batch: int, draft_vocab_size: int, top_k: int) -> int:
+    """Of the best keys, the sum and the maximum of each chunk of each row."""
+    return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
+
+
+def _check_workspace(kernel: str, workspace: DeviceArray, batch: int, draft_vocab_size: int, top_k: int) -> None:
+    check_workspace(kernel, workspace.size, _workspace_bytes(batch, draft_vocab_size, top_k))
+    if workspace.pointer % 8:
+        raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 8 bytes")
+
+
 def _partial_results(workspace: DeviceArray, rows: int, chunks: int, top_k: int) -> tuple[ctypes.c_void_p, ...]:
     """Best keys, sums and maxima of the chunks of all rows."""
     sums = workspace.pointer + _KEY_BYTES * rows * chunks * top_k
@@ -225,15 +229,15 @@ def _partial_results(workspace: DeviceArray, rows: int, chunks: int, top_k: int)
 
 
 def _expansion_arguments(
-    kernel: str, expansion: Expansion | None, level: int, batch: int, top_k: int
+    kernel: str, expansion: Expansion | None, batch: int, top_k: int
 ) -> tuple[tuple[Any, ...], int]:
-    """What a kernel needs to finish an expansion of `level`, and its bytes of shared memory for lists to merge."""
+    """What a kernel needs to finish an expansion, and its bytes of shared memory for lists to merge."""
     if expansion is None:
         return (*(ctypes.c_void_p(0) for _ in range(4)), *_unsigned(0, 0, 0)), 0
-    if expansion.level != level:
-        raise KernelError(f"{kernel}: the expansion of level {expansion.level}; expected that of level {level}")
     sizes = check_device_arguments("expansion", expansion.draft_to_target, expansion.workspace)
-    chunks, rows = _chunks(sizes["V"]), 1 if level == 1 else top_k
+    check_draft_vocabulary(kernel, sizes["V"])
+    _check_workspace(kernel, expansion.workspace, batch, sizes["V"], top_k)
+    chunks, rows = _chunks(sizes["V"]), 1 if expansion.level == 1 else top_k
     list_bytes = _KEY_BYTES * chunks * top_k
     mergers = min(rows, _THREADS // 32, max(1, _LIST_BYTES // list_bytes))
     arguments = (

@@ -6,7 +6,8 @@ import ctypes
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.checks import MAXIMUM_ROWS, check_device_arguments
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.image_interface import check_patches, check_resampling, resampled_size
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 
@@ -16,17 +17,12 @@ _THREADS = 256
 class CudaImageKernels:
     """See `edgellm.kernels.image_interface.ImageKernels`; arrays are `DeviceArray`, launches go to one stream."""
 
-    def __init__(self, stream: Any, compute_capability: str | None = None) -> None:
+    def __init__(self, stream: Any, compute_capability: str) -> None:
         """Load the kernels into the current CUDA context.
 
-        `stream` is a pycuda stream; `compute_capability` ("sm_90") is the current device's if None. Raises
-        MissingDependencyError or KernelError.
+        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
+        KernelError.
         """
-        if compute_capability is None:
-            import pycuda.driver as cuda
-
-            major, minor = cuda.Context.get_device().compute_capability()
-            compute_capability = f"sm_{major}{minor}"
         self._module = KernelModule(compute_capability, stream.handle)
 
     def resample(
@@ -36,6 +32,10 @@ class CudaImageKernels:
         arrays = (pixels, starts, weights, resampled)
         sizes = check_device_arguments("resample", *arrays)
         check_resampling(sizes, axis)
+        if sizes["Y"] > MAXIMUM_ROWS:
+            raise KernelError(
+                f"resample: {sizes['Y']} rows of pixels; expected at most {MAXIMUM_ROWS}: scale the image"
+            )
         numbers = (*(sizes[letter] for letter in "SWXK"), axis)
         grid = (-(-3 * sizes["X"] // _THREADS), sizes["Y"], 1)
         Launch(self._module, "resample", grid, _THREADS, 0, (*map(pointer, arrays), *map(ctypes.c_uint, numbers)))()

@@ -14,7 +14,7 @@ from edgellm.kernels.checks import check_device_arguments
 from edgellm.kernels.compiler import FILTER_ROW_BYTES, cached_kernels
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.interface import SequenceState
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import KernelModule, Launch, pointer, refused_by_driver
 
 #: Kernel name -> types of its parameters, as `struct` spells them (P pointer, i int, I unsigned int, N size_t).
 _PARAMETERS = {
@@ -49,11 +49,11 @@ class CudaKernels:
     A NaN among logits counts as -inf; a row without any larger value selects id 0.
     """
 
-    def __init__(self, stream: Any, compute_capability: str | None = None, max_batch: int = 8) -> None:
+    def __init__(self, stream: Any, compute_capability: str, max_batch: int = 8) -> None:
         """Load the kernels into the current CUDA context and allocate workspace for `max_batch` rows.
 
-        `stream` is a pycuda stream; `compute_capability` ("sm_90") is the current device's if None. Raises
-        MissingDependencyError or KernelError.
+        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
+        KernelError.
         """
         try:
             import pycuda.driver as cuda
@@ -63,16 +63,10 @@ class CudaKernels:
             ) from error
         if max_batch < 1:
             raise KernelError(f"max_batch is {max_batch}; expected at least 1")
-        if compute_capability is None:
-            major, minor = cuda.Context.get_device().compute_capability()
-            compute_capability = f"sm_{major}{minor}"
         try:
             self._module = cuda.module_from_buffer(cached_kernels(compute_capability))
         except cuda.Error as error:
-            raise KernelError(
-                f"The driver refused the kernels compiled for {compute_capability}: {error}. Use a driver at least as "
-                "new as nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
-            ) from error
+            raise refused_by_driver(compute_capability, error) from error
         self._overlapping = KernelModule(compute_capability, stream.handle)
         self._stream = stream
         self._max_batch = max_batch

@@ -114,6 +114,7 @@ class CudaDecodeKernels(KernelModule):
     ) -> Launch:
         batch, columns = _sizes(hidden.size, weight)
         rows = weight.shape[0] // tiles
+        check_room("output", output, batch, rows)
         geometry = _geometry(batch, lambda each: each.norm_bytes(tiles, 1, batch, columns), self.shared_limit)
         arguments = (
             pointer(weight),
@@ -148,6 +149,7 @@ class CudaDecodeKernels(KernelModule):
                 f"the two inputs of a linear layer are {first.dtype} {first.shape} and {second.dtype} {second.shape}; "
                 f"expected {weight.dtype}, then as many elements"
             )
+        check_room("output", output, batch, weight.shape[0])
         arguments = (
             pointer(weight),
             pointer(bias),
@@ -177,11 +179,11 @@ class CudaDecodeKernels(KernelModule):
     ) -> Launch:
         """See `numpy_decode_kernels.linear_residual`."""
         rows, columns = weight.shape
-        batch, tokens = output.size // rows, 1
-        if selected is None:
-            _sizes(x.size, weight)
-        else:
-            batch, tokens = selected.size, x.size // columns // selected.size
+        batch = output.size // rows if selected is None else selected.size
+        _sizes(batch * columns, weight)
+        check_room("x", x, batch, columns)
+        check_room("output", output, batch, rows)
+        tokens = 1 if selected is None else x.size // columns // batch
         geometry = _geometry(batch, lambda each: each.streamed_bytes(batch), self.shared_limit)
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
         stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= self.shared_limit
@@ -260,6 +262,12 @@ def _sizes(elements: int, weight: DeviceArray) -> tuple[int, int]:
             f"found {elements} elements times {weight.shape}"
         )
     return batch, columns
+
+
+def check_room(name: str, array: DeviceArray, batch: int, width: int) -> None:
+    """KernelError if an array does not hold `batch` rows of `width` elements."""
+    if array.size < batch * width:
+        raise KernelError(f"{name} has shape {list(array.shape)}; expected at least {batch} rows of {width} elements")
 
 
 def slice_steps(columns: int) -> int:

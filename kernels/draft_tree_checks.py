@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from edgellm.kernels.checks import SIGNATURES
+from edgellm.kernels.checks import MAXIMUM_ROWS, SIGNATURES
 from edgellm.kernels.draft_tree_interface import (
     MAXIMUM_DRAFT_VOCABULARY,
     MAXIMUM_STEPS,
     MAXIMUM_TOP_K,
     MAXIMUM_TREE_TOKENS,
+    Expansion,
     candidate_count,
 )
 from edgellm.kernels.errors import KernelError
@@ -63,38 +64,61 @@ SIGNATURES["prepare_verification"] = (
 SIGNATURES["expansion"] = (("draft_to_target", "V", "int32"), ("workspace", "N", "uint8"))
 
 
-def check_expansion(level: int, sizes: dict[str, int], workspace_size: int) -> None:
+def check_expansion(level: int, sizes: dict[str, int]) -> None:
     """Refuse what `expand_frontier` cannot do at `level` with these sizes of its axes."""
     _check_level("expand_frontier", level, MAXIMUM_STEPS, sizes, "logits")
-    if level >= 2:
-        _check_frontiers("expand_frontier", level - 1, sizes)
-    check_draft_vocabulary(sizes["V"])
-    if sizes["N"] < workspace_size:
+    _check_frontiers("expand_frontier", level - 1, sizes)
+    check_draft_vocabulary("expand_frontier", sizes["V"])
+
+
+def check_workspace(kernel: str, workspace_size: int, needed: int) -> None:
+    """Refuse a workspace of too few bytes."""
+    if workspace_size < needed:
         raise KernelError(
-            f"expand_frontier: workspace has {sizes['N']} bytes; expected at least {workspace_size} "
-            "(expand_workspace_size)"
+            f"{kernel}: workspace has {workspace_size} bytes; expected at least {needed} (expand_workspace_size)"
         )
 
 
-def check_proposal(level: int, sizes: dict[str, int]) -> None:
+def check_proposal(level: int, sizes: dict[str, int], expansion: Expansion | None) -> None:
     """Refuse what `prepare_proposal` cannot do at `level`, which feeds the nodes of that level to the draft model."""
-    _check_level("prepare_proposal", level, MAXIMUM_STEPS - 1, sizes, "hidden_in")
-    _check_frontiers("prepare_proposal", level, sizes)
+    kernel = "prepare_proposal"
+    _check_level(kernel, level, MAXIMUM_STEPS - 1, sizes, "hidden_in")
+    _check_frontiers(kernel, level, sizes)
+    if expansion is not None and expansion.level != level:
+        raise KernelError(f"{kernel}: the expansion of level {expansion.level}; expected that of level {level}")
 
 
-def check_verification(candidates: int, sizes: dict[str, int]) -> None:
-    """Refuse what `prepare_verification` cannot do."""
+def check_verification(candidates: int, sizes: dict[str, int], expansion: Expansion | None) -> None:
+    """Refuse what `prepare_verification` cannot do, with the `expansion` of the last level or without."""
+    kernel = "prepare_verification"
+    check_batch(kernel, sizes["B"])
     if not 1 <= candidates <= sizes["C"]:
         raise KernelError(
-            f"prepare_verification: candidates is {candidates}; expected 1 to C = {sizes['C']}, the size of the arrays"
+            f"{kernel}: candidates is {candidates}; expected 1 to C = {sizes['C']}, the size of the arrays"
         )
     if sizes["T"] > MAXIMUM_TREE_TOKENS:
-        raise KernelError(
-            f"prepare_verification: a tree of T = {sizes['T']} tokens; expected at most {MAXIMUM_TREE_TOKENS}"
-        )
+        raise KernelError(f"{kernel}: a tree of T = {sizes['T']} tokens; expected at most {MAXIMUM_TREE_TOKENS}")
     if sizes["S"] + 1 > sizes["T"]:
         raise KernelError(
-            f"prepare_verification: the root and {sizes['S']} selected nodes; expected at most T = {sizes['T']} tokens"
+            f"{kernel}: the root and {sizes['S']} selected nodes; expected at most T = {sizes['T']} tokens"
+        )
+    if expansion is None:
+        return
+    _check_candidates(kernel, expansion.level, MAXIMUM_STEPS, sizes)
+    _check_frontiers(kernel, expansion.level - 1, sizes)
+    most = candidate_count(expansion.level, sizes["K"])
+    if candidates > most:
+        raise KernelError(
+            f"{kernel}: candidates is {candidates}; expected at most {most}, as the expansion is that of level "
+            f"{expansion.level} with K = {sizes['K']}"
+        )
+
+
+def check_batch(kernel: str, rows: int) -> None:
+    """Refuse more sequences, or rows of all of them together, than one launch takes."""
+    if rows > MAXIMUM_ROWS:
+        raise KernelError(
+            f"{kernel}: {rows} rows of all sequences; expected at most {MAXIMUM_ROWS}: use a smaller batch"
         )
 
 
@@ -104,22 +128,28 @@ def check_top_k(kernel: str, top_k: int) -> None:
         raise KernelError(f"{kernel}: K = {top_k} (draft top-k); expected 1 to {MAXIMUM_TOP_K}")
 
 
-def check_draft_vocabulary(size: int) -> None:
+def check_draft_vocabulary(kernel: str, size: int) -> None:
     """Refuse a draft vocabulary that is too large."""
     if size > MAXIMUM_DRAFT_VOCABULARY:
-        raise KernelError(f"expand_frontier: draft vocabulary V = {size}; expected at most {MAXIMUM_DRAFT_VOCABULARY}")
+        raise KernelError(f"{kernel}: draft vocabulary V = {size}; expected at most {MAXIMUM_DRAFT_VOCABULARY}")
 
 
 def _check_level(kernel: str, level: int, highest: int, sizes: dict[str, int], rows: str) -> None:
+    _check_candidates(kernel, level, highest, sizes)
+    expected = 1 if level == 1 else sizes["K"]
+    if sizes["n"] != expected:
+        raise KernelError(
+            f"{kernel}: {rows} has {sizes['n']} rows a sequence; expected {expected} at level {level} with "
+            f"K = {sizes['K']}"
+        )
+    check_batch(kernel, sizes["B"] * sizes["n"])
+
+
+def _check_candidates(kernel: str, level: int, highest: int, sizes: dict[str, int]) -> None:
     top_k = sizes["K"]
     check_top_k(kernel, top_k)
     if not 1 <= level <= highest:
         raise KernelError(f"{kernel}: level {level}; expected 1 to {highest}")
-    expected = 1 if level == 1 else top_k
-    if sizes["n"] != expected:
-        raise KernelError(
-            f"{kernel}: {rows} has {sizes['n']} rows a sequence; expected {expected} at level {level} with K = {top_k}"
-        )
     needed = candidate_count(level, top_k)
     if sizes["C"] < needed:
         raise KernelError(

@@ -125,7 +125,7 @@ class Kernels(Protocol):
         renormalized over these, reaches top_p (1: all; equals of the last are all kept; at least one stays); min_p [B]
         float32 keeps tokens at least min_p times as likely as the likeliest (0: all). Probabilities are summed as
         unsigned 64-bit fixed point (exp(x - max) times 2^32, rounded down), so that the order of summation cannot
-        change the result.
+        change the result. The GPU takes V up to 2^21.
         """
 
     def sample(

@@ -28,7 +28,9 @@ class KernelModule:
             ) from error
         self.driver = driver
         self.stream = driver.CUstream(stream_handle)
-        self._module = self._checked(driver.cuModuleLoadData(cubin or cached_kernels(architecture)))
+        status, self._module = driver.cuModuleLoadData(cubin or cached_kernels(architecture))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise refused_by_driver(architecture, status)
         self._functions: dict[str, Any] = {}
         self._shared_bytes: dict[str, int] = {}
         device = self._checked(driver.cuCtxGetDevice())
@@ -59,8 +61,8 @@ class KernelModule:
             self._functions[name], self._shared_bytes[name] = function, 0
         if shared_bytes > self.shared_limit:
             raise KernelError(
-                f"{name} needs {shared_bytes} bytes of shared memory for this batch and width, "
-                f"the GPU has {self.shared_limit}"
+                f"{name} needs {shared_bytes} bytes of shared memory for this batch and width, the GPU has "
+                f"{self.shared_limit}: use a smaller batch or tree"
             )
         if shared_bytes > self._shared_bytes[name]:
             limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -124,6 +126,14 @@ class Launch:
         (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"launching {self.name} failed: {status}")
+
+
+def refused_by_driver(architecture: str, reason: object) -> KernelError:
+    """The error for kernels that were compiled for `architecture` and that the driver does not load."""
+    return KernelError(
+        f"The driver refused the kernels compiled for {architecture}: {reason}. Use a driver at least as new as "
+        "nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
+    )
 
 
 def pointer(array: DeviceArray | None) -> ctypes.c_void_p:

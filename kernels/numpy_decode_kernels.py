@@ -62,9 +62,7 @@ def norm_gate_up(
     output: np.ndarray,
 ) -> None:
     """`output` [R, F] = silu(gate) * up of rms_norm(hidden [R, K]), `weight` [2F, K] and `bias` [2F] gate then up."""
-    gate_up = linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias)
-    gate, up = np.split(gate_up, 2, axis=-1)
-    output[...] = gate / (1 + np.exp(-gate)) * up
+    output[...] = silu_mul(linear(rms_norm(_rows(hidden, weight), norm_weight, epsilon), weight, bias))
 
 
 def linear_residual(
@@ -146,6 +144,12 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
     """[R, K] times the transpose of [N, K], plus [N]."""
     product = x @ weight.T
     return product if bias is None else product + bias
+
+
+def silu_mul(gate_up: np.ndarray) -> np.ndarray:
+    """silu(first half) * second half over the last axis: [R, 2F] to [R, F]."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from edgellm.kernels.checks import check_host_arguments
 from edgellm.kernels.draft_tree_checks import check_expansion, check_proposal, check_verification
 from edgellm.kernels.draft_tree_interface import Expansion, level_start
 from edgellm.kernels.log_softmax import LogSoftmax
-from edgellm.kernels.numpy_kernels import NumpyKernels, bfloat16_bits
+from edgellm.kernels.numpy_kernels import NumpyKernels, store_rounded
 from edgellm.kernels.numpy_tree_layout import (
     ancestor_rows,
     build_tree,
@@ -56,7 +56,7 @@ class NumpyDraftTree:
             candidate_parents,
             workspace,
         )
-        check_expansion(level, sizes, 0)
+        check_expansion(level, sizes)
         batch, rows, top_k = sizes["B"], sizes["n"], sizes["K"]
         values = logits.reshape(batch * rows, sizes["V"])
         if np.isnan(values.max()):
@@ -126,7 +126,7 @@ class NumpyDraftTree:
             rope_rotary_cos_sin,
             attention_mask,
         )
-        check_proposal(level, sizes)
+        check_proposal(level, sizes, expansion)
         tokens = np.full(frontiers.shape[::2], -1, np.int32)
         for row, entries in enumerate(frontiers):
             if select:
@@ -190,7 +190,7 @@ class NumpyDraftTree:
             rope_rotary_cos_sin,
             attention_mask,
         )
-        check_verification(candidates, sizes)
+        check_verification(candidates, sizes, expansion)
         for row in range(sizes["B"]):
             if select:
                 select_nodes(candidate_scores[row, :candidates], selected[row])
@@ -226,8 +226,4 @@ def _parents(level: int, frontiers: np.ndarray, candidate_scores: np.ndarray) ->
 
 def _write_rotary(table: np.ndarray, places: np.ndarray, target: np.ndarray) -> None:
     """Rows `places` [B, T or 1] of `table` [P, R], clamped to it, to `target` [B, T, R]."""
-    gathered = table.take(places, axis=0, mode="clip")
-    if target.dtype == np.uint16:
-        target[...] = bfloat16_bits(gathered)
-    else:
-        np.copyto(target, gathered, casting="same_kind")
+    store_rounded(table.take(places, axis=0, mode="clip"), target)

@@ -6,7 +6,7 @@ import numpy as np
 
 from edgellm.kernels.checks import check_host_arguments
 from edgellm.kernels.image_interface import WEIGHT_BITS, check_patches, check_resampling
-from edgellm.kernels.numpy_kernels import bfloat16_bits
+from edgellm.kernels.numpy_kernels import store_rounded
 
 
 class NumpyImageKernels:
@@ -35,8 +35,7 @@ class NumpyImageKernels:
         sizes = check_host_arguments("resample_to_patches", pixels, starts, weights, table, patches)
         frames = check_patches(sizes, axis, patch_size, merge_size)
         rows = _resampled(pixels, starts, weights, axis)
-        values = normalized_patches(rows, table, patch_size, merge_size, frames)
-        patches[...] = bfloat16_bits(values) if patches.dtype == np.uint16 else values
+        store_rounded(normalized_patches(rows, table, patch_size, merge_size, frames), patches)
 
 
 def normalized_patches(

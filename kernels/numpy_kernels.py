@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.checks import IN_PROMPT, check_host_arguments
 from edgellm.kernels.interface import SequenceState
 from edgellm.kernels.portable_math import fixed_point_exp, gumbel, log
@@ -51,7 +52,7 @@ class NumpyKernels:
         )
         rows = kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=attention_mask)
-        _store(rotary_table.take(rows + position_offsets[:, None], axis=0, mode="clip"), rope_rotary_cos_sin)
+        store_rounded(rotary_table.take(rows + position_offsets[:, None], axis=0, mode="clip"), rope_rotary_cos_sin)
 
     def prepare_step(
         self,
@@ -94,7 +95,7 @@ class NumpyKernels:
         """Rotary rows [1, T, R] of tokens at `positions` [3, T]: column i follows the axis axes[i]."""
         sizes = check_host_arguments("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
-        _store(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)
+        store_rounded(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)
 
     def argmax(self, logits: np.ndarray, tokens: np.ndarray, state: SequenceState | None = None) -> None:
         """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them."""
@@ -180,14 +181,8 @@ class NumpyKernels:
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
 
 
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 values rounded to bfloat16 (nearest, ties to even), as their uint16 bits; NaN is not expected."""
-    bits = values.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def _store(values: np.ndarray, target: np.ndarray) -> None:
-    """Set `target` (uint16: bfloat16) from float32 values."""
+def store_rounded(values: np.ndarray, target: np.ndarray) -> None:
+    """Set `target` of a compute dtype (uint16: bfloat16) from float32 values of its shape, or that broadcast to it."""
     if target.dtype == np.uint16:
         target[...] = bfloat16_bits(values)
     else:

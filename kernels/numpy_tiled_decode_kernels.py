@@ -40,5 +40,4 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, output: n
 
 def gate_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, output: np.ndarray) -> None:
     """`output` [R, F] = silu(gate) * up of x [R, C], whose first K count; `weight` [2F, K]: gate, up."""
-    gate, up = np.split(single.linear(x[:, : weight.shape[1]], weight, bias), 2, axis=-1)
-    output[...] = gate / (1 + np.exp(-gate)) * up
+    output[...] = single.silu_mul(single.linear(x[:, : weight.shape[1]], weight, bias))

@@ -39,5 +39,8 @@ def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"CUDA reported {status} for a tensor map of {rows} rows of {columns}, {stride} apart")
+        raise KernelError(
+            f"CUDA reported {status} for a tensor map of {rows} rows of {columns} elements, {stride} apart, at "
+            f"{array.pointer:#x}: expected an address and rows that are multiples of 16 bytes"
+        )
     return _Map(*map(int, found.opaque))

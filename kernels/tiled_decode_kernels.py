@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_attention import attention_shared_bytes
-from edgellm.kernels.decode_kernels import feature_arguments, padded_columns, slice_steps
+from edgellm.kernels.decode_kernels import check_room, feature_arguments, padded_columns, slice_steps
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule, Launch, pointer
 from edgellm.kernels.linear_tilings import TiledGpu, Tiling, fastest_tiling, tilings
@@ -48,6 +48,7 @@ class CudaTiledKernels:
         `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished.
         """
         rows, columns = _rows(hidden), hidden.shape[-1]
+        check_room("output", output, rows, padded_columns(columns))
         arguments = (
             pointer(hidden),
             ctypes.c_int(hidden.dtype == "float32"),
@@ -69,12 +70,12 @@ class CudaTiledKernels:
         self, tiling: Tiling, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray
     ) -> Launch:
         """`linear` with a tiling of the caller's choice."""
-        return self._linear("linear", tiling, x, weight, bias, weight.shape[0], (pointer(output),))
+        return self._linear("linear", tiling, x, weight, bias, weight.shape[0], output)
 
     def gate_up(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
         """See `numpy_tiled_decode_kernels.gate_up`."""
         tiling = self._tiling(x, weight)
-        return self._linear("gate_up", tiling, x, weight, bias, weight.shape[0] // 2, (pointer(output),))
+        return self._linear("gate_up", tiling, x, weight, bias, weight.shape[0] // 2, output)
 
     def linear_residual(
         self,
@@ -89,8 +90,8 @@ class CudaTiledKernels:
         """See `numpy_tiled_decode_kernels.linear_residual`."""
         rows = weight.shape[0]
         before = pointer(residual), ctypes.c_int(residual.dtype == "float32")
-        outputs = pointer(output), *before, *feature_arguments(features, place, rows)
-        return self._linear("residual", self._tiling(x, weight), x, weight, bias, rows, outputs)
+        extra = (*before, *feature_arguments(features, place, rows))
+        return self._linear("residual", self._tiling(x, weight), x, weight, bias, rows, output, extra)
 
     def _tiling(self, x: DeviceArray, weight: DeviceArray) -> Tiling:
         rows, columns = weight.shape
@@ -104,7 +105,8 @@ class CudaTiledKernels:
         weight: DeviceArray,
         bias: DeviceArray | None,
         rows: int,
-        outputs: Sequence[Any],
+        output: DeviceArray,
+        extra: Sequence[Any] = (),
     ) -> Launch:
         batch, columns, stride = _rows(x), weight.shape[1], x.shape[-1]
         if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
@@ -112,13 +114,17 @@ class CudaTiledKernels:
                 f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {weight.shape}"
             )
+        if batch > tiling.rows:
+            raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
+        check_room("output", output, batch, rows)
         module, stages, every_row = self._module, tiling.stages(self.gpu), weight.shape[0]
         arguments = (
             tensor_map(module, weight, columns, tiling.weight_rows * rows // every_row),
             tensor_map(module, x, columns, tiling.rows),
             *map(pointer, (weight, bias, x)),
             *map(ctypes.c_int, (stride, batch, rows, columns, slice_steps(columns), stages)),
-            *outputs,
+            pointer(output),
+            *extra,
         )
         grid, cluster = (tiling.blocks(every_row) // tiling.splits, tiling.splits, 1), (1, tiling.splits, 1)
         name = f"decode_tiled_{name}_{tiling.rows}_{tiling.weight_rows}_{weight.dtype}"

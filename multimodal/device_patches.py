@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend
+from edgellm.engines.backend import Backend, uploaded
 from edgellm.engines.number_formats import convert
 from edgellm.kernels.arrays import Array, leading
 from edgellm.multimodal.errors import ImageError
@@ -56,13 +56,9 @@ class DevicePatches:
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
 
-        An image without a layout has rows alone, made elsewhere.
-
         Raises ImageError for an image that has others.
         """
-        tables = None
-        if not self._backend.computes_at_once and image.layout is not None:
-            tables = self._tables_of(image.size, image.layout)
+        tables = None if self._backend.computes_at_once else self._tables_of(image.size, image.layout)
         found = image.patches.shape if tables is None else (image.layout.patches, image.layout.patch_elements)
         if found != target.shape:
             raise ImageError(
@@ -115,13 +111,8 @@ class DevicePatches:
         weights = []
         for axis in axes:
             starts, shares = resampling_weights(size[axis], layout.resized[axis], layout.resample)
-            weights.append((self._uploaded(starts[used[axis]]), self._uploaded(shares[used[axis]])))
+            weights.append((uploaded(self._backend, starts[used[axis]]), uploaded(self._backend, shares[used[axis]])))
         between = list(size)
         between[axes[0]] = weights[0][0].shape[0]
-        values = self._uploaded(layout.normalization.table())
+        values = uploaded(self._backend, layout.normalization.table())
         return _Tables(axes, weights[0], weights[1], values, (between[0], between[1]))
-
-    def _uploaded(self, values: np.ndarray) -> Array:
-        array = self._backend.empty(values.shape, values.dtype.name)
-        self._backend.upload(array, np.ascontiguousarray(values))
-        return array

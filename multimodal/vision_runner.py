@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend
+from edgellm.engines.backend import Backend, uploaded
 from edgellm.engines.decoder_config import EngineShape, vision_shape
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.engine_parts import EngineVision
@@ -160,10 +160,8 @@ class VisionEngineRunner:
         if found is None:
             layout = vision_layout(self.config, grid, self._position_table)
             shape = vision_shape(self._rows_for(layout.rows, grid))
-            arrays = {}
-            for name, values in layout.padded(self.config, shape).items():
-                arrays[name] = self.backend.empty(values.shape, values.dtype.name)
-                self.backend.upload(arrays[name], values)
+            padded = layout.padded(self.config, shape)
+            arrays = {name: uploaded(self.backend, values) for name, values in padded.items()}
             found = self._grids[grid] = layout, shape, arrays
             if len(self._grids) > _KEPT_GRIDS:
                 self._grids.popitem(last=False)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_multimodal
+from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 - fixtures
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -19,6 +19,7 @@ from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.memory_plan import MemoryPlan
 from edgellm.engines.vision_config import VisionConfig
+from edgellm.multimodal.image_layout import ImageLayout, Normalization
 from edgellm.multimodal.vision_checkpoint import read_vision
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
@@ -26,6 +27,9 @@ GOLDENS = Path(__file__).parent / "vision_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 #: Room for the largest image of the goldens, windows padded; a smaller engine beside it.
 _ROWS = (64, 256)
+
+
+_MADE_ON_THE_HOST = ImageLayout((1, 1), 3, Normalization(None, None, None), patch_size=1, square_colour=(0, 0, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +42,9 @@ class GoldenImage:
     digest: str
     embeddings: np.ndarray
     deepstack: tuple[np.ndarray, ...]
-    layout: None = None  # there are no pixels to make the patches from
+    #: There are no pixels to make the patches from: as for images that kernels do not prepare, they are uploaded.
+    layout: ImageLayout = _MADE_ON_THE_HOST
+    size: tuple[int, int] = (1, 1)
 
 
 def golden_images(name: str) -> list[GoldenImage]:

@@ -34,8 +34,9 @@ def gpu():
     from edgellm.kernels.cuda_kernels import CudaKernels
 
     with cuda_device() as device:
-        device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
-        device.acceptance = CudaAcceptance(device.kernels, device.stream)
+        capability = device.compute_capability
+        device.kernels = CudaKernels(device.stream, capability, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
+        device.acceptance = CudaAcceptance(device.kernels, device.stream, capability)
         device.workspace = device.zeros((1 << 20,), "uint8")
         yield device
 

@@ -104,7 +104,7 @@ def test_penalties_see_the_prompt_and_the_generated_tokens(runner: BaseEngineRun
 
 def test_a_prompt_that_does_not_fit_is_refused_and_the_runner_goes_on(runner: BaseEngineRunner) -> None:
     expected = greedy_tokens(runner, PROMPT, 4)
-    for prompt in ([], [1] * 96, [320], [-1]):
+    for prompt in ([], [1] * 96, [320], [-1], [1 << 31]):
         with pytest.raises(EngineError):
             runner.start(0, prompt, 0, SamplingValues())
     with pytest.raises(EngineError, match="at least the last one"):
@@ -151,3 +151,16 @@ def test_the_memory_plan_of_a_published_size() -> None:
     plan = plan_memory(config, limits, decoder_weights(config), "float16")
     assert plan.items["weights"] == 2 * 1_235_814_400
     assert plan.items["KV caches"] == 32 * 1024 * limits.kv_rows
+
+
+def test_a_failure_at_the_end_leaves_nothing_open(directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def fail() -> None:
+        raise EngineError("an illegal memory access was encountered")
+
+    with pytest.raises(EngineError, match="illegal memory access"), open_runner("numpy", directory) as runner:
+        monkeypatch.setattr(runner.backend, "synchronize", fail)
+        monkeypatch.setattr(runner.backend, "close", lambda: log.append("closed"))
+    assert log == ["closed"]
+    assert not (runner.caches or runner.weights or runner.engines.loaded)

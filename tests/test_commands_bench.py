@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -12,29 +10,12 @@ import pytest
 from edgellm.bench_configurations import default_configurations, parse_configurations
 from edgellm.bench_prompts import default_prompts, load_prompts
 from edgellm.benchmark import BenchResult, BenchRun, summarize
-from edgellm.commands.app import run
 from edgellm.commands.bench_report import report_lines
 from edgellm.drafting_statistics import DraftingStatistics
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.errors import RequestError
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
-
-
-@pytest.fixture
-def edgellm(tmp_path, monkeypatch, capfd):
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("EDGELLM_CONFIG", raising=False)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            run([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture

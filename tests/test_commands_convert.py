@@ -101,10 +101,10 @@ def test_signals_leave_nothing(source: Path, tmp_path: Path, number: int, code: 
     [("1", 1), ("500MB", 500_000_000), ("5GB", 5_000_000_000), ("4 GiB", 4 << 30), ("2kb", 2000), (" 3MiB ", 3 << 20)],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert size_in_bytes(text) == size
+    assert size_in_bytes(text, "--max-shard-size") == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5 TB", "GB", "1.5GB", "1e9", "٣MB", "9" * 19])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a size such as"):
-        size_in_bytes(text)
+        size_in_bytes(text, "--max-shard-size")

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 
 import pytest
 
-from edgellm.commands.app import run
 from edgellm.commands.console import drafting_in_words
 from edgellm.drafting_statistics import DraftingStatistics
-
-
-@pytest.fixture(autouse=True)
-def private_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in ("EDGELLM_CONFIG", "EDGELLM_DEBUG", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def edgellm(monkeypatch, capfd):
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-
-    def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            run([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture

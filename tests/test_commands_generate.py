@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -14,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.commands.app import run
 from edgellm.commands.console import write_answer
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("private_files")
 
 SYSTEM = "You are Pip."
 # Runs Python anew: a process started in the background may have inherited that interrupts are ignored.
@@ -42,28 +42,6 @@ def engines(tiny_checkpoint, tmp_path_factory) -> Path:
     (checkpoint / "system_prompt.txt").write_text(SYSTEM + "\n")
     build_engine_directory(checkpoint, target, EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=8000), [])
     return target
-
-
-@pytest.fixture(autouse=True)
-def private_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("EDGELLM_CONFIG", "EDGELLM_DEBUG", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def edgellm(engines, monkeypatch, capfd):
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-
-    def call(*arguments: object, stdin: bytes | None = None) -> tuple[int, str, str]:
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            run([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +85,7 @@ def test_prompt_from_file_and_standard_input(edgellm, engines, llm, how, tmp_pat
     text = "zwei Zeilen,\nüber 你好"
     (tmp_path / "prompt.txt").write_text(text + "\n", encoding="utf-8")
     arguments = {"file": ["--file", tmp_path / "prompt.txt"], "pipe": [], "dash": ["-"]}[how]
-    stdin = None if how == "file" else f"{text}\n".encode()
+    stdin = b"" if how == "file" else f"{text}\n".encode()
     code, out, _ = edgellm("generate", *arguments, "--model", engines, "--max-tokens", 12, stdin=stdin)
     assert (code, out) == (0, greedy(llm, chat_of(text)) + "\n")
 
@@ -221,17 +199,17 @@ def test_wrong_usage(edgellm, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([""], None, "the prompt is empty"),
-        (["  \n"], None, "the prompt is empty"),
+        ([""], b"", "the prompt is empty"),
+        (["  \n"], b"", "the prompt is empty"),
         ([], b"", "standard input is empty"),
         (["-"], b"abc\xff\xfe", "standard input is not UTF-8 text: invalid byte 0xff at byte offset 3"),
-        (["bad \udcff byte"], None, "the prompt is not UTF-8 text: invalid byte 0xff at byte offset 4"),
-        (["--file", "/no/such/file"], None, "--file /no/such/file cannot be read: No such file"),
-        (["hello", "--system-file", "/no/such/file"], None, "--system-file /no/such/file cannot be read"),
-        (["hello", "--config", "/no/such/file"], None, "settings file /no/such/file cannot be read"),
-        (["hello", "--chat-template", "/no/such/file"], None, "chat template /no/such/file cannot be read"),
-        (["hello", "--model", "/no/such/directory"], None, "/no/such/directory does not exist"),
-        (["x" * 9000], None, "context 8000"),
+        (["bad \udcff byte"], b"", "the prompt is not UTF-8 text: invalid byte 0xff at byte offset 4"),
+        (["--file", "/no/such/file"], b"", "--file /no/such/file cannot be read: No such file"),
+        (["hello", "--system-file", "/no/such/file"], b"", "--system-file /no/such/file cannot be read"),
+        (["hello", "--config", "/no/such/file"], b"", "settings file /no/such/file cannot be read"),
+        (["hello", "--chat-template", "/no/such/file"], b"", "chat template /no/such/file cannot be read"),
+        (["hello", "--model", "/no/such/directory"], b"", "/no/such/directory does not exist"),
+        (["x" * 9000], b"", "context 8000"),
     ],
 )
 def test_errors_are_one_line_on_standard_error(edgellm, engines, arguments, stdin, message):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from edgellm.engines import conversion
+from edgellm.engines import staged_directory
 from edgellm.engines.checkpoint import Checkpoint
 from edgellm.engines.conversion import convert_checkpoint
 from edgellm.engines.errors import CheckpointError
@@ -227,7 +227,7 @@ def test_what_the_disk_changes_is_found_before_success_is_told(sharded: Path, tm
 def test_too_small_a_disk_is_told_before_anything_is_written(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "_SPARE_DISK_BYTES", 1 << 60)  # more than any disk has free
-    with pytest.raises(CheckpointError, match=r"needs 1,099,511,627,776 MiB\. Free some space"):
+    monkeypatch.setattr(staged_directory, "_SPARE_DISK_BYTES", 1 << 60)  # more than any disk has free
+    with pytest.raises(CheckpointError, match=r"1,099,511,627,776 MiB are needed for the checkpoint\. Free some"):
         convert_checkpoint(sharded, tmp_path / "deep" / "target")
     assert left_in(tmp_path) == ["source"]

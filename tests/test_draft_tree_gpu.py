@@ -26,7 +26,7 @@ def gpu():
     from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 
     with cuda_device() as device:
-        device.draft_tree = CudaDraftTree(device.stream)
+        device.draft_tree = CudaDraftTree(device.stream, device.compute_capability)
         yield device
 
 

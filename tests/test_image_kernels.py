@@ -7,8 +7,9 @@ import pytest
 
 from edgellm.engines.decoder_config import DecoderConfig
 from edgellm.engines.rotary import mrope_axes
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_kernels import NumpyKernels, bfloat16_bits
+from edgellm.kernels.numpy_kernels import NumpyKernels
 
 KERNELS = NumpyKernels()
 IMAGE = 7

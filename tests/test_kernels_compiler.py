@@ -64,10 +64,11 @@ def test_unknown_architecture_is_refused_with_the_known_ones():
         compile_kernels("sm_52")
 
 
-def test_error_shows_the_compilers_log(monkeypatch):
+@pytest.mark.parametrize("architecture", ["sm_90", "compute_80"])
+def test_error_shows_the_compilers_log(monkeypatch, architecture):
     monkeypatch.setattr(compiler, "_sources", lambda: {"broken.cu": b"__global__ void f() { undeclared_name(); }"})
     with pytest.raises(KernelError, match="undeclared_name"):
-        compile_kernels("sm_90")
+        compile_kernels(architecture)
 
 
 def test_cache_is_used_and_bound_to_the_sources(cache, quick, monkeypatch, caplog):

@@ -29,7 +29,7 @@ def gpu():
     from edgellm.kernels.cuda_kernels import CudaKernels
 
     with cuda_device() as device:
-        device.kernels = CudaKernels(device.stream, max_batch=MAX_BATCH)
+        device.kernels = CudaKernels(device.stream, device.compute_capability, max_batch=MAX_BATCH)
         yield device
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.interface import SequenceState
-from edgellm.kernels.numpy_kernels import NumpyKernels, bfloat16_bits
+from edgellm.kernels.numpy_kernels import NumpyKernels
 
 KERNELS = NumpyKernels()
 

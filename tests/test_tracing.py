@@ -13,12 +13,14 @@ from fixed_shape_backend import FixedShapeBackend
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
-from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents
+from edgellm.decoding import DecodingLoop
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.drafting import FixedDrafting
 from edgellm.engines.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.kv_contents import KVContents
 from edgellm.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
 from edgellm.runner import Runner
 from edgellm.text.stop import Answer
@@ -64,6 +66,22 @@ def test_each_round_has_its_stages_in_order_and_within(tiny_draft_engines: Path)
         shares.append(sum(each.end - each.begin for each in stages) / (span.end - span.begin))
     assert max(shares) <= 1 and max(shares) > 0.5, "unless the machine was elsewhere, a round is mostly its stages"
     assert sum(span.end - span.begin for span in rounds) <= seconds
+
+
+def test_observing_ends_when_it_is_told_to(tiny_draft_engines: Path) -> None:
+    first, second, params = Trace(), Trace(), SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(tiny_draft_engines, backend="numpy", drafting=CHAIN) as llm:
+        llm.observe(first)
+        llm.generate(PROMPT, params)
+        llm.observe(second)
+        seen = len(first.spans)
+        llm.generate(PROMPT, params)
+        llm.observe(None)
+        assert llm._runtime._open_runner()._steps.around is None, "rounds are one graph again"
+        known = len(second.spans)
+        llm.generate(PROMPT, params)
+    assert len(first.spans) == seen > 0
+    assert len(second.spans) == known > 0
 
 
 def test_the_host_launches_waits_and_handles_what_came(tiny_draft_engines: Path) -> None:

@@ -130,6 +130,26 @@ def test_a_token_of_a_large_tree_has_the_bits_of_a_small_step(
                     np.testing.assert_array_equal(found[0, :, start + depth], expected[name][0, :, start + node])
 
 
+@pytest.mark.parametrize(
+    ("starts", "tokens"), [((0, 27, 253, 90), 64), ((40, 5, 130), 32), ((1, 2, 3, 4, 5, 6, 7, 8, 9), 8)]
+)
+def test_a_batch_of_large_trees_has_the_bits_of_each_alone(gpu, starts: tuple[int, ...], tokens: int) -> None:
+    config, rows = SHAPES["llama"], 340
+    arrays = random_model(config, len(starts), rows, list(starts), random_parents(tokens, seed=tokens, depth=9))
+    of_slots = {"inputs_embeds", "rope_rotary_cos_sin", "attention_mask", "kvcache_start_index"}
+    of_slots |= {name for name in arrays if "_cache_" in name}
+    together = Loaded(gpu, config, arrays, "float16", rows)
+    together.engine.enqueue()
+    results = ["logits", "hidden_states", *(name for name in arrays if "_cache_" in name)]
+    found = {name: gpu.download(together.arrays[name]) for name in results}
+    for slot in range(len(starts)):
+        own = {name: array[slot : slot + 1].copy() if name in of_slots else array for name, array in arrays.items()}
+        alone = Loaded(gpu, config, own, "float16", rows)
+        alone.engine.enqueue()
+        for name in results:
+            np.testing.assert_array_equal(found[name][slot], gpu.download(alone.arrays[name])[0], err_msg=name)
+
+
 @pytest.mark.parametrize("tokens", [32, 64])
 def test_a_captured_step_follows_tree_and_length_on_the_device(gpu, tokens: int) -> None:
     config, rows = replace(FAMILIES["llama"], feature_layers=(1,)), 256

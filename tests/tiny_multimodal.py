@@ -116,7 +116,7 @@ def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], s
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
     """float32 values as `upload` takes them for a dtype."""
     if dtype == "bfloat16":
-        from edgellm.kernels.numpy_kernels import bfloat16_bits
+        from edgellm.kernels.bfloat16 import bfloat16_bits
 
         return bfloat16_bits(values)
     return values.astype(dtype)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from edgellm.errors import EdgeLLMError
 
 COMMANDS = ("chat", "generate", "bench", "build", "convert", "info", "doctor", "cache")
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+_HELP = {"help_option_names": ["--help", "-h"]}
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -25,6 +27,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
     """
+    _replace_closed_streams()
     show_logs()
     first = next(iter(arguments), None)  # behind options, whose values may look like commands, all are loaded
     app = create_app((first,) if first in COMMANDS else COMMANDS)
@@ -40,6 +43,7 @@ def create_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
+        context_settings=_HELP,
     )
     app.callback()(_top_level)
     for name in commands:
@@ -72,7 +76,7 @@ def _top_level(
 
 def _explaining_group(group: typer.Typer) -> typer.Typer:
     """A group of commands that explain their errors."""
-    explaining = typer.Typer(help=group.info.help, no_args_is_help=True)
+    explaining = typer.Typer(help=group.info.help, no_args_is_help=True, rich_markup_mode=None)
     for command in group.registered_commands:
         if command.callback is not None:
             explaining.command(command.name)(_explaining(command.callback))
@@ -94,8 +98,28 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # What is still in the buffer would fail again when Python flushes it at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _end_output()
             raise typer.Exit(BROKEN_PIPE) from None
+        except OSError as error:
+            _end_output()
+            failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
+            failure.__cause__ = error
+            write_error(failure)
+            raise typer.Exit(FAILED) from None
 
     return command
+
+
+def _end_output() -> None:
+    """Write what is still in the buffer, or drop it where that fails: it would again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _replace_closed_streams() -> None:
+    """Let output that was closed before the start go nowhere: no file that is opened later takes its number."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end

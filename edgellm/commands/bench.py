@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -27,6 +28,7 @@ from edgellm.commands.opening import (
 )
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import RequestError
+from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +77,8 @@ def bench(
         config, model=engine_directory, backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
     )
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
+    for option, path in (("--output", output), ("--plot", plot)):
+        _require_writable(path, option)
     from edgellm.bench_prompts import default_prompts, load_prompts
 
     results = measure(settings, default_prompts() if prompts is None else load_prompts(prompts), configurations, repeat)
@@ -131,9 +135,20 @@ def _with_system_prompt(prompts: Sequence[BenchPrompt], text: str | None) -> lis
     ]
 
 
+def _require_writable(path: Path | None, option: str) -> None:
+    """Raise RequestError for a file that cannot be written, before minutes are spent on what is to stand there."""
+    if path is None:
+        return
+    path = user_path(path)
+    if path.is_dir():
+        raise RequestError(f"{option} {path} is a directory: expected the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RequestError(f"{option} {path} cannot be written: {path.parent} must be there, and open to you")
+
+
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.expanduser().write_text(text, encoding="utf-8")
+        user_path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RequestError(f"{option} {path} cannot be written: {error.strerror or error}") from error
     write_note(f"{path} written")

@@ -11,7 +11,7 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
     configurations = results["configurations"]
     yield (
         f"{results['model']} on the {results['backend']} backend: {results['prompts']} prompts, each answered "
-        f"{results['repeat']} times with up to {results['sampling']['max_tokens']} tokens, temperature "
+        f"{_times(results['repeat'])} with up to {results['sampling']['max_tokens']} tokens, temperature "
         f"{results['sampling']['temperature']:g}"
     )
     yield ""
@@ -31,6 +31,10 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
     for values in configurations:
         if values["controller"] is not None:
             yield f"{values['name']} chose {values['controller']['reason']}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 _HEADER = ["configuration", "tokens/s", "ratio", "tokens/round", "rounds", "plain steps", "drafting s", "verifying s"]

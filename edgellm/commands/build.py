@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
+from edgellm.commands.console import ended_by_signals
 from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
 from edgellm.commands.lora_words import lora_limits_in_words, named_directories
 from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
@@ -228,24 +227,6 @@ class ProgressDisplay:
         if stage == "weights":
             return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
         return f" {done} of {total}" if stage == "plans" else ""
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let a terminating signal unwind the build as Ctrl-C does, so that it removes what it wrote."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
-        yield
-        return
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _mebibytes(size: int) -> str:

@@ -13,25 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.build import MEBIBYTE, ProgressDisplay, ended_by_signals
+from edgellm.commands.build import MEBIBYTE, ProgressDisplay
 from edgellm.commands.cache_prompts import CachePrompt, adapter_directories, read_cache_prompts
+from edgellm.commands.console import ended_by_signals
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.snapshot_names import SnapshotOnDisk, chosen_folder, find_snapshot, snapshot_files
-from edgellm.errors import SnapshotError
+from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.snapshots.store import SnapshotStore
 
-cache = typer.Typer(
-    name="cache",
-    help="Compute system prompts ahead of time and keep them on disk.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.")
 
 Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")
@@ -99,14 +93,23 @@ def build(
     from edgellm.commands.opening import open_model  # what a wrong option needs not load
     from edgellm.snapshots.store import DISK_BUDGET, SnapshotStore
 
-    budget = DISK_BUDGET if disk_budget is None else size_in_bytes(disk_budget)
+    budget = DISK_BUDGET if disk_budget is None else size_in_bytes(disk_budget, "--disk-budget")
     store = SnapshotStore(0, chosen_folder(folder), budget)
     display = ProgressDisplay(sys.stderr)
     adapters = [item.adapter for item in wanted if item.adapter is not None]
-    with ended_by_signals(), open_model(settings, adapters) as llm, display:
-        lines = [line for item in wanted for line in _build_one(llm, store, item, display)]
-    for line in lines:
-        typer.echo(line)
+    lines: list[str] = []
+    try:
+        with ended_by_signals(), open_model(settings, adapters) as llm, display:
+            for item in wanted:
+                try:
+                    lines += _build_one(llm, store, item, display)
+                except EdgeLLMError as error:
+                    if len(wanted) == 1:
+                        raise
+                    raise RequestError(f"{item.label}: {error}") from error
+    finally:  # where one fails, those before it are there all the same
+        for line in lines:
+            typer.echo(line)
 
 
 @cache.command("list")

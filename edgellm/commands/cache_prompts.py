@@ -16,6 +16,7 @@ from edgellm.commands.lora_words import adapter_choice
 from edgellm.errors import RequestError
 from edgellm.settings import did_you_mean
 from edgellm.snapshots.system_prompt import prompt_label
+from edgellm.user_paths import user_path
 
 _KEYS = ("name", "prompt", "file", "lora", "output")
 
@@ -73,7 +74,7 @@ def load_cache_prompts(path: Path) -> list[CachePrompt]:
 
     Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
     """
-    path = path.expanduser()
+    path = user_path(path)
     try:
         entries = yaml.safe_load(options.read_text_file(path, "--prompts"))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -114,7 +115,7 @@ def _cache_prompt(
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
     adapter, directory = (None, None) if lora is None else adapter_choice(lora, folder)
-    output = None if output is None else output.expanduser()
+    output = None if output is None else user_path(output)
     return CachePrompt(label or prompt_label(text), text, output, adapter, directory)
 
 

@@ -13,6 +13,7 @@ from edgellm.commands.chat_file import Conversation
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
+    ended_by_signals,
     prepare_output,
     statistics_line,
     write_answer,
@@ -72,7 +73,7 @@ def chat(
     )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats
-    with observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
+    with ended_by_signals(), observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
         if observer is not None:
             llm.observe(observer)
         params = sampling_params(settings, model_sampling_defaults(llm))

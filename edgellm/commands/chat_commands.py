@@ -16,6 +16,7 @@ from edgellm.commands.pictures import Part, dropped_files, picture_in_words, rea
 from edgellm.errors import RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
@@ -179,7 +180,7 @@ def shown(value: Any) -> str:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise RequestError(f"/{command} needs the name of a file: /{command} FILE")
-    return Path(argument).expanduser()
+    return user_path(argument)
 
 
 def _save(state: ChatState, argument: str) -> None:

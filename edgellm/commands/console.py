@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -49,6 +51,25 @@ def write_error(error: BaseException) -> None:
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let a terminating signal unwind the command as Ctrl-C does, so that it removes what is half written and keeps
+    what is to stay."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class CancelOnInterrupt:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from edgellm.commands.build import ProgressDisplay, ended_by_signals
+from edgellm.commands.build import ProgressDisplay
+from edgellm.commands.console import ended_by_signals
 from edgellm.engines.conversion import ConversionReport, convert_checkpoint
 
 MEBIBYTE = 1 << 20
@@ -28,7 +29,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing converted checkpoint.")] = False,
 ) -> None:
     """Make safetensors of pickled PyTorch weights, without PyTorch and without running what the pickle says."""
-    size = size_in_bytes(max_shard_size)
+    size = size_in_bytes(max_shard_size, "--max-shard-size")
     display = ProgressDisplay(sys.stderr)
     with ended_by_signals(), display:
         report = convert_checkpoint(source, target, size, force, display)
@@ -36,12 +37,12 @@ def convert(
         typer.echo(line)
 
 
-def size_in_bytes(text: str) -> int:
-    """A size such as "5GB" or "4GiB" in bytes; typer.BadParameter for what is none."""
+def size_in_bytes(text: str, option: str) -> int:
+    """A size such as "5GB" or "4GiB" in bytes; typer.BadParameter, which names the option, for what is none."""
     match = re.fullmatch(r"([0-9]{1,18}) ?([A-Za-z]*)", text.strip(), re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or int(match[1]) == 0:
-        raise typer.BadParameter(f"--max-shard-size is {text!r}: expected a size such as 500MB, 5GB or 4GiB")
+        raise typer.BadParameter(f"{option} is {text!r}: expected a size such as 500MB, 5GB or 4GiB")
     return int(match[1]) * unit
 
 

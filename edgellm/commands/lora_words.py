@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from edgellm.user_paths import user_path
+
 
 def named_directories(options: Sequence[str]) -> dict[str, Path]:
     """Directories by name, from `NAME=DIR` each; typer.BadParameter for another form or a name given twice."""
@@ -18,7 +20,7 @@ def named_directories(options: Sequence[str]) -> dict[str, Path]:
             raise typer.BadParameter(f"--lora {option}: expected NAME=DIR, such as --lora json=adapters/json")
         if name in found:
             raise typer.BadParameter(f"--lora {option}: {name!r} is the name of {found[name]} already")
-        found[name] = Path(directory)
+        found[name] = user_path(directory)
     return found
 
 
@@ -27,7 +29,7 @@ def adapter_choice(option: str, folder: Path = Path()) -> tuple[str, Path | None
     if "=" not in option:
         return option, None
     ((name, directory),) = named_directories([option]).items()
-    return name, folder / directory.expanduser()
+    return name, folder / directory
 
 
 def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:

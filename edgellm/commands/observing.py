@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.commands.console import write_note
+from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.observer import Observer
@@ -50,7 +51,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
     if options.trace is not None:
         from edgellm.tracing import Trace
 
-        trace, path = Trace(), options.trace.expanduser()
+        trace, path = Trace(), user_path(options.trace)
         trace.save(path)  # what cannot be written is said now
         observers.append(trace)
     if options.nvtx:

@@ -14,6 +14,7 @@ from edgellm.commands.lora_words import named_directories
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
+from edgellm.user_paths import user_path
 
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
@@ -186,9 +187,9 @@ def chosen_settings(
     """The settings files with the command line's options on top; None is an option that was not given."""
     settings = load_settings(config)
     given = {
-        "model": model,
+        "model": None if model is None else user_path(model),
         "backend": backend,
-        "chat_template": prompt.chat_template,
+        "chat_template": None if prompt.chat_template is None else user_path(prompt.chat_template),
         "system": prompt.system_prompt(),
         "system_cache": system_cache,
     }
@@ -205,7 +206,7 @@ def chosen_settings(
 def read_text_file(path: Path, what: str) -> str:
     """The text of a UTF-8 file without its last line end; raises RequestError that names `what` and the place."""
     try:
-        data = path.expanduser().read_bytes()
+        data = user_path(path).read_bytes()
     except OSError as error:
         raise RequestError(f"{what} {path} cannot be read: {error.strerror or error}") from error
     return decoded_text(data, f"{what} {path}")

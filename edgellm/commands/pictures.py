@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from edgellm.errors import RequestError
+from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
@@ -29,7 +30,7 @@ def read_picture(path: Path) -> Part:
     """The image of a file as a part of a message; ImageError says what is wrong with it."""
     from edgellm.multimodal.image_input import read_image
 
-    path = path.expanduser()
+    path = user_path(path)
     return {"type": "image", "image": read_image(path), "name": str(path.absolute())}
 
 
@@ -81,7 +82,7 @@ def _image_file(text: str) -> Path | None:
         text = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
     if not text.startswith(_PATH_STARTS) or text.startswith("//") or "\0" in text or "\n" in text:
         return None
-    path = Path(text).expanduser()
+    path = user_path(text)
     try:
         return path if path.suffix.lower() in SUFFIXES and path.is_file() else None
     except OSError:  # longer than names may be

@@ -13,6 +13,7 @@ from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.snapshot_file import read_snapshot
 from edgellm.snapshots.stored_files import SUFFIX, snapshot_folder
+from edgellm.user_paths import user_path
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _read(path: Path) -> SnapshotOnDisk:
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
     """The snapshot that a name means; RequestError where that is none or several."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.exists() or path.is_symlink():
         return _read(path)
     found = [item for item in snapshot_files(folder) if item.path.name.startswith(name) or item.label == name]
@@ -79,5 +80,10 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
 
 
 def chosen_folder(folder: Path | None) -> Path:
-    """The folder that was asked for, else the one in the user's cache directory."""
-    return snapshot_folder() if folder is None else folder.expanduser()
+    """The folder that was asked for, else the one in the user's cache directory. Raises RequestError for a file."""
+    if folder is None:
+        return snapshot_folder()
+    folder = user_path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--folder {folder} is a file: expected the folder that holds snapshots")
+    return folder

@@ -83,7 +83,11 @@ class SectionReader:
     def reserve(self) -> None:
         """Start the threads now."""
         barrier = Barrier(self._threads)
-        wait([self._pool.submit(barrier.wait) for _ in range(self._threads)])
+        try:
+            wait([self._pool.submit(barrier.wait) for _ in range(self._threads)])
+        except BaseException:  # there is no room for so many threads: those that wait for the others go on
+            barrier.abort()
+            raise
 
     def read(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> Reading:
         """Begin to read; the descriptor stays open until all parts are there, or the reading is stopped."""

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Readback, Transfer
+from edgellm.engines.backend import Transfer
+from edgellm.engines.eagle_runner import EagleRunner
 from edgellm.engines.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.prompt_images import PromptImages
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
+from edgellm.kv_contents import KVContents
+from edgellm.runner import Runner
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
@@ -30,64 +32,6 @@ from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches
 logger = logging.getLogger("edgellm.snapshots")
 
 
-class SlotContents(Protocol):
-    """What is known of a slot's KV rows (`edgellm.decoding.KVContents`)."""
-
-    def bind(self, adapter: str | None) -> None:
-        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on."""
-
-    def reusable(self, prompt_ids: Sequence[TokenIdentity]) -> int:
-        """Rows to reuse for a prompt."""
-
-    def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
-        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
-
-
-class CachedModel(Protocol):
-    """A runner of a base or a draft model."""
-
-    caches: dict[str, Array]
-
-
-class AdaptedModel(CachedModel, Protocol):
-    """A runner of a base model, which may have LoRA adapters."""
-
-    def set_adapter(self, slot: int, name: str | None) -> None:
-        """Let the sequence that `slot` is going to hold take an adapter, until it stops."""
-
-    def adapter_digest(self, name: str | None) -> str | None:
-        """What is computed with an adapter is bound to this."""
-
-    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
-        """Let what is computed next wait for rows on their way, by the names of `caches`."""
-
-    def await_rows(self) -> None:
-        """Let everything wait for them."""
-
-
-class SlotRunner(Protocol):
-    """A runner of the decoding loop; one with a draft has a `draft` besides."""
-
-    backend: Backend
-
-    @property
-    def base(self) -> AdaptedModel:
-        """The base model's runner."""
-
-    def start(
-        self,
-        slot: int,
-        prompt_ids: Sequence[int],
-        reused: int,
-        sampling: SamplingValues,
-        images: PromptImages | None = None,
-    ) -> Readback:
-        """Prefill a slot."""
-
-    def stop(self, slot: int) -> None:
-        """Leave a slot idle; its rows stay."""
-
-
 class SlotSnapshots:
     """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
 
@@ -97,12 +41,12 @@ class SlotSnapshots:
     def __init__(
         self,
         store: SnapshotStore,
-        runner: SlotRunner,
+        runner: Runner,
         directory: EngineDirectory,
         vision_directory: EngineDirectory | None = None,
     ) -> None:
         """`vision_directory` has the vision encoder, if it is another than the model's own."""
-        draft: CachedModel | None = getattr(runner, "draft", None)
+        draft = runner.draft if isinstance(runner, EagleRunner) else None
         self.store = store
         self._runner, self._backend = runner, runner.backend
         self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
@@ -131,7 +75,7 @@ class SlotSnapshots:
         self,
         slot: int,
         prompt_ids: Sequence[int],
-        contents: SlotContents,
+        contents: KVContents,
         adapter: str | None = None,
         images: PromptImages | None = None,
     ) -> int:
@@ -171,7 +115,7 @@ class SlotSnapshots:
         self,
         slot: int,
         token_ids: Sequence[int],
-        contents: SlotContents,
+        contents: KVContents,
         label: str,
         adapter_name: str | None = None,
         images: PromptImages | None = None,

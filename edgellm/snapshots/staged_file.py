@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -26,6 +27,8 @@ class StagedFile:
         self._target = target
 
     def __enter__(self) -> StagedFile:
+        if self._target.exists() and not self._target.is_file():
+            raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
         remove_abandoned(self._target.parent, self._target.name)
         while True:
             self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(4)}")

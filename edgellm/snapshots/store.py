@@ -284,9 +284,11 @@ class SnapshotStore:
 
     def _forget_if_gone(self, stored: StoredSnapshot) -> None:
         if stored.memory is None and stored.path is None:
-            index = self._indexes[stored.facts.binding]
-            if index.get(stored.key) is stored:
+            index = self._indexes.get(stored.facts.binding)
+            if index is not None and index.get(stored.key) is stored:
                 index.remove(stored.key)
+                if not len(index):  # a binding for each set of images would add up
+                    del self._indexes[stored.facts.binding]
 
     def _close_map(self, stored: StoredSnapshot) -> None:
         """Let go of a file's map; who uses it still keeps it alive."""

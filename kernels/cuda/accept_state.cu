@@ -4,7 +4,7 @@
 
 namespace acceptance {
 
-constexpr unsigned CACHES_PER_LAUNCH = 256;  // as of cuda_acceptance.py
+constexpr unsigned CACHES_PER_LAUNCH = 256;  // as of cuda_accepted_state.py
 
 struct CachePointers {
     void* cache[CACHES_PER_LAUNCH];

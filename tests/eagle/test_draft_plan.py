@@ -42,6 +42,13 @@ def test_a_dynamic_tree_has_no_more_nodes_than_candidates() -> None:
         DraftPlan("tree", 2, 2, 8)
 
 
+@pytest.mark.parametrize("size", [-1, 0, 1])
+def test_a_tree_of_its_root_alone_is_refused_however_narrow_it_is(size: int) -> None:
+    for top_k in (1, 2):
+        with pytest.raises(EngineError, match=rf"verify_tree_size is {size}: expected at least 2"):
+            tree(top_k, 3, size)
+
+
 @pytest.mark.parametrize(
     ("plan", "room", "steps", "size"),
     [

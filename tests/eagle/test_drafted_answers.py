@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from edgellm.decoding import KVContents
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.numpy_backend import NumpyBackend
 from edgellm.errors import EngineError, RequestError
+from edgellm.kv_contents import KVContents
 from edgellm.llm import LLM
 from edgellm.request import Request
 from edgellm.sampling_params import SamplingParams

@@ -132,6 +132,16 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
+def test_an_atomic_write_replaces_files_alone(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, b"data")
+    assert os.read(reader, 10) == b"data"
+    os.close(reader)
+    assert pipe.is_fifo() and [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+
+
 def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Edgellm
 from PIL import Image
 from synthetic_images import synthetic_image
 
-from edgellm.commands.app import run
 from edgellm.commands.pictures import dropped_files
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
-
-Edgellm = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +37,9 @@ def ball(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def edgellm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Edgellm:
-    """Runs a command in this process, with lines on standard input; exit code, standard output, standard error."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("EDGELLM_CONFIG", raising=False)
-
-    def call(*arguments: object, lines: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            run([*map(str, arguments), "--backend", "numpy", "--max-tokens", "8"])
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out, err
-
-    return call
+def edgellm(edgellm: Edgellm) -> Edgellm:
+    """On NumPy, with answers of eight tokens; `lines` come on standard input."""
+    return lambda *arguments, lines="": edgellm(*arguments, "--backend", "numpy", "--max-tokens", 8, stdin=lines)
 
 
 def expected(engines: Path, *questions: tuple[list[Path], str]) -> str:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from synthetic_images import synthetic_image
 
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.checks import COMPUTE_DTYPES
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
-from edgellm.kernels.numpy_kernels import bfloat16_bits
 from edgellm.multimodal.resampling import FILTERS, resampling_axes, resampling_weights
 
 KERNELS = NumpyImageKernels()

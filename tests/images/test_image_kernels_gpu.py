@@ -27,7 +27,7 @@ def gpu():
     from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 
     with cuda_device() as device:
-        device.images = CudaImageKernels(device.stream)
+        device.images = CudaImageKernels(device.stream, device.compute_capability)
         yield device
 
 

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from synthetic_images import synthetic_image
 
-from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError
+from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError, RequestError
 from edgellm.late_eyes import LateEyes
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.request import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.message_parts import ImageReference
 
 PARAMS = SamplingParams(max_tokens=8)
 CONTENT = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What do you see?"}]
@@ -73,9 +75,12 @@ def test_eyes_that_find_no_memory_are_an_error_of_the_request(
     runtime: SpecDecodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgellm.engines.numpy_backend.available_memory", lambda: 1000)
+    closed = Mock()
+    monkeypatch.setattr("edgellm.eyes.Eyes.close", closed)
     with pytest.raises(DeviceMemoryError, match="vision weights"):
         runtime.handle_request(SHOWN)
     monkeypatch.undo()
+    assert closed.call_count == 1
     assert runtime.handle_request(SHOWN).text
 
 
@@ -91,6 +96,8 @@ def test_closing_twice_and_before_the_first_image(seeing_engines: Callable[[str]
     assert isinstance(eyes, LateEyes)
     runtime.close()
     runtime.close()
+    with pytest.raises(RequestError, match="the model is closed"):  # they do not open again
+        eyes.prepare([ImageReference(synthetic_image(24, 20), False, "RGB", "image 1")])
 
 
 def test_a_vision_model_of_another_size_is_refused_at_once(seeing_engines: Callable[[str], Path]) -> None:

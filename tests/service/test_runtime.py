@@ -57,6 +57,19 @@ def test_token_ids_of_numpy_are_token_ids(runtime: SpecDecodeRuntime) -> None:
     assert runtime.handle_request(Request(np.array([1, 2], np.int32), None, PARAMS)).token_ids == expected
 
 
+def test_closing_goes_on_where_a_part_of_it_fails(runtime: SpecDecodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    runner, close = runtime._runner, runtime._runner.close
+    monkeypatch.setattr(runner, "close", lambda: closed.append(close()))
+    monkeypatch.setattr(runtime._snapshots, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runtime.close()
+    assert closed == [None]
+    with pytest.raises(RequestError, match="closed"):
+        runtime.handle_request(Request([1, 2], None, PARAMS))
+    runtime.close()
+
+
 def test_what_it_has(runtime: SpecDecodeRuntime, drafting: DraftingConfig | None, serving_engines: Path) -> None:
     assert runtime.has_draft_model is (drafting is not None)
     assert any("draft" in item for item in runtime._open_runner().base.memory_plan.items) is runtime.has_draft_model

@@ -75,7 +75,7 @@ def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: LLM, sl
     assert answering.response.finish_reason == "cancelled"
 
 
-def test_deadlines(served: LLM, paused: Pause, slowed: Slow) -> None:
+def test_deadlines(served: LLM, paused: Pause, slowed: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     slowed(served)
     with paused(served):
         late = served.stream("x", LONG, deadline=0.01)
@@ -83,6 +83,16 @@ def test_deadlines(served: LLM, paused: Pause, slowed: Slow) -> None:
         time.sleep(0.02)
     assert (late.result().finish_reason, late.result().token_ids) == ("deadline", ())
     assert patient.result().finish_reason == "length"
+    prepare = served._runtime._preparation.sequence
+
+    def slow(*arguments: object) -> object:
+        sequence = prepare(*arguments)
+        time.sleep(0.02)  # as reading images takes
+        return sequence
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served._runtime._preparation, "sequence", slow)
+        assert served.generate("x", LONG, deadline=0.02).token_ids == ()
     begun = served.stream("x", LONG, deadline=60)
     begun.next_chunk()
     begun._answering.deadline = time.perf_counter()

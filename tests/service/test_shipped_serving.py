@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.llm import LLM, SHIPPED_MODEL
 
 pytestmark = pytest.mark.skipif(not (SHIPPED_MODEL / "draft").exists(), reason="the shipped model has no draft head")
 
@@ -43,22 +43,43 @@ def test_a_sample_of_prompts(equality: object, tmp_path: Path, drafting: str) ->
     assert [served.answers for served in found] == [3, 6, 18] * 2
 
 
+def test_a_wrong_token_is_found(
+    equality: object, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench.serving_comparison import Comparison
+
+    directory = equality.build(SHIPPED_MODEL, tmp_path / "engines", "numpy")
+    with LLM(directory, backend="numpy", drafting=None) as plain:
+        comparison = Comparison(plain, "greedy", 4)
+        asked = comparison.alone(equality.held_out_conversations(2))
+        assert comparison.compare(plain, "turns", "plain", asked).explained("numpy")
+        wrong = replace(asked[1], next_answer=(*asked[1].next_answer[:2], 0, 0))
+        served = comparison.compare(plain, "turns", "plain", [asked[0], wrong])
+    (found,) = served.differences
+    assert (found.prompt, found.token) == (1, 2) and found.gap > found.allowed == 1e-4
+    assert not served.explained("numpy") and served.answers == 4
+
+
 @pytest.mark.slow
 def test_100_prompts_in_every_way(equality: object, tmp_path: Path) -> None:
     found = check(equality, tmp_path, 100, 32, equality.WAYS, list(equality.DRAFTINGS))
     assert sum(len(served.differences) for served in found) <= 0.01 * sum(served.answers for served in found)
 
 
-def test_every_place_of_a_batch(equality: object) -> None:
+def test_every_place_of_a_batch(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench.serving_ways import orders
+
     for size in (4, 5, 8):
         few, each = list(range(size)), 1 + size % 2
-        found = list(map(tuple, equality.orders(few)))
+        found = list(map(tuple, orders(few)))
         assert len(found) == size * each
         places = Counter((member, place) for order in found for place, member in enumerate(order))
         pairs = Counter(pair for order in found for pair in pairwise(order))
         assert places == dict.fromkeys(product(few, few), each)
         assert pairs == dict.fromkeys(permutations(few, 2), each)
-    assert len(set(map(tuple, equality.orders(few[:3])))) == 6 and list(equality.orders([7])) == [(7,)]
+    assert len(set(map(tuple, orders(few[:3])))) == 6 and list(orders([7])) == [(7,)]
 
 
 def test_a_comparison_goes_on_where_it_ended(equality: object, tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_several_prompts_from_one_file(tiny_engines: Path, folder: Path, tmp_pat
     assert [json.loads(done("list", "--folder", folder, "--json"))[0]["label"]] == ["patrol"]
 
 
+def test_of_several_prompts_one_that_fails_is_named_and_those_before_are_there(
+    tiny_engines: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.yaml").write_text(f"- {{name: patrol, prompt: a}}\n- {{name: novel, prompt: {'x' * 200}}}\n")
+    result = run(
+        "build", "--prompts", tmp_path / "prompts.yaml", "-m", tiny_engines, "--backend", "numpy", "--folder", folder
+    )
+    assert isinstance(result.exception, EdgeLLMError)
+    assert str(result.exception).startswith("novel: the prompt has ")
+    assert "'patrol'" in result.stdout and "read back and verified" in result.stdout
+    assert [entry["label"] for entry in json.loads(done("list", "--folder", folder, "--json"))] == ["patrol"]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Edgellm
 
-from edgellm.commands.app import run
 from edgellm.commands.chat import _greeting
 from edgellm.engines.build_inputs import read_decoder_config
 from edgellm.engines.builder import build_engine_directory
@@ -23,15 +21,11 @@ SYSTEM = "You are Pip."
 #: What the template makes of it up to the user's words: a token a byte, but for three special ones. With a draft, the
 #: last one is computed again.
 TOKENS = len("system\nYou are Pip.\nuser\n") + 3
-Edgellm = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def private_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+def own_cache(private_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("EDGELLM_CONFIG", "EDGELLM_DEBUG", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +42,6 @@ def engines(tiny_checkpoint: Path, tiny_draft: Path, loras: dict[str, Path], tmp
     adapters = {name: loras[name] for name in ("json", "style")}
     build_engine_directory(tiny_checkpoint, target, limits, [], draft=tiny_draft, adapters=adapters)
     return target
-
-
-@pytest.fixture
-def edgellm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Edgellm:
-    """Runs a command line in this process; returns exit code, standard output and standard error."""
-
-    def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            run(list(map(str, arguments)))
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out, err
-
-    return call
 
 
 def answered(engines: Path, questions: list[tuple[str, str | None]], loras: dict[str, Path] | None = None) -> list[str]:

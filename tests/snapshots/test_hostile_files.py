@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgellm.decoding import KVContents, Runner
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.errors import SnapshotError
+from edgellm.kv_contents import KVContents
+from edgellm.runner import Runner
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot_file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore

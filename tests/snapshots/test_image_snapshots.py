@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
-from edgellm.decoding import DecodingLoop, KVContents, Runner
+from edgellm.decoding import DecodingLoop
 from edgellm.decoding_sequence import DecodingSequence
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
@@ -18,8 +18,10 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.prompt_images import PromptImages, place_images
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
+from edgellm.kv_contents import KVContents
 from edgellm.request import Request
 from edgellm.responses import Response
+from edgellm.runner import Runner
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding

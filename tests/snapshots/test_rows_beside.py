@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents, PlainRunner, Runner
+from edgellm.decoding import DecodingLoop
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.drafting import FixedDrafting
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.decoder_config import EngineShape
@@ -21,6 +22,8 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import EngineError
+from edgellm.kv_contents import KVContents
+from edgellm.runner import PlainRunner, Runner
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.stop import Answer

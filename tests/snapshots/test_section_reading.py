@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,22 @@ def reader(request: pytest.FixtureRequest) -> Iterator[SectionReader]:
     reader = SectionReader(request.param)
     reader.reserve()
     yield reader
+    reader.close()
+
+
+def test_a_process_that_may_have_no_more_threads_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [2]
+
+    def start_two(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    reader = SectionReader(4)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+        patched.setattr(threading.Thread, "start", start_two)
+        reader.reserve()
     reader.close()
 
 

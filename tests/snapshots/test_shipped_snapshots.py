@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.decoding import KVContents, Runner
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.kv_contents import KVContents
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.runner import Runner
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import system_prompt_ids

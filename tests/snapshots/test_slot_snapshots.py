@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.decoding import KVContents, Runner
 from edgellm.engines.draft_plan import DraftPlan, tree
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.numpy_backend import NumpyBackend
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
+from edgellm.kv_contents import KVContents
+from edgellm.runner import Runner
 from edgellm.snapshots import section_reading, slot_snapshots, snapshot, transfer
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot

@@ -148,11 +148,13 @@ def test_a_disk_that_gives_back_something_else_is_noticed_and_the_old_file_stays
 def test_a_place_that_cannot_be_written_is_named(make_snapshot: MakeSnapshot, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
-    for target in (tmp_path / "file" / "x", tmp_path / "folder", Path("/proc/nowhere/x")):
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path / "file" / "x", tmp_path / "folder", tmp_path / "pipe", Path("/proc/nowhere/x")):
         with pytest.raises(SnapshotError, match=f"{target}.* cannot be written") as caught:
             write_snapshot(target, make_snapshot([1]))
         assert caught.value.reason == "not written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:

@@ -122,6 +122,19 @@ def test_a_binding_of_its_own_has_snapshots_of_its_own(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_nothing_is_left_of_bindings_that_are_gone(make_snapshot: MakeSnapshot) -> None:
+    """Prompts with images have a binding for each set of them."""
+    size = make_snapshot([1, 2, 3]).nbytes
+    store = SnapshotStore(memory_budget=2 * size)
+    for number in range(9):
+        store.put(make_snapshot([1, 2, 3], adapter=f"{number}" * 64))
+    assert len(store.snapshots()) == len(store._indexes) <= 2
+    for stored in store.snapshots():
+        store.discard(stored)
+        store.discard(stored)
+    assert store._indexes == {}
+
+
 def test_what_is_in_memory_is_preferred_among_equals(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:

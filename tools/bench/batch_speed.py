@@ -10,9 +10,7 @@ first token of the last sequence that begins to the end of the first that ends, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,15 +20,18 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_speed import gpu_milliseconds
-from provenance import provenance
+from gpu_timer import gpu_milliseconds
+from provenance import provenance, report
+from random_checkpoint import LAYERS, checkpoint_in
 
-from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents
+from edgellm.decoding import DecodingLoop
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.engines.backend import open_backend
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.kv_contents import KVContents
 from edgellm.runner import Runner
 from edgellm.runner_opening import open_runner
 from edgellm.text.stop import Answer
@@ -98,7 +99,7 @@ def measure(runner: Runner, directory: EngineDirectory, arguments: argparse.Name
     if runner.backend.name == "tensorrt":
         results["decode_engines"] = {
             shape.name: type(engine).__name__
-            for shape, engine in runner.base._engines.items()
+            for shape, engine in runner.base.engines.loaded.items()
             if shape.phase == "decode"
         }
         results["step_ms"] = {
@@ -114,18 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--backend", choices=("tensorrt", "numpy"), default="tensorrt")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    checkpoint = arguments.work / ("checkpoint" if arguments.layers == 16 else f"checkpoint-{arguments.layers}")
+    checkpoint = checkpoint_in(arguments.work, arguments.layers)
     engines = arguments.work / f"engines-batch-{arguments.layers}"
-    if not (checkpoint / "model.safetensors").exists():
-        script = str(Path(__file__).parent / "random_checkpoint.py")
-        subprocess.run([sys.executable, script, checkpoint, "--layers", str(arguments.layers)], check=True)
     limits = EngineLimits(max(arguments.batches), 512, 1024)
     build_engine_directory(checkpoint, engines, limits, [], weights="link", force=True)  # plans when they are asked for
     directory = EngineDirectory.open(engines)
@@ -136,10 +134,7 @@ def main() -> None:
         results |= measure(runner, directory, arguments)
     finally:
         runner.close()
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

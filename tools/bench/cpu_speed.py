@@ -10,15 +10,16 @@ installed package's are).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import provenance, report
 
 from edgellm import LLM, SamplingParams
 
@@ -62,15 +63,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     results = {
-        "date": date.today().isoformat(),
-        "cores": os.cpu_count(),
+        **provenance(),
         "tokens_per_second": tokens_per_second(),
         "first_token_seconds": first_token_seconds(),
     }
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

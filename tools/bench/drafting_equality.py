@@ -15,36 +15,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from edgellm import LLM, Request, SamplingParams
+from edgellm import LLM, Request
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draw_comparison import draw_gap, first_difference, spacing
+from edgellm.engines.draw_comparison import first_difference
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.preparation import sampling_values
+from edgellm.text.tokenizer import Tokenizer
+from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
+from tools.bench.held_out_prompts import held_out_conversations
+from tools.bench.provenance import provenance
 
-#: Two ways of computing in float32 differ by less than this.
-NUMPY_GAP = 1e-4
-#: On a GPU logits of a verified tree and of a single step may differ by so many spacings of their dtype.
-GPU_SPACINGS = 4
-#: The most answers that may differ on a GPU, of all.
-GPU_SHARE = 0.1
 LIMITS = EngineLimits(
     max_batch=4, prefill_chunk=128, kv_capacity=1024, draft_top_k=10, draft_steps=6, verify_tree_size=64
 )
@@ -56,27 +49,6 @@ KINDS = {
     "eagle_25": DraftingConfig(kind="choices", choices="eagle_25"),
     "mc_sim_7b_63": DraftingConfig(kind="choices", choices="mc_sim_7b_63"),
 }
-SAMPLINGS = {
-    "greedy": {},
-    "sampled": {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.05,
-        "seed": 2026,
-    },
-}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token of an answer that differs; `gap` is plain decoding's distance from it, `allowed` the bound."""
-
-    prompt: int
-    token: int
-    gap: float
-    allowed: float
 
 
 @dataclass(frozen=True)
@@ -106,19 +78,8 @@ class Comparison:
 
 def held_out_prompts(directory: EngineDirectory, count: int) -> list[list[int]]:
     """Token ids of `count` conversations that training never saw, all skills in turn."""
-    from edgellm.text.tokenizer import Tokenizer
-    from tools.demo_model.evaluate import SOURCES, evaluation_items
-
     tokenizer = Tokenizer.from_directory(directory.path)
-    per_skill = math.ceil(count / len(SOURCES))
-    items = evaluation_items(11, per_skill)
-    ordered = [items[skill * per_skill + index] for index in range(per_skill) for skill in range(len(SOURCES))]
-    return [tokenizer.encode_chat(item["messages"]) for item in ordered[:count]]
-
-
-def parameters(sampling: str, tokens: int, until_end: bool = False) -> SamplingParams:
-    """The request of a comparison."""
-    return SamplingParams(max_tokens=tokens, ignore_eos=not until_end, **SAMPLINGS[sampling])
+    return [tokenizer.encode_chat(messages) for messages in held_out_conversations(count)]
 
 
 def compare(
@@ -197,25 +158,26 @@ def judged(
     sampling: str,
 ) -> list[Difference]:
     """The first difference of each answer that has one."""
-    values = sampling_values(parameters(sampling, 1))
     differing = [
-        (index, place)
-        for index, (one, other) in enumerate(zip(expected, found, strict=True))
-        if (place := first_difference(one, other)) is not None
+        index for index, pair in enumerate(zip(expected, found, strict=True)) if first_difference(*pair) is not None
     ]
     if not differing:
         return []
-    differences = []
     with open_runner(backend, directory) as runner:
-        for index, place in differing:
-            answer = list(expected[index][: place + 1])
-            logits = teacher_forced_logits(runner, prompts[index], answer)[-1]
-            gap = draw_gap(logits, prompts[index], answer[:-1], values, answer[-1], found[index][place])
-            allowed = NUMPY_GAP
-            if runner.backend.name != "numpy":
-                allowed = GPU_SPACINGS * spacing(float(np.abs(logits).max()), directory.dtype)
-            differences.append(Difference(index, place, gap, allowed))
-    return differences
+        judgements = [
+            difference(
+                index,
+                prompts[index],
+                expected[index],
+                found[index],
+                parameters(sampling, 1),
+                backend,
+                directory.dtype,
+                lambda answer, prompt=prompts[index]: teacher_forced_logits(runner, prompt, answer)[-1],
+            )
+            for index in differing
+        ]
+    return [each for each in judgements if each is not None]
 
 
 def line(comparison: Comparison) -> str:
@@ -268,8 +230,7 @@ def main() -> None:
     most = max(len(comparison.differences) / comparison.prompts for comparison in found)
     print(f"at most {most:.1%} of the answers differ")
     if arguments.output:
-        result = {
-            "date": date.today().isoformat(),
+        result = provenance() | {
             "backend": arguments.backend,
             "prompts": arguments.prompts,
             "tokens": arguments.tokens,

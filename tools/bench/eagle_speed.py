@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timer import gpu_milliseconds
 from probes import counted_waits, enqueue_replaced
 from provenance import provenance
-from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
+from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 from random_draft import write_draft
 from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
 
@@ -53,9 +54,7 @@ TARGETS = {"round_over_engines": 1.05, "other_kernels_us": 120.0, "host_waits": 
 
 def prepare(work: Path) -> tuple[EngineDirectory, EngineDirectory]:
     """Write the checkpoints and build the engine directories, without and with the draft."""
-    base, draft = work / "checkpoint", work / "draft"
-    if not (base / "model.safetensors").exists():
-        write_checkpoint(base, LLAMA_3_2_1B)
+    base, draft = checkpoint_in(work), work / "draft"
     if not (draft / "model.safetensors").exists():
         write_draft(draft, LLAMA_3_2_1B)
     sizes = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
@@ -99,21 +98,13 @@ class RoundBench:
         self, launch: Callable[[], None], lengths: np.ndarray, plan: DraftPlan, rounds_before: int = 1
     ) -> float:
         """Median over the series of the GPU time of one launch, all from the state after `rounds_before` rounds."""
-        import pycuda.driver as cuda
 
-        spans = []
-        for _ in range(SERIES):
+        def run_rounds() -> None:
             self.fill(lengths)
             for _ in range(rounds_before):
                 self.runner.round(1, plan).wait()
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record(self.stream)
-            for _ in range(ROUNDS_PER_SERIES):
-                launch()
-            end.record(self.stream)
-            end.synchronize()
-            spans.append(begin.time_till(end) / ROUNDS_PER_SERIES)
-        return statistics.median(spans)
+
+        return gpu_milliseconds(self.stream, launch, ROUNDS_PER_SERIES, SERIES, before=run_rounds)
 
     def loop(self, plan: DraftPlan | None, lengths: np.ndarray, rounds: int) -> tuple[float, float]:
         """Seconds and tokens of a loop in which the host reads each round while the next one runs."""

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from provenance import provenance
-from random_checkpoint import LLAMA_3_2_1B
+from gpu_timer import gpu_milliseconds
+from provenance import provenance, report
+from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 
 from edgellm.engines.comparison import open_runner
 from edgellm.engines.engine_directory import EngineDirectory
@@ -52,22 +53,6 @@ def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
         "peak_resident_mib": usage.ru_maxrss / 1024,
         "weights_mib": weights,
     }
-
-
-def gpu_milliseconds(stream: Any, step: Any, repeats: int = REPEATS, series: int = 5) -> float:
-    """Median over the series of the GPU time of one `step`."""
-    import pycuda.driver as cuda
-
-    spans = []
-    for _ in range(series):
-        begin, end = cuda.Event(), cuda.Event()
-        begin.record(stream)
-        for _ in range(repeats):
-            step()
-        end.record(stream)
-        end.synchronize()
-        spans.append(begin.time_till(end) / repeats)
-    return statistics.median(spans)
 
 
 def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
@@ -108,11 +93,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
             )
 
         results["bare_engine_at_start_ms"] = statistics.median(bare_milliseconds(committed, 20) for _ in range(5))
-        spans = []
-        for _ in range(5):  # each series begins at the same length, which grows with every step
-            fill()
-            spans.append(gpu_milliseconds(stream, step, 20, series=1))
-        results["decode_step_ms"] = statistics.median(spans)
+        results["decode_step_ms"] = gpu_milliseconds(stream, step, 20, before=fill)
         bare_spans, loops = [], []
         for _ in range(5):
             bare_spans.append(bare_over_the_loop())
@@ -158,12 +139,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
     arguments = parser.parse_args()
-    checkpoint, engines = arguments.work / "checkpoint", arguments.work / "engines"
+    engines = arguments.work / "engines"
     results: dict[str, Any] = dict(provenance())
-    if not (checkpoint / "model.safetensors").exists():
-        # In a process of its own: a child's peak memory would count what its parent held when it was started.
-        subprocess.run([sys.executable, str(Path(__file__).parent / "random_checkpoint.py"), checkpoint], check=True)
-    results["build"] = run_build(checkpoint, engines)
+    results["build"] = run_build(checkpoint_in(arguments.work), engines)
     directory = EngineDirectory.open(engines)
     results |= measure_steps(directory)
     results["first_token_seconds"] = [first_token_seconds(engines) for _ in range(3)]
@@ -176,10 +154,7 @@ def main() -> None:
             raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
         results["torch_compile"] = json.loads(answer.stdout.splitlines()[-1])
         results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
+from typing import Any
 
-from tools.demo_model.evaluate import evaluation_items
+from tools.demo_model.evaluate import SOURCES, evaluation_items
+
+Messages = list[dict[str, Any]]
+
+
+def held_out_conversations(count: int) -> list[Messages]:
+    """Conversations that training never saw, all skills in turn."""
+    per_skill = math.ceil(count / len(SOURCES))
+    items = evaluation_items(11, per_skill)
+    ordered = [items[skill * per_skill + index] for index in range(per_skill) for skill in range(len(SOURCES))]
+    return [item["messages"] for item in ordered[:count]]
 
 
 def main() -> None:

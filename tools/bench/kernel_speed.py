@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
@@ -67,8 +67,6 @@ class Bench:
 
     def microseconds(self, launches: Sequence[Callable[[], None]], name: str, repeats: int = REPEATS) -> float:
         """Of one launch, where all of them follow each other in a graph."""
-        import pycuda.driver as cuda
-
         for launch in launches:
             if isinstance(launch, Launch):
                 launch.overlap_previous()
@@ -79,17 +77,8 @@ class Bench:
 
         all_of_them()
         graph = self.device.capture(all_of_them, name)
-        spans = []
-        for _ in range(SERIES):
-            begin, end = cuda.Event(), cuda.Event()
-            graph()
-            begin.record(self.device.stream)
-            for _ in range(repeats):
-                graph()
-            end.record(self.device.stream)
-            end.synchronize()
-            spans.append(begin.time_till(end) / repeats * 1000 / len(launches))
-        return statistics.median(spans)
+        # `before`, so that the host is ahead of the GPU when the clock starts.
+        return 1000 * gpu_milliseconds(self.device.stream, graph, repeats, SERIES, before=graph) / len(launches)
 
     def report(self, name: str, rows: int, microseconds: float, weight_bytes: int = 0) -> None:
         """Print and keep."""

@@ -10,9 +10,7 @@ TensorRT engine without adapters is timed as well, so that the adapters' own par
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +20,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_speed import gpu_milliseconds
-from provenance import provenance
+from gpu_timer import gpu_milliseconds
+from provenance import provenance, report
+from random_checkpoint import checkpoint_in
 
 from edgellm.engines.base_runner import BaseEngineRunner
 from edgellm.engines.builder import build_engine_directory
@@ -106,9 +105,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    checkpoint, engines = arguments.work / "checkpoint", arguments.work / "engines-lora"
-    if not (checkpoint / "model.safetensors").exists():
-        subprocess.run([sys.executable, str(Path(__file__).parent / "random_checkpoint.py"), checkpoint], check=True)
+    checkpoint, engines = checkpoint_in(arguments.work), arguments.work / "engines-lora"
     limits = EngineLimits(1, 512, 1024, max_lora_rank=arguments.rank, lora_slots=arguments.places)
     build_engine_directory(checkpoint, engines, limits, weights="link", force=True)
     directory = EngineDirectory.open(engines)
@@ -131,10 +128,7 @@ def main() -> None:
         runner.set_adapter(0, names[0])
         runner.backend.synchronize()
         results["switch_to_a_loaded_one_ms"] = (time.perf_counter() - started) * 500
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,63 @@
-"""What a result says of its own making."""
+"""What a result says of its own making, and where it goes."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import shlex
 import sys
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from edgellm.engines.gpu import find_gpu
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def provenance() -> dict[str, str]:
-    """The date, and the command of this process with files by their names alone: folders are the machine's own."""
+    """The date, the command of this process with files by their names alone (folders are the machine's own), and what
+    the machine is."""
     arguments = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
     return {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", f"tools/bench/{Path(sys.argv[0]).name}", *arguments]),
+        "command": shlex.join(["python", *_program(), *arguments]),
+        "machine": ", ".join(_machine()),
     }
+
+
+def report(results: dict[str, Any], output: Path | None) -> None:
+    """Print results as JSON, and write them to `output`."""
+    text = json.dumps(results, indent=2)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+
+
+def _program() -> list[str]:
+    """How Python was told to run this process's program, from the checkout's folder."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name]
+    script = Path(sys.argv[0]).resolve()
+    return [str(script.relative_to(_CHECKOUT)) if script.is_relative_to(_CHECKOUT) else script.name]
+
+
+def _machine() -> list[str]:
+    """GPU, processor, and the releases of what computes."""
+    found, gpu = [], find_gpu()
+    if gpu is not None:
+        driver = ".".join(map(str, gpu.driver_cuda))
+        found.append(f"{gpu.name} ({gpu.compute_capability}), driver for CUDA {driver}")
+    found += [
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        f"Python {platform.python_version()}",
+    ]
+    for package in ("numpy", "tensorrt-rtx", "tensorrt"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found

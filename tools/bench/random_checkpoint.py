@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,21 +17,23 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgellm.engines.decoder import EMBEDDING, decoder_weights
+sys.path.insert(0, str(Path(__file__).parent))
+from random_draft import write_draft
+
+from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import WeightSpec
-from edgellm.engines.draft_config import DraftConfig
-from edgellm.engines.draft_decoder import draft_weights
 from edgellm.engines.families import decoder_config
 from edgellm.multimodal.vision_config import read_vision_config
 from edgellm.multimodal.vision_encoder import vision_weights
 
+LAYERS = 16
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -48,15 +52,6 @@ LLAMA_3_2_1B = {
     "torch_dtype": "float16",
     "bos_token_id": 0,
     "eos_token_id": 1,
-}
-
-#: An EAGLE-3 head of one of its layers, as SpecForge publishes it: embedding shared, 32,000 tokens of its own.
-EAGLE_3_OF_1B = {
-    **LLAMA_3_2_1B,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "num_hidden_layers": 1,
-    "draft_vocab_size": 32000,
-    "tie_word_embeddings": False,
 }
 
 #: With what its vision encoder needs; the preprocessor's settings beside it.
@@ -109,6 +104,17 @@ QWEN_2_5_VL_PREPROCESSOR = {
 }
 
 
+def checkpoint_in(work: Path, layers: int = LAYERS) -> Path:
+    """The checkpoint in `work` with Llama-3.2-1B's shapes, of so many layers; written where it is not there yet.
+
+    That is done by a process of its own: a child's peak memory would count what its parent held when it was started.
+    """
+    checkpoint = work / ("checkpoint" if layers == LAYERS else f"checkpoint-{layers}")
+    if not (checkpoint / "model.safetensors").exists():
+        subprocess.run([sys.executable, __file__, checkpoint, "--layers", str(layers)], check=True)
+    return checkpoint
+
+
 def write_checkpoint(directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None) -> None:
     """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02).
 
@@ -126,32 +132,6 @@ def write_checkpoint(directory: Path, config: dict, seed: int = 0, preprocessor:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         specs += vision_weights(read_vision_config(config))
     save_file(random_tensors(specs, seed), directory / "model.safetensors")
-
-
-def write_draft(directory: Path, config: dict, base_layers: int, seed: int = 1) -> None:
-    """Write an EAGLE-3 head for a base of `base_layers` layers, at least 7: config, weights, and a random mapping."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    vocab_size, draft_vocab_size = config["vocab_size"], config["draft_vocab_size"]
-    draft = DraftConfig(
-        generation="3",
-        decoder=decoder_config(config | {"architectures": ["LlamaForCausalLM"]}),
-        draft_vocab_size=draft_vocab_size,
-        has_mapping=True,
-        feature_layers=(2, base_layers // 2, base_layers - 3),
-        feature_norm="none",
-        layer_prefix="midlayer.",
-        has_embedding=False,
-        has_head=True,
-        base_embedding=EMBEDDING,
-        base_head=EMBEDDING,
-        fc_bias=False,
-        norm_before_residual=False,
-        feed_back_normed=False,
-    )
-    kept = np.sort(np.random.default_rng(seed).choice(vocab_size, draft_vocab_size, replace=False))
-    mapping = {"d2t": kept - np.arange(draft_vocab_size), "t2d": np.isin(np.arange(vocab_size), kept)}
-    save_file(random_tensors(draft_weights(draft), seed) | mapping, directory / "model.safetensors")
 
 
 def random_tensors(specs: Sequence[WeightSpec], seed: int) -> dict[str, np.ndarray]:
@@ -172,9 +152,10 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int) -> dict[str, np.ndarr
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
     arguments = parser.parse_args()
-    write_checkpoint(arguments.directory, LLAMA_3_2_1B | {"num_hidden_layers": arguments.layers})
+    base = LLAMA_3_2_1B | {"num_hidden_layers": arguments.layers}
+    write_checkpoint(arguments.directory, base)
     if arguments.draft is not None:
-        write_draft(arguments.draft, EAGLE_3_OF_1B, arguments.layers)
+        write_draft(arguments.draft, base)

@@ -14,10 +14,8 @@ what reading the file alone takes with so many threads. Run it on a quiet machin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,16 +27,19 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_speed import gpu_milliseconds
-from provenance import provenance
+from gpu_timer import gpu_milliseconds
+from provenance import provenance, report
+from random_checkpoint import LAYERS, checkpoint_in
 from snapshot_phases import Phases, reading_speed
 
-from edgellm.decoding import DecodingLoop, DecodingSequence, KVContents
+from edgellm.decoding import DecodingLoop
+from edgellm.decoding_sequence import DecodingSequence
 from edgellm.engines.backend import open_backend
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
+from edgellm.kv_contents import KVContents
 from edgellm.runner import Runner
 from edgellm.runner_opening import open_runner
 from edgellm.snapshots.slot_snapshots import SlotSnapshots
@@ -80,11 +81,8 @@ class Opened:
 
 def open_model(arguments: argparse.Namespace) -> Opened:
     """Make what is not there yet, and open it."""
-    checkpoint = arguments.work / ("checkpoint" if arguments.layers == 16 else f"checkpoint-{arguments.layers}")
+    checkpoint = checkpoint_in(arguments.work, arguments.layers)
     engines = arguments.work / f"engines-snapshots-{arguments.layers}"
-    if not (checkpoint / "model.safetensors").exists():
-        script = str(Path(__file__).parent / "random_checkpoint.py")
-        subprocess.run([sys.executable, script, checkpoint, "--layers", str(arguments.layers)], check=True)
     limits = EngineLimits(1, 512, 4096)
     build_engine_directory(checkpoint, engines, limits, [], weights="link", force=True)  # plans when they are asked for
     directory = EngineDirectory.open(engines)
@@ -245,7 +243,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     """What `open_model` and a measurement can be told."""
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--backend", choices=("tensorrt", "numpy"), default="tensorrt")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--tokens", type=int, default=2000, help="of the system prompt")
     parser.add_argument("--question", type=int, default=16, help="tokens that follow it")
     parser.add_argument("--repeats", type=int, default=repeats)
@@ -264,10 +262,7 @@ def main() -> None:
             results |= measure(opened, Path(folder), arguments.repeats)
     finally:
         opened.runner.close()
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
     shares = ", ".join(
         f"{name} {results[name]['ms']:.2f} ms ({share:.1%})" for name, share in results["of_cold"].items()
     )

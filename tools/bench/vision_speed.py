@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from provenance import provenance
+from provenance import provenance, report
 from random_checkpoint import QWEN_2_5_VL_3B, QWEN_2_5_VL_PREPROCESSOR, write_checkpoint
 
 from edgellm.engines.backend import Backend, open_backend
@@ -35,7 +35,6 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.memory_plan import MemoryPlan
 from edgellm.engines.prompt_images import place_images
 from edgellm.engines.sampling_state import SamplingValues
-from edgellm.kernels.arrays import leading
 from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
@@ -113,9 +112,7 @@ def open_processor(directory: EngineDirectory) -> ImageProcessor:
 
 def patch_milliseconds(vision: VisionEngineRunner, image: PreparedImage) -> float:
     """Writing an image's rows into the encoder's memory."""
-    shape = (image.grid[1] * image.grid[2], vision.config.patch_elements)
-    target = leading(vision._patches, shape)
-    return timed(vision.backend, lambda: vision._device_patches.write(image, target))[1]
+    return timed(vision.backend, lambda: vision._upload_patches(image))[1]
 
 
 def measure_attention(directory: EngineDirectory, kind: str) -> float:
@@ -189,10 +186,7 @@ def main() -> None:
         results["encode_native_attention_ms"] = measure_attention(directory, "native")
         results["encode_composed_attention_ms"] = measure_attention(directory, "composed")
     results["transformers_encode_ms"] = measure_transformers(config["vision_config"]["depth"])
-    text = json.dumps(results, indent=2)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

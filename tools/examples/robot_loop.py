@@ -32,7 +32,8 @@ class Picture:
 
 @dataclass
 class Robot:
-    """Listens, speaks and acts. No method waits for an answer: at most, for the round of a cancelled one to end."""
+    """Listens, speaks and acts. No method waits for an answer: at most, a new instruction waits for the round of a
+    cancelled one to end."""
 
     llm: LLM
     system_prompt: str
@@ -88,7 +89,6 @@ class Robot:
         """Nothing that was said so far is acted on."""
         if self._answer is not None:
             self._answer.cancel()
-            self._answer.result(timeout=1.0)
             self._answer = None
 
 

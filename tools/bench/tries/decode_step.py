@@ -1,6 +1,6 @@
 """Times variants of the decode step on Llama-3.2-1B shapes with random weights, against torch.compile.
 
-    python tools/bench/tries/decode_step.py [torch] [cuda] [sweep] [batch] [tensorrt]
+    python tools/bench/tries/decode_step.py [torch] [cuda] [lengths] [batch] [tensorrt]
 
 Every variant is checked against a float32 step in PyTorch. Times are medians over replays of a CUDA graph.
 """
@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import pycuda.driver as cuda
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from gpu_timer import gpu_milliseconds
 
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_device import CudaDevice
@@ -21,8 +23,6 @@ from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 CONFIG = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 BYTES_PER_SECOND = 4.27e12
@@ -94,7 +94,7 @@ class Setting:
         return {name: wrap(tensor) for name, tensor in named.items()}
 
     def reference(self):
-        from torch_reference import Decoder
+        from reference_decoder import Decoder
 
         weights = {name: tensor.float() for name, tensor in self.weights.items()}
         decoder = Decoder(CONFIG, weights, [k.float() for k in self.k], [v.float() for v in self.v])
@@ -103,19 +103,9 @@ class Setting:
             return decoder(self.x.float(), position, self.mask, self.cos.float(), self.sin.float())
 
 
-def timed(step, stream, repeats=100):
+def microseconds(step, stream):
     step()
-    stream.synchronize()
-    times = []
-    for _ in range(7):
-        first, last = cuda.Event(), cuda.Event()
-        first.record(stream)
-        for _ in range(repeats):
-            step()
-        last.record(stream)
-        last.synchronize()
-        times.append(first.time_till(last) / repeats * 1000)
-    return sorted(times)[3]
+    return 1000 * gpu_milliseconds(stream, step, 100, series=7)
 
 
 def kernel_times(step, device, title, repeats=5, ordered=0):
@@ -147,7 +137,7 @@ def error(setting, expected):
 
 
 def torch_compile(setting):
-    from torch_reference import Decoder
+    from reference_decoder import Decoder
 
     decoder = Decoder(CONFIG, setting.weights, setting.k, setting.v)
     position = torch.tensor([setting.length], device="cuda")
@@ -173,9 +163,9 @@ def torch_compile(setting):
         )
 
 
-def cuda_engine(device, kernels, setting, label, expected=None, overlap=True, blocks=2):
+def cuda_engine(device, kernels, setting, label, expected=None, overlap=True):
     shape = EngineShape("decode", setting.batch, 1, setting.rows, setting.rows)
-    kernels.can_overlap, kernels.blocks_per_multiprocessor = overlap, blocks
+    kernels.can_overlap = overlap
     engine = CudaDecodeEngine(kernels, CONFIG, shape, "float16" if setting.dtype == torch.float16 else "bfloat16")
     scratch = device.empty((engine.scratch_bytes,), "uint8")
     engine.attach(device, scratch)
@@ -186,29 +176,10 @@ def cuda_engine(device, kernels, setting, label, expected=None, overlap=True, bl
     device.synchronize()
     difference = error(setting, expected) if expected is not None else float("nan")
     graph = device.capture(engine.enqueue, label)
-    us = timed(graph, device.stream)
+    us = microseconds(graph, device.stream)
     difference2 = error(setting, expected) if expected is not None else float("nan")
     print(f"cuda {label:44s} {us:8.1f} us  error {difference:.2e} {difference2:.2e}", flush=True)
     return engine, graph, us
-
-
-def decode_kernels(device, depth=4):
-    """The decode kernels alone, compiled now, with `depth` copies of a thread in flight."""
-    from edgellm.kernels import compiler
-
-    sources, options = compiler._sources, compiler._OPTIONS
-    everything = sources()
-    compiler._sources = lambda: {
-        name: text for name, text in everything.items() if name.startswith(("decode_", "programmatic_"))
-    }
-    compiler._OPTIONS = (*options, f"--define-macro=DECODE_DEPTH={depth}")
-    try:
-        cubin = compiler.compile_kernels(device.compute_capability)
-    finally:
-        compiler._sources, compiler._OPTIONS = sources, options
-    kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle, cubin)
-    kernels.depth = depth
-    return kernels
 
 
 def parts(device, engine, label):
@@ -229,14 +200,14 @@ def parts(device, engine, label):
             for launch in chosen:
                 launch()
 
-        us = timed(device.capture(step, name), device.stream) / len(chosen)
+        us = microseconds(device.capture(step, name), device.stream) / len(chosen)
         line += f" {name} {us:.2f} us ({size * 2 / us / 1e6:.2f} TB/s)"
-    us = timed(device.capture(launches[-1], "head"), device.stream)
+    us = microseconds(device.capture(launches[-1], "head"), device.stream)
     print(line + f" head {us:.1f} us ({config.vocab_size * config.hidden_size * 2 / us / 1e6:.2f} TB/s)", flush=True)
 
 
 def main():
-    wanted = set(sys.argv[1:]) or {"torch", "cuda", "sweep", "batch", "tensorrt"}
+    wanted = set(sys.argv[1:]) or {"torch", "cuda", "lengths", "batch", "tensorrt"}
     device = CudaDevice()
     print(device.name, device.compute_capability)
     weights = weights_of(CONFIG)
@@ -245,8 +216,8 @@ def main():
     setting = Setting(weights)
     expected = setting.reference()
     begin = time.time()
-    if wanted & {"cuda", "sweep", "batch"}:
-        kernels = decode_kernels(device)
+    if wanted & {"cuda", "lengths", "batch"}:
+        kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
         print(f"kernels compiled and loaded in {time.time() - begin:.1f} s")
         engine, *_ = cuda_engine(device, kernels, setting, "no overlap", expected, overlap=False)
         parts(device, engine, "no overlap")
@@ -258,13 +229,7 @@ def main():
             engine.enqueue()
         print(f"   host time of one uncaptured step {(time.time() - begin) / 20 * 1e6:.0f} us")
         device.synchronize()
-    if "sweep" in wanted:
-        for depth in (2, 3, 4, 6, 8):
-            other = decode_kernels(device, depth)
-            for blocks in (1, 2, 3):
-                for overlap in (False, True):
-                    label = f"depth {depth} blocks {blocks} {'overlap' if overlap else ''}"
-                    cuda_engine(device, other, setting, label, expected, overlap, blocks)
+    if "lengths" in wanted:
         for length in (15, 100, 1000):
             setting.start.fill_(length)
             cuda_engine(device, kernels, setting, f"length {length}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gpu_speed import gpu_milliseconds
+from gpu_timer import gpu_milliseconds
+from random_checkpoint import checkpoint_in
 
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import open_runner
@@ -64,10 +64,7 @@ def set_wide(names: str) -> None:
 
 def engine_directory(work: Path) -> EngineDirectory:
     """Of random weights, without plans."""
-    checkpoint, engines = work / "checkpoint", work / "engines-prefill"
-    if not (checkpoint / "model.safetensors").exists():
-        script = str(Path(__file__).parents[1] / "random_checkpoint.py")
-        subprocess.run([sys.executable, script, checkpoint], check=True)
+    checkpoint, engines = checkpoint_in(work), work / "engines-prefill"
     if not engines.exists():
         build_engine_directory(checkpoint, engines, LIMITS, None, weights="link")
     return EngineDirectory.open(engines)
@@ -111,8 +108,7 @@ def measure(work: Path) -> None:
                 plan = plan_of(work, names).read_bytes()
                 engine = TensorRTEngine(backend._library, backend._runtime, plan, SHAPE, cache)
                 engine.attach(backend.device, backend.device.empty((engine.scratch_bytes,), "uint8"))
-                runner._engines[SHAPE] = engine
-                runner._bound.pop(SHAPE, None)
+                runner.engines.replace(SHAPE, engine)
                 runner._engine(SHAPE, one)
                 runner.backend.upload(runner._buffers.prefill_start, np.asarray([COMMITTED], np.int32))
                 engine.enqueue()

@@ -29,7 +29,8 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.sampling_state import SamplingValues
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
-from tools.bench import serving_equality
+from tools.bench.held_out_prompts import held_out_conversations
+from tools.bench.serving_comparison import build, compare_all, line
 from tools.bench.tries.prefill_networks import FLAGS, set_wide
 
 #: Tokens at a prompt's end that are computed behind reused rows.
@@ -46,7 +47,7 @@ def errors(work: Path, prompts: int) -> None:
     build_engine_directory(SHIPPED_MODEL, work / "alone", EngineLimits(1, 128, 1024), [], force=True)
     directory = EngineDirectory.open(work / "alone")
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    asked = [tokenizer.encode_chat(messages) for messages in serving_equality.held_out_conversations(prompts)]
+    asked = [tokenizer.encode_chat(messages) for messages in held_out_conversations(prompts)]
     reference = []
     with open_runner("numpy", directory) as runner:
         for ids in asked:
@@ -81,12 +82,12 @@ def errors(work: Path, prompts: int) -> None:
 
 def answers(work: Path, prompts: int) -> None:
     """Of batches with adapters."""
-    directory = serving_equality.build(SHIPPED_MODEL, work / "served", "tensorrt")
-    conversations = serving_equality.held_out_conversations(prompts)
+    directory = build(SHIPPED_MODEL, work / "served", "tensorrt")
+    conversations = held_out_conversations(prompts)
     ways = ("alone", "turns", "batch of 3", "batch of 8")
-    for served in serving_equality.compare_all(directory, "tensorrt", conversations, 32, ways, ["plain"]):
+    for served in compare_all(directory, "tensorrt", conversations, 32, ways, ["plain"]):
         gaps = sorted((each.gap / each.allowed * 4 for each in served.differences), reverse=True)
-        report(f"  {serving_equality.line(served)}")
+        report(f"  {line(served)}")
         report(f"  gaps in spacings: {[round(gap, 2) for gap in gaps[:12]]}")
 
 

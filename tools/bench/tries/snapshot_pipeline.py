@@ -21,7 +21,8 @@ from unittest import mock
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gpu_speed import gpu_milliseconds
+from gpu_timer import gpu_milliseconds
+from provenance import provenance
 from snapshot_speed import Opened, add_options, medians, open_model, slot_reuse
 
 from edgellm.engines import arriving_rows
@@ -148,7 +149,7 @@ def main() -> None:
             tries = Tries(opened, Path(folder), arguments.repeats)
             tries.run()
             if arguments.output:
-                arguments.output.write_text(json.dumps(tries.results, indent=1) + "\n")
+                arguments.output.write_text(json.dumps(provenance() | tries.results, indent=1) + "\n")
             del tries
     finally:
         opened.runner.close()

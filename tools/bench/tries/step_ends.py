@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pycuda.driver as cuda
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu_timer import gpu_milliseconds
 
 from edgellm.engines.comparison import open_runner
 from edgellm.engines.decoder_config import EngineShape
@@ -116,7 +118,6 @@ def main() -> None:
         variants = Variants(runner)
         pieces = variants.all()
         graphs = {name: (backend.capture(step, name), advances) for name, (step, advances) in pieces.items()}
-        begin, end = cuda.Event(), cuda.Event()
         times: dict[str, list[float]] = {}
 
         def start_at(advances: bool) -> None:
@@ -126,13 +127,8 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name, (graph, advances) in graphs.items():
                 start_at(advances)
-                graph()
-                begin.record(stream)
-                for _ in range(REPLAYS):
-                    graph()
-                end.record(stream)
-                end.synchronize()
-                times.setdefault(name, []).append(begin.time_till(end) / REPLAYS * 1000)
+                span = gpu_milliseconds(stream, graph, REPLAYS, series=1, before=graph)
+                times.setdefault(name, []).append(1000 * span)
             for name, graph, array in (
                 ("loop that copies", "whole step, emitting to the device", variants.copied),
                 ("loop that sees", "whole step", runner._emitted.tokens[ONE]),

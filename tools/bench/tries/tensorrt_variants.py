@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from decode_step import CONFIG, Setting, error, kernel_times, timed, wrap
+from decode_step import CONFIG, Setting, error, kernel_times, microseconds, wrap
 
 from edgellm.engines.decoder import DecoderDescription
 from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.runtime_cache import RuntimeCache
 from edgellm.engines.tensorrt_engine import TensorRTEngine
 from edgellm.engines.tensorrt_library import load_tensorrt
 from edgellm.engines.tensorrt_operations import TensorRTOperations, _Log
@@ -20,7 +21,7 @@ class Variant(TensorRTOperations):
     def _sum(self, x, axis):
         return self._layer(self.network.add_reduce(x, self.trt.ReduceOperation.SUM, 1 << axis, False), "sum")
 
-    def _product(self, a, b):
+    def _times(self, a, b):
         return self._elementwise(a, b, "PROD")
 
     def linear(self, x, weight, bias=None):
@@ -30,7 +31,7 @@ class Variant(TensorRTOperations):
             x.name = f"barrier_{self.network.num_layers}"
             self.network.mark_output(x)
         lead, columns = tuple(x.shape)[:-1], x.shape[-1]
-        product = self._product(self.to_float32(weight), self.to_float32(self._reshape(x, (1, columns))))
+        product = self._times(self.to_float32(weight), self.to_float32(self._reshape(x, (1, columns))))
         return self._reshape(self._cast(self._sum(product, 1), self.compute), (*lead, weight.shape[0]))
 
     def _composed_attention(self, query, keys, values, mask):
@@ -42,7 +43,7 @@ class Variant(TensorRTOperations):
         wide = self.to_float32
         q = wide(self._reshape(query, (batch, kv_heads, group, 1, size)))
         k = wide(self._reshape(keys, (batch, kv_heads, 1, seen, size)))
-        scores = self._sum(self._product(q, k), 4)
+        scores = self._sum(self._times(q, k), 4)
         scores = self._layer(self.network.add_select(mask, scores, self._constant(-1e30, 4)), "masked")
         softmax = self.network.add_softmax(scores)
         softmax.axes = 8
@@ -56,14 +57,14 @@ class Variant(TensorRTOperations):
             chunks = seen // self.chunk
             w = self._reshape(weights, (batch, kv_heads, group, chunks, self.chunk, 1))
             v = wide(self._reshape(values, (batch, kv_heads, 1, chunks, self.chunk, size)))
-            partial = self._sum(self._product(w, v), 4)
+            partial = self._sum(self._times(w, v), 4)
             if "attention" in self.barrier:
                 partial.name = f"barrier_{self.network.num_layers}"
                 self.network.mark_output(partial)
             context = self._sum(partial, 3)
         else:
             w = self._reshape(weights, (batch, kv_heads, group, seen, 1))
-            context = self._sum(self._product(w, wide(self._reshape(values, (batch, kv_heads, 1, seen, size)))), 3)
+            context = self._sum(self._times(w, wide(self._reshape(values, (batch, kv_heads, 1, seen, size)))), 3)
         return self._reshape(self._cast(context, self.compute), (batch, heads, 1, size))
 
 
@@ -123,7 +124,7 @@ def build(library, settings, shape, attention="composed", tune=None):
 
 def run(device, weights):
     library = load_tensorrt()
-    runtime = library.module.Runtime(_Log(library).logger)
+    runtime, cache = library.module.Runtime(_Log(library).logger), RuntimeCache("decode step variants")
     results = {}
     settings = {rows: Setting(weights, rows=rows) for rows in (1024, 1536)}
     expected = {rows: setting.reference() for rows, setting in settings.items()}
@@ -147,7 +148,8 @@ def run(device, weights):
         shape = EngineShape("decode", 1, 1, 1024, rows)
         setting = settings[rows]
         try:
-            engine = TensorRTEngine(library, runtime, build(library, VARIANTS[name], shape, attention, tune), shape)
+            plan = build(library, VARIANTS[name], shape, attention, tune)
+            engine = TensorRTEngine(library, runtime, plan, shape, cache)
             scratch = torch.empty(max(1, engine.scratch_bytes), dtype=torch.uint8, device="cuda")
             engine.attach(device, wrap(scratch))
             bindings = setting.bindings(1024)
@@ -162,7 +164,7 @@ def run(device, weights):
             device.synchronize()
             difference = error(setting, expected[rows])
             graph = device.capture(engine.enqueue, label)
-            us = timed(graph, device.stream)
+            us = microseconds(graph, device.stream)
             results[label] = us
             print(f"tensorrt {label:56s} {us:8.1f} us  error {difference:.2e}", flush=True)
             if us == min(results.values()):

@@ -1,0 +1,78 @@
+"""Verify steps of more than 64 tokens, of several sequences: steps of hand-written kernels, one behind the other.
+
+Each pass streams all weights, so TensorRT is faster from two passes on. But with its roundings drafts of large trees in
+batches were accepted otherwise than plain decoding would have drawn (on an H200 in fp16 in one of seven answers of 128
+tokens, each where two tokens were as good as equal): what is emitted must not depend on how it was verified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from edgellm.engines import cuda_decode_engine, cuda_tree_engine
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, edge_of_decoder, unneeded_at_edge
+from edgellm.engines.cuda_device import CudaDevice
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, edge_of_layers, rows
+from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch
+from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
+
+
+class CudaVerifyPasses(CudaKernelEngine):
+    """One verify step of `shape.batch` sequences by `shape.tokens` tokens each."""
+
+    reads_attention_mask = True
+
+    def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
+        reason = unsupported(config, shape, dtype, kernels.shared_limit)
+        if reason is not None:
+            raise EngineError(f"{shape.name}: {reason}")
+        self._passes = [
+            (slots, (CudaDecodeEngine if rows(part) <= MAX_ROWS else CudaTreeEngine)(kernels, config, part, dtype))
+            for slots, part in _passes(shape)
+        ]
+        edge = edge_of_decoder(config, shape, dtype)
+        super().__init__(kernels, config, shape, edge, {}, unneeded_at_edge(config, shape))
+        self.scratch_bytes = max(engine.scratch_bytes for _, engine in self._passes)
+        self._of_slots = {*edge_of_layers(config, shape, dtype), "logits", "hidden_states"}
+
+    def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
+        """See `CudaKernelEngine.attach`; the passes share the scratch."""
+        super().attach(device, scratch)
+        for _, engine in self._passes:
+            engine.attach(device, scratch)
+
+    def _prepare(self) -> list[Launch]:
+        launches: list[Launch] = []
+        for slots, engine in self._passes:
+            engine.bind(
+                {name: array[slots] if name in self._of_slots else array for name, array in self._bound.items()}
+            )
+            launches += engine._prepare()
+        return launches
+
+
+def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
+    """Why no such engine can be made, or None if it can; see `cuda_decode_engine.unsupported`."""
+    if shape.phase != "verify" or not 2 <= shape.tokens <= MAX_TILED_ROWS < rows(shape):
+        return (
+            f"passes of decode kernels verify trees of 2 to {MAX_TILED_ROWS} tokens with more than {MAX_TILED_ROWS} of "
+            f"all sequences, not {shape.tokens} tokens of {shape.batch} sequences in {shape.phase}"
+        )
+    for _, part in _passes(shape):
+        module = cuda_decode_engine if rows(part) <= MAX_ROWS else cuda_tree_engine
+        reason = module.unsupported(config, part, dtype, shared_limit)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
+    """The slots of each pass, as even as they can be, and its shape."""
+    count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
+    ends = [shape.batch * number // count for number in range(count + 1)]
+    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

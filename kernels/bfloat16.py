@@ -1,0 +1,20 @@
+"""The bits of bfloat16, which NumPy does not have: uint16, the upper half of a float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Float32 values as bfloat16 (bits, uint16), rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits  # cannot wrap but for NaN, which is replaced below
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    nan = np.isnan(bits.view(np.float32))
+    if nan.any():  # a payload in the lower half alone would round to infinity; the quiet bit keeps it a NaN
+        result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
+    return result.reshape(np.shape(values))

@@ -1,0 +1,157 @@
+"""Who gives up, by whatever way, leaves nothing behind: no answer that grows, no thread, no slot that is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm import LLM, AsyncLLM, Request, SamplingParams, SpecDecodeRuntime
+from edgellm.engine_thread import EngineThread
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+Slow = Callable[[LLM], None]
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_session_goes_on_after_an_answer_that_was_cancelled_or_let_go(served: LLM, slowed: Slow) -> None:
+    slowed(served)
+    session = served.create_session(params=LONG)
+    generation = session.stream("one")
+    first = generation.next_chunk()
+    generation.cancel()
+    assert session.send("two", SHORT).finish_reason == "length"
+    assert session.messages[0] == said("one")
+    assert session.messages[1]["content"].startswith(first.text)
+    session.replace(())
+    for _ in session.stream("three"):
+        break
+    assert session.send("four", SHORT).finish_reason == "length"
+    assert served.metrics()["requests"]["finished"] == {"cancelled": 2, "length": 2}
+
+
+def test_a_session_does_not_wait_for_the_turn_of_what_was_let_go(served: LLM, paused: Callable[[LLM], object]) -> None:
+    session = served.create_session(params=SHORT)
+    with paused(served):
+        for text in ("one", "two"):
+            session.stream(text)  # nobody keeps the answer
+        last = session.stream("three")
+        assert served.metrics()["requests_waiting"] == 1
+    assert last.result().finish_reason == "length"
+    assert session.messages[0] == said("three")
+
+
+def test_an_interrupt_while_waiting_cancels_the_answer(
+    served: LLM, slowed: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed(served)
+    session = served.create_session(params=LONG)
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgellm.generation.Answering.wait", interrupted)
+        for ask in (lambda: session.send("one"), lambda: served.generate("x", LONG), lambda: served.chat([said("x")])):
+            with pytest.raises(KeyboardInterrupt):
+                ask()
+    assert session.send("two", SHORT).finish_reason == "length"
+    assert served.metrics()["requests"]["finished"] == {"cancelled": 3, "length": 1}
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "edgellm-engine"]
+
+
+def test_a_model_that_nobody_holds_closes_itself(serving_engines: Path) -> None:
+    before = engine_threads()
+    llm = LLM(serving_engines, backend="numpy", drafting=None)
+    (thread,) = [each for each in engine_threads() if each not in before]
+    generation = llm.stream("hello", SHORT)
+    session = llm.create_session()
+    del llm
+    gc.collect()
+    assert generation.result().finish_reason == "length"  # who holds an answer holds the model
+    del generation
+    assert session.send("hello", SHORT).finish_reason == "length"
+    del session
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_who_gives_up_while_a_model_loads_leaves_nothing(
+    serving_engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    class SlowRuntime(SpecDecodeRuntime):
+        def __init__(self, *args: object, **options: object) -> None:
+            go_on.wait()
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("edgellm.llm.SpecDecodeRuntime", SlowRuntime)
+    opened: list[EngineThread] = []
+
+    async def enter(llm: AsyncLLM) -> None:
+        opened.append(llm._thread)
+        async with llm:
+            pytest.fail("it cannot be open")
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(enter(AsyncLLM(serving_engines, backend="numpy")), 0.05)
+
+    asyncio.run(give_up())
+    go_on.set()
+    opened[0].closed.result(10)
+    assert opened[0].opened.exception() is None
+
+
+def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slowed: Slow) -> None:
+    async def talk() -> dict[str, int]:
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
+            slowed(llm.served)
+            session = await llm.create_session(params=LONG)
+            for seconds in (0.0, 0.001, 0.03):  # before it is asked, while it is, and while it is answered
+                task = asyncio.create_task(session.send("one"))
+                await asyncio.sleep(seconds)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert (await session.send("two", SHORT)).finish_reason == "length"
+                session.replace(())
+            return llm.served.metrics()["requests"]["finished"]
+
+    finished = asyncio.run(talk())
+    assert finished["length"] == 3 and finished["cancelled"] <= 3
+
+
+def test_an_interrupted_runtime_has_all_its_slots_again(serving_engines: Path) -> None:
+    """Ctrl-C reaches the thread that computes where the program has no other."""
+    with SpecDecodeRuntime(serving_engines, backend="numpy") as runtime:
+        expected = runtime.handle_request(Request("hello", params=SHORT)).token_ids
+        counted = runtime.metrics.round
+
+        def interrupt() -> None:
+            counted()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        runtime.metrics.round = interrupt
+        slots = runtime.directory.limits.max_batch
+        with pytest.raises(KeyboardInterrupt):
+            runtime.handle_request([Request("hello", params=LONG)] * slots)
+        runtime.metrics.round = counted
+        assert not runtime._open_runner().base._active.any()
+        answers = runtime.handle_request([Request("hello", params=SHORT)] * slots)
+    assert {answer.token_ids for answer in answers} == {expected}

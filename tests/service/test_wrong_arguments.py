@@ -1,0 +1,69 @@
+"""What is not of the type that it should have is refused by name, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import LLM, Request, RequestError, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 5}, "the prompt is a int: expected text, or a list of token ids"),
+        ({"prompt": iter([1, 2])}, "the prompt is a list_iterator"),
+        ({"prompt": [1, 2**70]}, f"the token id {2**70}: expected 32 bits"),
+        ({"prompt": np.array([2**40])}, f"the token id {2**40}: expected 32 bits"),
+        ({"prompt": "x", "params": {"max_tokens": 3}}, "params is a dict: expected SamplingParams"),
+        ({"prompt": "x", "adapter": ["json"]}, "adapter is a list: expected a LoRA adapter's name"),
+        ({"prompt": "x", "images": None}, "images is a NoneType: expected a list of images"),
+        ({"prompt": "x", "images": "cup.png"}, "images is a str: expected a list of images"),
+    ],
+)
+def test_requests(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Request(**arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafting": "fast"}, "drafting is 'fast': expected DraftingConfig(...), \"auto\" or None"),
+        ({"adapters": ["json"]}, "adapters is ['json']: expected directories by name"),
+        ({"snapshots": "pip.safetensors"}, "snapshots is 'pip.safetensors': expected a list of files"),
+        ({"snapshot_budget": -1}, "snapshot_budget is -1: expected a whole number of bytes"),
+        ({"snapshot_budget": 1e9}, "snapshot_budget is 1000000000.0: expected a whole number of bytes"),
+    ],
+)
+def test_options_of_a_model(serving_engines: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        LLM(serving_engines, backend="numpy", **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda llm: llm.use_drafting("fast"), "drafting is 'fast': expected DraftingConfig(...), or None"),
+        (lambda llm: llm.cache_system_prompt(None), "the system prompt is a NoneType: expected text, or a list"),
+        (lambda llm: llm.submit("hello"), "a request is a str: expected Request(...)"),
+        (lambda llm: llm.generate("x", deadline="1"), "deadline is '1': expected a number of seconds above 0"),
+    ],
+)
+def test_what_is_asked_of_it(served: LLM, ask: Callable[[LLM], object], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ask(served)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_request_among_others_has_its_error_for_a_result(served: LLM) -> None:
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+    wrong, right = served.handle(["hello", Request("hello", params=short, deadline=np.float32(60))])
+    assert isinstance(wrong, RequestError)
+    assert right.finish_reason == "length"
