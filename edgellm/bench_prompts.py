@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
-from edgellm.user_paths import user_path
 
 DEFAULT_PROMPTS = "bench_prompts.yaml"
 NO_TASK = "all"

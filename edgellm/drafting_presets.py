@@ -16,8 +16,8 @@ from edgellm.drafting import NAMED_CHOICES, DraftingConfig, load_choices
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.gpu import current_compute_capability
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
 from edgellm.settings import did_you_mean
-from edgellm.user_paths import user_path
 
 PRESETS = "drafting.yaml"
 #: What a preset sets, and engines limit.

@@ -65,7 +65,7 @@ class EngineThread(Generic[OpenedEngine]):
     def submit(
         self, sequence: DecodingSequence, deadline: float | None = None, owner: object | None = None
     ) -> Generation:
-        """Queue a request, which ends by itself `deadline` seconds after it was accepted; who holds it holds its `owner`.
+        """Queue a request, which ends by itself `deadline` seconds after it was accepted. Its answer holds the `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.

@@ -20,7 +20,8 @@ class Answering:
     """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
 
     `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
-    `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes a request that was not begun out of the queue.
+    `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
+    a request that was not begun out of the queue.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError, RequestError, closed_error
 from edgellm.eyes_opening import open_eyes, vision_directory
 from edgellm.generation import Answering
+from edgellm.kernels.user_paths import user_path
 from edgellm.kv_contents import KVContents
 from edgellm.metrics import Metrics
 from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
@@ -38,7 +39,6 @@ from edgellm.snapshots.snapshot_file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.eyes import Eyes
@@ -289,7 +289,8 @@ class SpecDecodeRuntime:
         base = self._open_runner().base
         names = (None, *self.adapters) if adapters is None else adapters
         path = user_path(path)
-        stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
+        with self._exclusive():
+            stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
         return CachedPrompt(stored.token_ids, stored.nbytes, path)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from edgellm.errors import RequestError, SettingsError
+from edgellm.kernels.user_paths import user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.user_paths import user_path
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 #: How answers are drawn and when they end; log-probabilities are asked for one by one.
@@ -68,8 +68,7 @@ def _user_file() -> Path | None:
     named = os.environ.get("EDGELLM_CONFIG")
     if named:
         return user_path(named)
-    base = os.environ.get("XDG_CONFIG_HOME")
-    path = (Path(base) if base else Path.home() / ".config") / "edgellm" / "config.yaml"
+    path = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml"
     return path if path.exists() else None
 
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from edgellm.kernels.user_paths import user_folder, user_path
+
 
 def user_cache_directory() -> Path:
     """Return the directory for compiled kernels, plans and remembered digests; it may not exist yet.
@@ -11,6 +13,5 @@ def user_cache_directory() -> Path:
     """
     override = os.environ.get("EDGELLM_CACHE_DIR")
     if override:
-        return Path(override).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "edgellm"
+        return user_path(override)
+    return user_folder("XDG_CACHE_HOME", ".cache")

@@ -12,6 +12,9 @@ import pytest
 
 from edgellm.__main__ import main
 from edgellm.commands.app import run
+from edgellm.commands.chat_input import user_history_file
+from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.settings import load_settings
 
 GENERATE = "generate hello --max-tokens 4 --backend numpy --model"
 
@@ -85,6 +88,19 @@ def test_wrong_options_are_named_at_once(
     shown = " ".join(capsys.readouterr().err.split())
     assert left.value.code == code
     assert message in shown and len(shown) < 1000
+
+
+def test_a_service_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "EDGELLM_CACHE_DIR", "EDGELLM_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number: int) -> object:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert load_settings().model is None
+    assert user_history_file() == Path("/nonexistent/.local/state/edgellm/chat_history")
+    assert user_cache_directory() == Path("/nonexistent/.cache/edgellm")
 
 
 def test_homes_are_found_where_no_shell_does_it(

@@ -28,7 +28,7 @@ from edgellm.commands.opening import (
 )
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.errors import RequestError
-from edgellm.user_paths import user_path
+from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

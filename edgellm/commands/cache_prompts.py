@@ -14,9 +14,9 @@ import yaml
 from edgellm.commands import options
 from edgellm.commands.lora_words import adapter_choice
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
 from edgellm.settings import did_you_mean
 from edgellm.snapshots.system_prompt import prompt_label
-from edgellm.user_paths import user_path
 
 _KEYS = ("name", "prompt", "file", "lora", "output")
 

@@ -11,6 +11,7 @@ from typing import BinaryIO, Protocol
 
 from edgellm.commands.options import invalid_utf8
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_folder
 
 PROMPT, CONTINUATION = ">>> ", "... "
 FENCE = '"""'
@@ -84,8 +85,7 @@ class TerminalLines:
 
 def user_history_file() -> Path:
     """`$XDG_STATE_HOME/edgellm/chat_history`, by default under `~/.local/state`."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "edgellm" / "chat_history"
+    return user_folder("XDG_STATE_HOME", ".local/state") / "chat_history"
 
 
 def open_lines(history: bool) -> PipedLines | TerminalLines:

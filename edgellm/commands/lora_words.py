@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from edgellm.user_paths import user_path
+from edgellm.kernels.user_paths import user_path
 
 
 def named_directories(options: Sequence[str]) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.commands.console import write_note
-from edgellm.user_paths import user_path
+from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.observer import Observer

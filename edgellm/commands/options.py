@@ -12,9 +12,9 @@ import typer
 from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.lora_words import named_directories
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
 from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
-from edgellm.user_paths import user_path
 
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from edgellm.errors import RequestError
-from edgellm.user_paths import user_path
+from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM

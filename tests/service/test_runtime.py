@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,39 @@ def test_prompts_that_are_neither_text_nor_token_ids(prompt: object) -> None:
 def test_token_ids_of_numpy_are_token_ids(runtime: SpecDecodeRuntime) -> None:
     expected = runtime.handle_request(Request([1, 2], None, PARAMS)).token_ids
     assert runtime.handle_request(Request(np.array([1, 2], np.int32), None, PARAMS)).token_ids == expected
+
+
+def test_another_thread_is_told_that_it_is_in_use(runtime: SpecDecodeRuntime, tmp_path: Path) -> None:
+    expected = runtime.handle_request(Request([1, 2], None, PARAMS)).token_ids
+    kept = runtime.generate_and_save_system_prompt_kv_cache("be brief", path=tmp_path / "brief.safetensors")
+    refused: list[str] = []
+
+    def use_all() -> None:
+        for use in (
+            lambda: runtime.handle_request(Request([1, 2], None, PARAMS)),
+            lambda: runtime.generate_and_save_system_prompt_kv_cache("be brief"),
+            lambda: runtime.load_snapshot(kept.path),
+            lambda: runtime.use_drafting(None),
+            lambda: runtime.observe(None),
+            runtime.capture_decoding_cuda_graph,
+        ):
+            try:
+                use()
+            except RequestError as error:
+                refused.append(str(error))
+
+    counted, threads = runtime.metrics.round, [threading.Thread(target=use_all)]
+
+    def meanwhile() -> None:
+        counted()
+        if threads:
+            thread = threads.pop()
+            thread.start()
+            thread.join()
+
+    runtime.metrics.round = meanwhile
+    assert runtime.handle_request(Request([1, 2], None, PARAMS)).token_ids == expected
+    assert len(refused) == 6 and all("in use by another thread" in message for message in refused)
 
 
 def test_closing_goes_on_where_a_part_of_it_fails(runtime: SpecDecodeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

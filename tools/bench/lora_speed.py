@@ -123,6 +123,7 @@ def main() -> None:
         spans = switch_milliseconds(runner, names)
         results["switch_ms"] = {"median": statistics.median(spans), "largest": max(spans)}
         runner.set_adapter(0, names[0])
+        runner.backend.synchronize()
         started = time.perf_counter()
         runner.set_adapter(0, None)
         runner.set_adapter(0, names[0])

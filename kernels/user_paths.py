@@ -1,0 +1,28 @@
+"""Paths as people write them, and where their files lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+#: What account databases have for users without a home: nothing is there, and nothing is written.
+_NO_HOME = Path("/nonexistent")
+
+
+def user_path(path: str | Path) -> Path:
+    """The path with a leading "~" or "~NAME" replaced by that home directory, as shells do it: one that there is none
+    of stays as it is, and is then a file that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def user_folder(variable: str, otherwise: str) -> Path:
+    """EdgeLLM's folder in the one that an environment variable names (as XDG_CACHE_HOME does), else in `otherwise`
+    under the user's home; a service may have neither, and then finds and keeps nothing."""
+    base = os.environ.get(variable)
+    if base:
+        return Path(base) / "edgellm"
+    home = user_path("~")
+    return (home if home.is_absolute() else _NO_HOME) / otherwise / "edgellm"
