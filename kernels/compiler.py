@@ -74,12 +74,12 @@ def cached_kernels(architecture: str) -> bytes:
     """The cubin for `architecture`, from the user's cache directory or compiled now and kept there.
 
     A file that does not match its digest is compiled anew; where that cannot be written, every start compiles
-    anew, which takes most of a minute. Raises what `compile_kernels` raises.
+    anew, which takes 30 s of processor time. Raises what `compile_kernels` raises.
     """
     path = user_cache_directory() / "kernels" / f"{architecture}-{_cache_key(architecture)}.cubin"
     cubin = _read_verified(path)
     if cubin is None:
-        logger.warning("The CUDA kernels are compiled for %s now, which takes most of a minute, once", architecture)
+        logger.warning("The CUDA kernels are compiled for %s now, which takes up to a minute, once", architecture)
         cubin = compile_kernels(architecture)
         _keep(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin

@@ -39,7 +39,7 @@ def interrupts() -> None:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep plans, kernels and digests of the tests out of the user's cache directory.
 
-    The latest kernels of that one are taken along: compiling them takes most of a minute.
+    The latest kernels of that one are taken along: compiling them takes 30 s of processor time.
     """
     compiled = sorted((user_cache_directory() / "kernels").glob("*.cubin"), key=lambda path: path.stat().st_mtime)
     with pytest.MonkeyPatch.context() as patch:
