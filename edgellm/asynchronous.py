@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -101,7 +102,13 @@ class AsyncSession:
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
     ) -> AsyncGeneration:
         """See `Session.stream`."""
-        return AsyncGeneration(await asyncio.to_thread(self._session.stream, content, params, deadline))
+        given_up = threading.Event()
+        try:
+            generation = await asyncio.to_thread(self._session._say, content, params, deadline, given_up)
+        except BaseException:  # a cancellation, too, after which the thread goes on
+            given_up.set()
+            raise
+        return AsyncGeneration(generation)
 
     async def send(
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None

@@ -6,6 +6,7 @@ finished, the last one takes its slot, and one that waits takes the last one's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from edgellm.slot_choice import choose_slot
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
+
+logger = logging.getLogger("edgellm.serving")
 
 
 @dataclass
@@ -164,9 +167,13 @@ class DecodingLoop:
                     self._release(slot)
 
     def abandon(self, keep_rows: bool = True) -> None:
-        """Leave all slots idle; without `keep_rows` nothing of their rows is reused."""
+        """Leave all slots idle; nothing of their rows is reused without `keep_rows`, or if a step under way fails."""
         while self._launches:
-            self._launches.popleft().wait()
+            try:
+                self._launches.popleft().wait()
+            except Exception as error:  # nobody wants its tokens
+                logger.warning("a step that was given up failed: %s", error, exc_info=error)
+                keep_rows = False
         while self._running:
             slot = len(self._running) - 1
             self._release(slot)

@@ -64,6 +64,11 @@ class Answering:
             self.changed.notify_all()
         self._tell()
 
+    def take(self) -> Chunk | None:
+        """The oldest piece that nobody has taken yet; None where there is none."""
+        with self.changed:
+            return self.chunks.popleft() if self.chunks else None
+
     def end(self, response: Response | None, failure: Exception | None) -> None:
         """The request has its response, or has failed."""
         with self.changed:
@@ -183,11 +188,10 @@ class Generation:
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
         answering = self._answering
-        if answering.chunks:
-            return answering.chunks.popleft()
-        if answering.ended and answering.failure is not None:
+        chunk = answering.take()
+        if chunk is None and answering.ended and answering.failure is not None:
             raise answering.failure
-        return None
+        return chunk
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:

@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
 from edgellm.adaptive_drafting import adaptive_drafting
+from edgellm.chunk_callbacks import ChunkCallbacks, OnChunk, callbacks_of_each
 from edgellm.decoding import DecodingLoop
 from edgellm.decoding_sequence import DecodingSequence
 from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
@@ -205,30 +206,42 @@ class SpecDecodeRuntime:
         return self.directory.limits.kv_capacity
 
     @overload
-    def handle_request(self, request: Request) -> Response: ...
+    def handle_request(self, request: Request, on_chunk: OnChunk | None = None) -> Response: ...
 
     @overload
-    def handle_request(self, request: Sequence[Request]) -> list[Response | Exception]: ...
+    def handle_request(
+        self, request: Sequence[Request], on_chunk: Sequence[OnChunk | None] | None = None
+    ) -> list[Response | Exception]: ...
 
-    def handle_request(self, request: Request | Sequence[Request]) -> Response | list[Response | Exception]:
+    def handle_request(
+        self, request: Request | Sequence[Request], on_chunk: OnChunk | Sequence[OnChunk | None] | None = None
+    ) -> Response | list[Response | Exception]:
         """Answer a request, which raises what it fails with; or several, as many at a time as the engines hold.
 
         The results of several are in their order: one that fails has its error for a result, and the others go on.
+
+        `on_chunk` is called with each `Chunk` of the answer as it comes; for several requests it is a list with such a
+        callable, or None, for each. This thread calls it between rounds, so that all wait until it returns. What it
+        raises ends its request, as the error that this fails with.
         """
-        if isinstance(request, Request):
-            result = self.handle_request([request])[0]
-            if isinstance(result, Exception):
-                raise result
-            return result
-        asked = [self._asked(each) for each in request]
+        requests = [request] if isinstance(request, Request) else list(request)
+        callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
+        asked = [self._asked(each) for each in requests]
         with self._exclusive():
-            queue = RequestQueue(max(1, len(asked)))
-            for each in asked:
+            queue, told = RequestQueue(max(1, len(asked))), []
+            for each, callback in zip(asked, callbacks, strict=True):
                 if isinstance(each, Answering):
                     queue.put(each)
                     self.metrics.accepted()
-            RequestServer(self, queue, self.metrics).serve()
-        return [each if isinstance(each, Exception) else each.outcome() for each in asked]
+                    if callback is not None:
+                        told.append((each, callback))
+            RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(told))
+        results = [each if isinstance(each, Exception) else each.outcome() for each in asked]
+        if not isinstance(request, Request):
+            return results
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
 
     def prepare(self, request: Request) -> DecodingSequence:
         """A request, checked, as `loop` takes it. Any thread may call it.
@@ -294,10 +307,13 @@ class SpecDecodeRuntime:
         return CachedPrompt(stored.token_ids, stored.nbytes, path)
 
     def close(self) -> None:
-        """Free all memory, also where a part of that fails; the object cannot be used afterwards."""
-        eyes, snapshots, runner = self._eyes, self._snapshots, self._runner
-        self._eyes = self._snapshots = self._runner = None
-        with ExitStack() as last_first:
+        """Free all memory, also where a part of that fails; the object cannot be used afterwards.
+
+        Raises RequestError while it is in use.
+        """
+        with self._exclusive(), ExitStack() as last_first:
+            eyes, snapshots, runner = self._eyes, self._snapshots, self._runner
+            self._eyes = self._snapshots = self._runner = None
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:
@@ -318,7 +334,7 @@ class SpecDecodeRuntime:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise RequestError("this runtime is in use by another thread: take an LLM, which many threads can ask")
+            raise RequestError("this runtime is in use by another thread, or calls on_chunk: take an LLM for such uses")
         try:
             yield
         finally:

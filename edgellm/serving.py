@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from edgellm.decoding import DecodingLoop, EmittedToken
@@ -50,11 +50,15 @@ class RequestServer:
         """How many they are."""
         return len(self._answering)
 
-    def serve(self) -> None:
-        """Answer all that is queued. An interrupt leaves all slots idle, and nothing of their rows to be reused."""
+    def serve(self, after_round: Callable[[], None]) -> None:
+        """Answer all that is queued, and call `after_round` after each round.
+
+        What that raises, and an interrupt, leave all slots idle, and nothing of their rows to be reused.
+        """
         try:
             while self._answering or len(self._queue):
                 self.round()
+                after_round()
         except BaseException:
             self._loop.abandon(keep_rows=False)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import RequestError
@@ -13,6 +14,19 @@ from edgellm.sampling_params import SamplingParams
 
 #: Of a message: text, or a list of parts.
 Content = str | Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message whose answer is growing, and whether whoever asked has given it up since."""
+
+    message: dict[str, Any]
+    answering: Answering
+    given_up: threading.Event
+
+    @property
+    def unwanted(self) -> bool:
+        return self.answering.cancelled or self.given_up.is_set()
 
 
 class Session:
@@ -33,7 +47,7 @@ class Session:
         """`ask` answers messages (`LLM.stream_chat`)."""
         self._ask, self._params, self._adapter = ask, params, adapter
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        self._open: tuple[dict[str, Any], Answering] | None = None
+        self._open: _Asked | None = None
         self._lock = threading.Lock()
 
     @property
@@ -56,13 +70,23 @@ class Session:
 
         Raises RequestError while the one before is growing.
         """
+        return self._say(content, params, deadline, threading.Event())
+
+    def _say(
+        self, content: Content, params: SamplingParams | None, deadline: float | None, given_up: threading.Event
+    ) -> Generation:
+        """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`:
+        what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
+        """
         with self._lock:
+            if given_up.is_set():
+                raise RequestError("the message was given up before it was said")
             self._settle()
             message = {"role": "user", "content": content}
             generation = self._ask(
                 [*self._messages, message], params or self._params, adapter=self._adapter, deadline=deadline
             )
-            self._open = message, generation.answering
+            self._open = _Asked(message, generation.answering, given_up)
             return generation
 
     def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
@@ -71,18 +95,18 @@ class Session:
             return generation.result()
 
     def _settle(self) -> None:
-        if self._open is not None and self._open[1].cancelled:
-            self._open[1].cancel()  # what was let go of may wait in the queue still
-            self._open[1].wait()
+        if self._open is not None and self._open.unwanted:
+            self._open.answering.cancel()  # what was let go of may wait in the queue still
+            self._open.answering.wait()
         self._take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")
 
     def _take_in(self) -> None:
         """Remember the latest message and its answer, once that has ended."""
-        if self._open is None or not self._open[1].ended:
+        if self._open is None or not self._open.answering.ended:
             return
-        (message, answering), self._open = self._open, None
-        response = answering.response
+        asked, self._open = self._open, None
+        response = asked.answering.response
         if response is not None and response.text:  # of a failure whoever waits for the answer is told
-            self._messages += [message, {"role": "assistant", "content": response.text}]
+            self._messages += [asked.message, {"role": "assistant", "content": response.text}]

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 from served_answers import Answer, Answers, answer
 
-from edgellm import LLM, SamplingParams
+from edgellm import LLM, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.decoder_config import EngineLimits
@@ -41,6 +42,28 @@ def served(serving_engines: Path) -> Iterator[LLM]:
     """The model without its draft, with a short queue."""
     with LLM(serving_engines, backend="numpy", drafting=None, queue_limit=8) as opened:
         yield opened
+
+
+@pytest.fixture
+def runtime(serving_engines: Path, drafting: DraftingConfig | None) -> Iterator[SpecDecodeRuntime]:
+    with SpecDecodeRuntime(serving_engines, drafting=drafting, backend="numpy") as opened:
+        yield opened
+
+
+@pytest.fixture
+def captured(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SpecDecodeRuntime]:
+    """Opens a runtime on a backend that captures as the GPU does."""
+    backends: list[FixedShapeBackend] = []
+
+    def open_runtime(drafting: DraftingConfig | None) -> tuple[SpecDecodeRuntime, FixedShapeBackend]:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "edgellm.runtime.open_backend",
+                lambda _, directory: backends.append(FixedShapeBackend(directory)) or backends[-1],
+            )
+            return SpecDecodeRuntime(serving_engines, drafting=drafting), backends[-1]
+
+    return open_runtime
 
 
 def varied_requests(count: int, seed: int = 0) -> list[Request]:

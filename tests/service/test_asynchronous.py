@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from served_answers import Answers, Pause, Slow
 
 from edgellm import SamplingParams
 from edgellm.asynchronous import AsyncLLM
 from edgellm.drafting import DraftingConfig
 from edgellm.errors import EngineError, RequestError
-from edgellm.llm import LLM
 from edgellm.request import Request
 
 LONG = SamplingParams(max_tokens=80, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
-Answers = tuple[list[Request], list[tuple[tuple[int, ...], str, str]]]
 
 
 def test_many_tasks_without_threads(serving_engines: Path, alone: Answers, drafting: DraftingConfig | None) -> None:
@@ -48,18 +46,17 @@ def test_streams_errors_and_the_loop_staying_free(serving_engines: Path) -> None
     async def talk() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             expected = await llm.generate("hello", LONG)
-            beats = 0
+            go_on = threading.Event()
+            llm.served.call(lambda _: go_on.wait(20))  # the model waits for the event loop
 
             async def beat() -> None:
-                nonlocal beats
-                while True:
-                    beats += 1
+                for _ in range(4):
                     await asyncio.sleep(0.001)
+                go_on.set()
 
             heart = asyncio.create_task(beat())
             text = "".join([chunk.text async for chunk in llm.stream("hello", LONG)])
-            heart.cancel()
-            assert (text, beats > 3) == (expected.text, True)
+            assert (text, heart.done()) == (expected.text, True)
             messages = [{"role": "user", "content": "hi"}]
             chat = await llm.chat(messages, SHORT)
             assert "".join([chunk.text async for chunk in llm.stream_chat(messages, SHORT)]) == chat.text
@@ -72,7 +69,7 @@ def test_streams_errors_and_the_loop_staying_free(serving_engines: Path) -> None
     asyncio.run(talk())
 
 
-def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Callable[[LLM], None]) -> None:
+def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Slow) -> None:
     async def give_up() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
@@ -120,16 +117,17 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     asyncio.run(open_it())
 
 
-def test_sessions_and_cached_system_prompts(serving_engines: Path) -> None:
+def test_sessions_and_cached_system_prompts(serving_engines: Path, paused: Pause) -> None:
     async def talk() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             kept = await llm.cache_system_prompt("be kind")
             session = await llm.create_session("be kind", SamplingParams(max_tokens=3, ignore_eos=True))
             first = await session.send("hi")
             assert first.usage.reused_tokens == kept.tokens
-            generation = await session.stream("ho")
-            with pytest.raises(RequestError, match="still being answered"):
-                await session.send("too early")
+            with paused(llm.served):
+                generation = await session.stream("ho")
+                with pytest.raises(RequestError, match="still being answered"):
+                    await session.send("too early")
             second = await generation.result()
             assert second.usage.reused_tokens > first.usage.prompt_tokens - 2
             assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 2]

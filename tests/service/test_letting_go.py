@@ -118,12 +118,52 @@ def test_who_gives_up_while_a_model_loads_leaves_nothing(
     assert opened[0].opened.exception() is None
 
 
-def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slowed: Slow) -> None:
+@pytest.mark.parametrize("spoken", [False, True])
+def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slowed: Slow, spoken: bool) -> None:
+    """While a thread of asyncio was about to say the message, or had said it and was about to tell."""
+    reached, go_on, left = threading.Event(), threading.Event(), threading.Event()
+
+    async def talk() -> list[str]:
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
+            slowed(llm.served)
+            session = await llm.create_session(params=LONG)
+            say = session._session._say
+
+            def say_and_halt(*arguments: object) -> object:
+                try:
+                    generation = say(*arguments) if spoken else None
+                    reached.set()
+                    go_on.wait()
+                    return generation or say(*arguments)
+                finally:
+                    left.set()
+
+            session._session._say = say_and_halt
+            task = asyncio.create_task(session.send("one"))
+            await asyncio.to_thread(reached.wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            session._session._say = say
+            try:
+                assert (await session.send("two", SHORT)).finish_reason == "length"
+            finally:
+                go_on.set()
+            await asyncio.to_thread(left.wait)
+            assert (await session.send("three", SHORT)).finish_reason == "length"
+            finished = llm.served.metrics()["requests"]["finished"]
+            assert finished == ({"cancelled": 1, "length": 2} if spoken else {"length": 2})
+            return [message["content"] for message in session.messages[::2]]
+
+    assert asyncio.run(talk())[-2:] == ["two", "three"]
+
+
+def test_a_session_goes_on_after_tasks_that_gave_up_at_any_time(serving_engines: Path, slowed: Slow) -> None:
     async def talk() -> dict[str, int]:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
             session = await llm.create_session(params=LONG)
-            for seconds in (0.0, 0.001, 0.03):  # before it is asked, while it is, and while it is answered
+            for seconds in (0.0, 0.001, 0.01, 0.03):
                 task = asyncio.create_task(session.send("one"))
                 await asyncio.sleep(seconds)
                 task.cancel()
@@ -131,10 +171,17 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
                     await task
                 assert (await session.send("two", SHORT)).finish_reason == "length"
                 session.replace(())
+            generation = await session.stream("one")
+            reading = asyncio.create_task(generation.result())
+            await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert (await session.send("two", SHORT)).finish_reason == "length"
             return llm.served.metrics()["requests"]["finished"]
 
     finished = asyncio.run(talk())
-    assert finished["length"] == 3 and finished["cancelled"] <= 3
+    assert finished["length"] == 5 and 1 <= finished["cancelled"] <= 5
 
 
 def test_an_interrupted_runtime_has_all_its_slots_again(serving_engines: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,6 @@ from edgellm.errors import EngineDirectoryError
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8], [9] * 20, [10, 11])
-
-
-@pytest.fixture
-def runtime(serving_engines: Path, drafting: DraftingConfig | None) -> Iterator[SpecDecodeRuntime]:
-    with SpecDecodeRuntime(serving_engines, drafting=drafting, backend="numpy") as opened:
-        yield opened
 
 
 def test_a_request_and_a_list_of_them(runtime: SpecDecodeRuntime) -> None:
@@ -136,22 +130,6 @@ def test_a_system_prompt_is_kept_in_memory_and_in_a_file(runtime: SpecDecodeRunt
 def test_numpy_has_nothing_to_capture(runtime: SpecDecodeRuntime) -> None:
     assert runtime.capture_decoding_cuda_graph() is False
     assert runtime.uncaptured_stages == ("all: the numpy backend computes at once",)
-
-
-@pytest.fixture
-def captured(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SpecDecodeRuntime]:
-    """Opens a runtime on a backend that captures as the GPU does."""
-    backends: list[FixedShapeBackend] = []
-
-    def open_runtime(drafting: DraftingConfig | None) -> tuple[SpecDecodeRuntime, FixedShapeBackend]:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "edgellm.runtime.open_backend",
-                lambda _, directory: backends.append(FixedShapeBackend(directory)) or backends[-1],
-            )
-            return SpecDecodeRuntime(serving_engines, drafting=drafting), backends[-1]
-
-    return open_runtime
 
 
 def test_what_was_captured_ahead_is_what_decoding_runs(

@@ -106,7 +106,7 @@ def test_requests_are_served_in_their_order(served: LLM, paused: Pause) -> None:
     assert started == sorted(started)
 
 
-def test_a_reader_that_stops_blocks_nobody(served: LLM) -> None:
+def test_a_reader_that_stops_blocks_nobody(served: LLM, paused: Pause) -> None:
     unread = served.stream("unread", SamplingParams(max_tokens=85, ignore_eos=True))
     assert served.generate("x", SHORT).finish_reason == "length"
     response = unread.result()
@@ -115,7 +115,7 @@ def test_a_reader_that_stops_blocks_nobody(served: LLM) -> None:
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == response.token_ids
     assert "".join(chunk.text for chunk in chunks) == response.text
     assert unread.poll() is None
-    with pytest.raises(TimeoutError):
+    with paused(served), pytest.raises(TimeoutError):
         served.stream("x", LONG).result(timeout=0)
 
 
