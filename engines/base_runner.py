@@ -245,6 +245,7 @@ class BaseEngineRunner(AdaptedRunner):
         try:
             self.backend.synchronize()
         finally:
+            self._feature_user = None  # which holds this runner: both go at once, and in this thread
             self._steps.clear()
             self.engines.clear()
             self.weights.clear()

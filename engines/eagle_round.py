@@ -41,7 +41,11 @@ class EagleRound:
         self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range
         self._candidates = runner.draft.candidates(batch, plan)
         self._tree = runner.verification.tree(batch, plan, verify_range)
-        self.stages: dict[str, Callable[[], None]] = {
+
+    @property
+    def stages(self) -> dict[str, Callable[[], None]]:
+        """What enqueues each stage, by name, in their order."""
+        return {
             DRAFT_ACCEPT: self._accept_draft,
             DRAFT_PROPOSAL: self._propose,
             BASE_VERIFY: self._verify,

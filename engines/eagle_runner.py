@@ -260,6 +260,7 @@ class EagleRunner:
         finally:
             self._steps.clear()
             self._rounds.clear()
+            self._latest_round = None
             self._engines.clear()
             self.draft.close()
             self.base.close()

@@ -62,6 +62,8 @@ class SlotProgress:
                 self._lengths[slot] += count - step.plan.longest
                 if step is self._latest:
                     self.pending[slot] = count
+        if step is self._latest:
+            self._latest = None
 
 
 class StepReadback:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,3 +183,26 @@ def test_plain_steps_that_cannot_be_captured_are_named(
         rows = ahead.directory.limits.key_ranges[0]
         assert f"plain decode of 1 sequences, {rows} rows, greedy" in ahead.uncaptured_stages
         assert len(ahead.handle_request(Request([1, 2], None, PARAMS)).token_ids) == 12
+
+
+@pytest.mark.parametrize("on_captures", [False, True])
+def test_closing_frees_the_engines_in_that_thread(
+    serving_engines: Path, drafting: DraftingConfig | None, captured: Callable, on_captures: bool
+) -> None:
+    """Not whenever some thread collects garbage: what another one frees of a GPU's memory stays lost."""
+    if on_captures:
+        runtime, _ = captured(drafting)
+    else:
+        runtime = SpecDecodeRuntime(serving_engines, drafting=drafting, backend="numpy")
+    requests = [Request([1, 2, 3], None, SamplingParams(temperature=heat, max_tokens=5)) for heat in (0.0, 0.9)]
+    runtime.handle_request(requests)
+    for request in requests:
+        runtime.handle_request(request)
+    gc.collect()
+    gc.disable()
+    try:
+        runner = weakref.ref(runtime._open_runner())
+        runtime.close()
+        assert runner() is None
+    finally:
+        gc.enable()
