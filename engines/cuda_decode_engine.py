@@ -25,7 +25,6 @@ from edgellm.engines.cuda_kernel_engine import (
 )
 from edgellm.engines.decoder import EMBEDDING, decoder_weights, head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, shared_bytes
 
@@ -34,9 +33,7 @@ class CudaDecodeEngine(CudaKernelEngine):
     """One step of `shape.batch` sequences by `shape.tokens` tokens each."""
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
-        reason = self._unsupported(config, shape, dtype, kernels.shared_limit)
-        if reason is not None:
-            raise EngineError(f"{shape.name}: {reason}")
+        self._check_supported(kernels, config, shape, dtype)
         self.config = config
         self.reads_attention_mask = shape.phase != "decode"
         scratch = scratch_of_layers(config, shape, dtype, rows(shape)) | self._own_scratch(
@@ -46,8 +43,26 @@ class CudaDecodeEngine(CudaKernelEngine):
         super().__init__(kernels, config, shape, edge, scratch, unneeded_at_edge(config, shape))
 
     @staticmethod
-    def _unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-        return unsupported(config, shape, dtype, shared_limit)
+    def unsupported(
+        config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
+    ) -> str | None:
+        """See `CudaKernelEngine.unsupported`."""
+        if shape.phase not in ("decode", "verify", "prefill") or (shape.phase == "decode" and shape.tokens != 1):
+            return f"decode kernels decode one token, or verify or prefill some, not {shape.tokens} in {shape.phase}"
+        if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != (1 if shape.phase == "prefill" else shape.tokens):
+            return (
+                f"decode kernels take 1 to {MAX_ROWS} tokens and give logits of all (prefill: of one), not of "
+                f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
+            )
+        if _selects(shape) and any(layer >= config.num_layers - 1 for layer in config.feature_layers):
+            return "decode kernels prefill the last layer for one token, but the draft takes its features for all"
+        if shape.phase == "prefill" and config.deepstack_layers:
+            return "decode kernels do not add the features of images to layers"
+        reason = unsupported_layers(config, shape, dtype)
+        if reason is not None or shared_limit is None:
+            return reason
+        needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+        return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
     @staticmethod
     def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
@@ -132,29 +147,6 @@ class CudaDecodeEngine(CudaKernelEngine):
         if layer not in self.config.feature_layers:
             return None, 0
         return self._bound["hidden_states"], self.config.feature_layers.index(layer)
-
-
-def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
-    """Why no such engine can be made, or None if it can.
-
-    `shared_limit` is the shared memory that a block may have on the GPU, in bytes (None: not checked).
-    """
-    if shape.phase not in ("decode", "verify", "prefill") or (shape.phase == "decode" and shape.tokens != 1):
-        return f"decode kernels decode one token, or verify or prefill some, not {shape.tokens} in {shape.phase}"
-    if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != (1 if shape.phase == "prefill" else shape.tokens):
-        return (
-            f"decode kernels take 1 to {MAX_ROWS} tokens and give logits of all (prefill: of one), not of "
-            f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
-        )
-    if _selects(shape) and any(layer >= config.num_layers - 1 for layer in config.feature_layers):
-        return "decode kernels prefill the last layer for one token, but the draft takes its features for all"
-    if shape.phase == "prefill" and config.deepstack_layers:
-        return "decode kernels do not add the features of images to layers"
-    reason = unsupported_layers(config, shape, dtype)
-    if reason is not None or shared_limit is None:
-        return reason
-    needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
-    return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
 
 def _selects(shape: EngineShape) -> bool:

@@ -20,7 +20,6 @@ from edgellm.engines.cuda_kernel_engine import (
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_decoder import draft_engine_weights, draft_weights
-from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, draft_shared_bytes
 
@@ -34,12 +33,31 @@ class CudaDraftEngine(CudaKernelEngine):
     reads_attention_mask = True
 
     def __init__(self, kernels: CudaDecodeKernels, config: DraftConfig, shape: EngineShape, dtype: str) -> None:
-        reason = unsupported(config, shape, dtype, kernels.shared_limit)
-        if reason is not None:
-            raise EngineError(f"{shape.name}: {reason}")
+        self._check_supported(kernels, config, shape, dtype)
         self.config = config
         edge = _edge(config, shape, dtype)
         super().__init__(kernels, config.decoder, shape, edge, _scratch(config, shape, dtype), set())
+
+    @staticmethod
+    def unsupported(config: DraftConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
+        """See `CudaKernelEngine.unsupported`."""
+        if config.generation == "1":
+            return "draft kernels compute heads of EAGLE-3, not of EAGLE-1"
+        if shape.phase not in (_ACCEPT, _PROPOSE):
+            return f"draft kernels propose and accept, they have no phase {shape.phase}"
+        if config.feature_norm != "none" and shape.phase == _ACCEPT:
+            return f"draft kernels do not norm the features, which this head wants (norm: {config.feature_norm})"
+        if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != (shape.tokens if shape.phase == _PROPOSE else 1):
+            return (
+                f"draft kernels take 1 to {MAX_ROWS} tokens and give logits of all they propose or of one they accept, "
+                f"not {shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
+            )
+        decoder = config.decoder
+        reason = unsupported_layers(decoder, shape, dtype)
+        if reason is not None or shared_limit is None:
+            return reason
+        needed = draft_shared_bytes(shape.batch, shape.tokens, config.hidden_size, decoder.head_dim, shared_limit)
+        return too_much_memory(needed, shape, 2 * config.hidden_size, shared_limit)
 
     def _prepare(self) -> list[Launch]:
         kernels, bound, scratch, epsilon = self._kernels, self._bound, self._scratch, self._decoder.rms_norm_eps
@@ -94,30 +112,6 @@ class CudaDraftEngine(CudaKernelEngine):
         features = self._bound["hidden_states_input"]
         launches.append(self._kernels.linear_residual(features, self._bound["fc.weight"], bias, None, feature))
         return feature
-
-
-def unsupported(config: DraftConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
-    """Why no such engine can be made, or None if it can.
-
-    `shared_limit` is the shared memory that a block may have on the GPU, in bytes (None: not checked).
-    """
-    if config.generation == "1":
-        return "draft kernels compute heads of EAGLE-3, not of EAGLE-1"
-    if shape.phase not in (_ACCEPT, _PROPOSE):
-        return f"draft kernels propose and accept, they have no phase {shape.phase}"
-    if config.feature_norm != "none" and shape.phase == _ACCEPT:
-        return f"draft kernels do not norm the features, which this head wants (norm: {config.feature_norm})"
-    if not 1 <= rows(shape) <= MAX_ROWS or shape.selected != (shape.tokens if shape.phase == _PROPOSE else 1):
-        return (
-            f"draft kernels take 1 to {MAX_ROWS} tokens and give logits of all they propose or of one they accept, not "
-            f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
-        )
-    decoder = config.decoder
-    reason = unsupported_layers(decoder, shape, dtype)
-    if reason is not None or shared_limit is None:
-        return reason
-    needed = draft_shared_bytes(shape.batch, shape.tokens, config.hidden_size, decoder.head_dim, shared_limit)
-    return too_much_memory(needed, shape, 2 * config.hidden_size, shared_limit)
 
 
 def _edge(config: DraftConfig, shape: EngineShape, dtype: str) -> ArrayTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
@@ -45,6 +46,20 @@ class CudaKernelEngine(ABC):
         self._layout, self.scratch_bytes = _scratch_layout(scratch)
         self._launches: list[Launch] = []
         self._launches_by_layer: list[Launch] = []
+
+    @staticmethod
+    @abstractmethod
+    def unsupported(config: Any, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
+        """Why no such engine can be made of a model's `config`, or None if it can.
+
+        `shared_limit` is the shared memory that a block may have on the GPU, in bytes (None: not checked).
+        """
+
+    @classmethod
+    def _check_supported(cls, kernels: CudaDecodeKernels, config: Any, shape: EngineShape, dtype: str) -> None:
+        reason = cls.unsupported(config, shape, dtype, kernels.shared_limit)
+        if reason is not None:
+            raise EngineError(f"{shape.name}: {reason}")
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

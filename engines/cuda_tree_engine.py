@@ -24,8 +24,22 @@ class CudaTreeEngine(CudaDecodeEngine):
         self._tiled = CudaTiledKernels(kernels)
 
     @staticmethod
-    def _unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-        return unsupported(config, shape, dtype, shared_limit)
+    def unsupported(
+        config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
+    ) -> str | None:
+        """See `CudaKernelEngine.unsupported`."""
+        if shape.phase != "verify" or shape.tokens < 2:
+            return f"tiled decode kernels verify several tokens, not {shape.tokens} in {shape.phase}"
+        if not MAX_ROWS < rows(shape) <= MAX_TILED_ROWS or shape.selected != shape.tokens:
+            return (
+                f"tiled decode kernels take {MAX_ROWS + 1} to {MAX_TILED_ROWS} tokens and give logits of all, not of "
+                f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
+            )
+        reason = unsupported_layers(config, shape, dtype)
+        if reason is not None or shared_limit is None:
+            return reason
+        needed = tiled_shared_bytes(shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+        return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
     @staticmethod
     def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
@@ -87,19 +101,3 @@ class CudaTreeEngine(CudaDecodeEngine):
             features,
             place,
         )
-
-
-def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
-    """Why no such engine can be made, or None if it can; see `cuda_decode_engine.unsupported`."""
-    if shape.phase != "verify" or shape.tokens < 2:
-        return f"tiled decode kernels verify several tokens, not {shape.tokens} in {shape.phase}"
-    if not MAX_ROWS < rows(shape) <= MAX_TILED_ROWS or shape.selected != shape.tokens:
-        return (
-            f"tiled decode kernels take {MAX_ROWS + 1} to {MAX_TILED_ROWS} tokens and give logits of all, not of "
-            f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
-        )
-    reason = unsupported_layers(config, shape, dtype)
-    if reason is not None or shared_limit is None:
-        return reason
-    needed = tiled_shared_bytes(shape.tokens, config.hidden_size, config.head_dim, shared_limit)
-    return too_much_memory(needed, shape, config.hidden_size, shared_limit)

@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from edgellm.engines import cuda_decode_engine, cuda_tree_engine
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, edge_of_decoder, unneeded_at_edge
 from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, edge_of_layers, rows
 from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
@@ -28,17 +26,31 @@ class CudaVerifyPasses(CudaKernelEngine):
     reads_attention_mask = True
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
-        reason = unsupported(config, shape, dtype, kernels.shared_limit)
-        if reason is not None:
-            raise EngineError(f"{shape.name}: {reason}")
+        self._check_supported(kernels, config, shape, dtype)
         self._passes = [
-            (slots, (CudaDecodeEngine if rows(part) <= MAX_ROWS else CudaTreeEngine)(kernels, config, part, dtype))
-            for slots, part in _passes(shape)
+            (slots, decoder_engine_kind(part)(kernels, config, part, dtype)) for slots, part in _passes(shape)
         ]
         edge = edge_of_decoder(config, shape, dtype)
         super().__init__(kernels, config, shape, edge, {}, unneeded_at_edge(config, shape))
         self.scratch_bytes = max(engine.scratch_bytes for _, engine in self._passes)
         self._of_slots = {*edge_of_layers(config, shape, dtype), "logits", "hidden_states"}
+
+    @staticmethod
+    def unsupported(
+        config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
+    ) -> str | None:
+        """See `CudaKernelEngine.unsupported`."""
+        if shape.phase != "verify" or not 2 <= shape.tokens <= MAX_TILED_ROWS < rows(shape):
+            return (
+                f"passes of decode kernels verify trees of 2 to {MAX_TILED_ROWS} tokens with more than "
+                f"{MAX_TILED_ROWS} of all sequences, not {shape.tokens} tokens of {shape.batch} sequences in "
+                f"{shape.phase}"
+            )
+        for _, part in _passes(shape):
+            reason = decoder_engine_kind(part).unsupported(config, part, dtype, shared_limit)
+            if reason is not None:
+                return reason
+        return None
 
     def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
         """See `CudaKernelEngine.attach`; the passes share the scratch."""
@@ -56,19 +68,11 @@ class CudaVerifyPasses(CudaKernelEngine):
         return launches
 
 
-def unsupported(config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None) -> str | None:
-    """Why no such engine can be made, or None if it can; see `cuda_decode_engine.unsupported`."""
-    if shape.phase != "verify" or not 2 <= shape.tokens <= MAX_TILED_ROWS < rows(shape):
-        return (
-            f"passes of decode kernels verify trees of 2 to {MAX_TILED_ROWS} tokens with more than {MAX_TILED_ROWS} of "
-            f"all sequences, not {shape.tokens} tokens of {shape.batch} sequences in {shape.phase}"
-        )
-    for _, part in _passes(shape):
-        module = cuda_decode_engine if rows(part) <= MAX_ROWS else cuda_tree_engine
-        reason = module.unsupported(config, part, dtype, shared_limit)
-        if reason is not None:
-            return reason
-    return None
+def decoder_engine_kind(shape: EngineShape) -> type[CudaDecodeEngine] | type[CudaVerifyPasses]:
+    """The engine that is for as many of a base model's tokens."""
+    if shape.phase != "verify" or rows(shape) <= MAX_ROWS:
+        return CudaDecodeEngine
+    return CudaTreeEngine if rows(shape) <= MAX_TILED_ROWS else CudaVerifyPasses
 
 
 def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines import cuda_decode_engine, cuda_draft_engine, cuda_tree_engine, cuda_verify_passes
 from edgellm.engines.backend import Engine
 from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
 from edgellm.engines.cuda_draft_engine import CudaDraftEngine
-from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, rows
-from edgellm.engines.cuda_tree_engine import CudaTreeEngine
-from edgellm.engines.cuda_verify_passes import CudaVerifyPasses
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_verify_passes import decoder_engine_kind
 from edgellm.engines.decoder_config import EngineShape, WeightSpec
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError
@@ -34,7 +32,6 @@ from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
-from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -51,38 +48,38 @@ class TensorRTBackend:
         self._directory = directory
         self.compute_dtype = directory.dtype
         self._library = load_tensorrt()
-        self.device = CudaDevice()
-        try:
-            self._load_kernels()
-        except BaseException:
-            self.device.close()
-            raise
+        with ExitStack() as opened:
+            self.device = CudaDevice()
+            opened.callback(self.device.close)
+            self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
+            opened.callback(self._decode_kernels.close)
+            self._load()
+            self._opened = opened.pop_all()
 
-    def _load_kernels(self) -> None:
+    def _load(self) -> None:
         limits, capability = self._directory.limits, self.device.compute_capability
         most = limits.max_batch * max((1, *limits.verify_sizes))
-        self.kernels = CudaKernels(self.device.stream, capability, max_batch=most)
+        self.kernels = CudaKernels(self.device.stream, self._decode_kernels, max_batch=most)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
-        self._decode_kernels = CudaDecodeKernels(capability, self.device.stream.handle)
         self._engines: list[TensorRTEngine | CudaKernelEngine] = []
         self._scratch = self.device.empty((0,), "uint8")
 
     @cached_property
     def draft_tree(self) -> CudaDraftTree:
         """The kernels of the draft's tree."""
-        return CudaDraftTree(self.device.stream, self.device.compute_capability)
+        return CudaDraftTree(self._decode_kernels)
 
     @cached_property
     def acceptance(self) -> CudaAcceptance:
         """The kernels of acceptance."""
-        return CudaAcceptance(self.kernels, self.device.stream, self.device.compute_capability)
+        return CudaAcceptance(self.kernels, self._decode_kernels)
 
     @cached_property
     def image_kernels(self) -> CudaImageKernels:
         """The kernels of images."""
-        return CudaImageKernels(self.device.stream, self.device.compute_capability)
+        return CudaImageKernels(self._decode_kernels)
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory."""
@@ -160,8 +157,9 @@ class TensorRTBackend:
             return None
         if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
             return None  # the common case, which needs no line in the log
-        config, (module, kind) = self._directory.model_config(shape.model), _kernel_kind(shape)
-        reason = module.unsupported(config, shape, dtype, kernels.shared_limit)
+        config: Any = self._directory.model_config(shape.model)  # of the kind of model that the engine is for
+        kind = CudaDraftEngine if shape.model == "draft" else decoder_engine_kind(shape)
+        reason = kind.unsupported(config, shape, dtype, kernels.shared_limit)
         if reason is None:
             return kind(kernels, config, shape, dtype)
         logger.info("%s runs on TensorRT: %s", shape.name, reason)
@@ -214,22 +212,11 @@ class TensorRTBackend:
         self.device.synchronize()
 
     def close(self) -> None:
-        """Free engines and scratch, then leave the context."""
+        """Free engines, scratch and kernels, then leave the context."""
         self._engines.clear()
         self._runtime = None
         self._scratch = None
-        self.device.close()
-
-
-def _kernel_kind(shape: EngineShape) -> tuple[Any, Any]:
-    """The kind of engine of decode kernels that is for as many tokens, and its module."""
-    if shape.model == "draft":
-        return cuda_draft_engine, CudaDraftEngine
-    if shape.phase != "verify" or rows(shape) <= MAX_ROWS:
-        return cuda_decode_engine, CudaDecodeEngine
-    if rows(shape) <= MAX_TILED_ROWS:
-        return cuda_tree_engine, CudaTreeEngine
-    return cuda_verify_passes, CudaVerifyPasses
+        self._opened.close()
 
 
 class _Logger:

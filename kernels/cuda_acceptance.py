@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from edgellm.kernels.acceptance_checks import (
     check_acceptance,
@@ -30,19 +29,16 @@ _BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 class CudaAcceptance(CudaAcceptedState):
-    """See `edgellm.kernels.acceptance_interface.AcceptanceKernels`; arrays are `DeviceArray`, all goes to one stream.
+    """See `edgellm.kernels.acceptance_interface.AcceptanceKernels`; arrays are `DeviceArray`.
 
-    A NaN among logits counts as -inf; a row of which nothing passes its threshold draws id 0.
+    All goes to the stream of `module`. A NaN among logits counts as -inf; a row of which nothing passes its threshold
+    draws id 0.
     """
 
-    def __init__(self, kernels: CudaKernels, stream: Any, compute_capability: str) -> None:
-        """Load the kernels into the current CUDA context.
-
-        `kernels` filter what `draft_sample` draws from; `stream` is their pycuda stream, `compute_capability` ("sm_90")
-        that of its device. Raises MissingDependencyError or KernelError.
-        """
+    def __init__(self, kernels: CudaKernels, module: KernelModule) -> None:
+        """`kernels` filter what `draft_sample` draws from; their stream must be the module's."""
+        super().__init__(module)
         self._kernels = kernels
-        super().__init__(KernelModule(compute_capability, stream.handle))
 
     def process_tree_logits(
         self,

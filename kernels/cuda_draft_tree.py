@@ -31,18 +31,13 @@ _KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 
 class CudaDraftTree:
-    """See `edgellm.kernels.draft_tree_interface.DraftTreeKernels`; arrays are `DeviceArray`, launches go to one stream.
+    """See `edgellm.kernels.draft_tree_interface.DraftTreeKernels`; arrays are `DeviceArray`, on the stream of `module`.
 
     Each kernel may start while the one before it in the stream still runs, and waits for it before it reads anything.
     """
 
-    def __init__(self, stream: Any, compute_capability: str) -> None:
-        """Load the kernels into the current CUDA context.
-
-        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
-        KernelError.
-        """
-        self._module = KernelModule(compute_capability, stream.handle)
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
         """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import MAXIMUM_ROWS, check_device_arguments
@@ -15,15 +14,10 @@ _THREADS = 256
 
 
 class CudaImageKernels:
-    """See `edgellm.kernels.image_interface.ImageKernels`; arrays are `DeviceArray`, launches go to one stream."""
+    """See `edgellm.kernels.image_interface.ImageKernels`; arrays are `DeviceArray`, on the stream of `module`."""
 
-    def __init__(self, stream: Any, compute_capability: str) -> None:
-        """Load the kernels into the current CUDA context.
-
-        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
-        KernelError.
-        """
-        self._module = KernelModule(compute_capability, stream.handle)
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
 
     def resample(
         self, pixels: DeviceArray, starts: DeviceArray, weights: DeviceArray, resampled: DeviceArray, axis: int

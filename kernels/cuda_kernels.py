@@ -49,10 +49,10 @@ class CudaKernels:
     A NaN among logits counts as -inf; a row without any larger value selects id 0.
     """
 
-    def __init__(self, stream: Any, compute_capability: str, max_batch: int = 8) -> None:
+    def __init__(self, stream: Any, module: KernelModule, max_batch: int = 8) -> None:
         """Load the kernels into the current CUDA context and allocate workspace for `max_batch` rows.
 
-        `stream` is a pycuda stream, `compute_capability` ("sm_90") that of its device. Raises MissingDependencyError or
+        `stream` is a pycuda stream, `module` the kernels made ready for it. Raises MissingDependencyError or
         KernelError.
         """
         try:
@@ -64,10 +64,10 @@ class CudaKernels:
         if max_batch < 1:
             raise KernelError(f"max_batch is {max_batch}; expected at least 1")
         try:
-            self._module = cuda.module_from_buffer(cached_kernels(compute_capability))
+            self._module = cuda.module_from_buffer(cached_kernels(module.architecture))
         except cuda.Error as error:
-            raise refused_by_driver(compute_capability, error) from error
-        self._overlapping = KernelModule(compute_capability, stream.handle)
+            raise refused_by_driver(module.architecture, error) from error
+        self._overlapping = module
         self._stream = stream
         self._max_batch = max_batch
         self._memset = cuda.memset_d32_async

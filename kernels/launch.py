@@ -26,6 +26,7 @@ class KernelModule:
             raise MissingDependencyError(
                 f"cuda.bindings does not load ({error}). Install it with: pip install 'cuda-bindings>=12.9'"
             ) from error
+        self.architecture = architecture
         self.driver = driver
         self.stream = driver.CUstream(stream_handle)
         status, self._module = driver.cuModuleLoadData(cubin or cached_kernels(architecture))
@@ -43,6 +44,11 @@ class KernelModule:
         self.shared_limit = attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
         self.has_clusters = self.can_overlap  # which came with them, and tensor maps too
+
+    def close(self) -> None:
+        """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
+        self.driver.cuStreamSynchronize(self.stream)
+        self.driver.cuModuleUnload(self._module)
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result

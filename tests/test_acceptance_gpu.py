@@ -32,11 +32,12 @@ def gpu():
     """A CUDA context with a stream, the acceptance kernels and a workspace that all calls share."""
     from edgellm.kernels.cuda_acceptance import CudaAcceptance
     from edgellm.kernels.cuda_kernels import CudaKernels
+    from edgellm.kernels.launch import KernelModule
 
     with cuda_device() as device:
-        capability = device.compute_capability
-        device.kernels = CudaKernels(device.stream, capability, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
-        device.acceptance = CudaAcceptance(device.kernels, device.stream, capability)
+        module = KernelModule(device.compute_capability, device.stream.handle)
+        device.kernels = CudaKernels(device.stream, module, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
+        device.acceptance = CudaAcceptance(device.kernels, module)
         device.workspace = device.zeros((1 << 20,), "uint8")
         yield device
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgellm.engines.cuda_decode_engine import unsupported
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.decoder import DecoderDescription, decoder_weights, head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.numpy_operations import NumpyOperations
@@ -196,7 +196,7 @@ def test_verified_tokens_and_features_are_what_the_description_says(
 )
 def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
     config = replace(LLAMA, **changes)
-    found = unsupported(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype)
+    found = CudaDecodeEngine.unsupported(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype)
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -205,11 +205,11 @@ def test_llama_1b_fits_into_shared_memory(batch: int, limit: int) -> None:
     """H200, Jetson Orin and an RTX PC."""
     config = replace(LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64)
     shape = EngineShape("decode", batch, 1, 64, 64)
-    assert unsupported(config, shape, "float16", limit) is None
+    assert CudaDecodeEngine.unsupported(config, shape, "float16", limit) is None
 
 
 def test_a_batch_that_does_not_fit_into_shared_memory_is_refused() -> None:
     config = replace(LLAMA, hidden_size=4096)
-    found = unsupported(config, EngineShape("decode", 8, 1, 64, 64), "float16", 101_376)
+    found = CudaDecodeEngine.unsupported(config, EngineShape("decode", 8, 1, 64, 64), "float16", 101_376)
     assert found is not None
     assert found.endswith("bytes of shared memory for 8 tokens of width 4096, the GPU has 101376")

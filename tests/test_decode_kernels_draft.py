@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.cuda_draft_engine import unsupported
+from edgellm.engines.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.engines.draft_decoder import DraftDescription, draft_engine_weights, draft_weights
@@ -173,7 +173,9 @@ def test_the_twins_compute_what_the_description_says(head: str, phase: str, toke
     ],
 )
 def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
-    found = unsupported(replace(EAGLE3, **changes), replace(draft_shape("propose", 1, 10, 64), **shape), dtype)
+    found = CudaDraftEngine.unsupported(
+        replace(EAGLE3, **changes), replace(draft_shape("propose", 1, 10, 64), **shape), dtype
+    )
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -181,7 +183,7 @@ def test_a_head_of_llama_1b_fits_into_shared_memory_of_an_h200_but_not_of_an_rtx
     wide = replace(LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64)
     config = replace(EAGLE3, decoder=replace(wide, num_layers=1))
     for tokens in (10, 16):
-        assert unsupported(config, draft_shape("propose", 1, tokens, 64), "float16", 232_448) is None
-    found = unsupported(config, draft_shape("propose", 1, 10, 64), "float16", 101_376)
+        assert CudaDraftEngine.unsupported(config, draft_shape("propose", 1, tokens, 64), "float16", 232_448) is None
+    found = CudaDraftEngine.unsupported(config, draft_shape("propose", 1, 10, 64), "float16", 101_376)
     assert found is not None
     assert found.endswith("bytes of shared memory for 10 tokens of width 4096, the GPU has 101376")

@@ -12,8 +12,6 @@ from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS
-from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -77,9 +75,7 @@ class Loaded:
         rows: int,
         last: int | None = None,
     ) -> None:
-        from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
-        from edgellm.engines.cuda_tree_engine import CudaTreeEngine
-        from edgellm.engines.cuda_verify_passes import CudaVerifyPasses
+        from edgellm.engines.cuda_verify_passes import decoder_engine_kind
 
         batch, tokens, _ = arrays["inputs_embeds"].shape
         phase, selected = "decode" if tokens == 1 else "verify", tokens
@@ -87,9 +83,7 @@ class Loaded:
             phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
         self.gpu, self.dtype = gpu, dtype
         shape = EngineShape(phase, batch, tokens, rows, rows, selected)
-        sizes = ((MAX_ROWS, CudaDecodeEngine), (MAX_TILED_ROWS, CudaTreeEngine), (batch * tokens, CudaVerifyPasses))
-        kind = next(kind for most, kind in sizes if batch * tokens <= most)
-        self.engine = kind(gpu.decode_kernels, config, shape, dtype)
+        self.engine = decoder_engine_kind(shape)(gpu.decode_kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)

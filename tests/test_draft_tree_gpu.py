@@ -24,9 +24,10 @@ DTYPES = pytest.mark.parametrize("compute", [np.float32, np.float16, np.uint16],
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
     from edgellm.kernels.cuda_draft_tree import CudaDraftTree
+    from edgellm.kernels.launch import KernelModule
 
     with cuda_device() as device:
-        device.draft_tree = CudaDraftTree(device.stream, device.compute_capability)
+        device.draft_tree = CudaDraftTree(KernelModule(device.compute_capability, device.stream.handle))
         yield device
 
 

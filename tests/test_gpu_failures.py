@@ -73,10 +73,12 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
 
     monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(tensorrt_backend, "CudaDevice", lambda: device)
+    kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
+    monkeypatch.setattr(tensorrt_backend, "CudaDecodeKernels", lambda capability, stream: kernels)
     monkeypatch.setattr(tensorrt_backend, "CudaKernels", refuse)
     with pytest.raises(KernelError, match="NVRTC refused"):
         tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
-    assert log == ["closed"]
+    assert log == ["unloaded", "closed"]
 
 
 def test_an_engine_without_an_execution_context_says_so():
@@ -94,6 +96,10 @@ def test_an_engine_without_an_execution_context_says_so():
 
 def test_a_binding_that_is_refused_leaves_no_launch_of_the_bindings_before():
     class Engine(CudaKernelEngine):
+        @staticmethod
+        def unsupported(*arguments: Any) -> None:
+            return None
+
         def _prepare(self) -> list:
             return []
 

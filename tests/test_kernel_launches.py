@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from test_decode_kernels import FAMILIES, LLAMA
 
-from edgellm.engines import cuda_decode_engine, cuda_draft_engine, cuda_tree_engine, cuda_verify_passes
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.cuda_tree_engine import CudaTreeEngine
-from edgellm.engines.cuda_verify_passes import CudaVerifyPasses
+from edgellm.engines.cuda_verify_passes import CudaVerifyPasses, decoder_engine_kind
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.draft_config import DraftConfig
 from edgellm.kernels import decode_attention, decode_kernels, tiled_decode_kernels
@@ -80,20 +79,17 @@ def test_every_supported_shape_of_the_base_is_prepared(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
     kernels, made = kernels_of(shared_limit, has_clusters), set()
-    kinds = (
-        (cuda_decode_engine, CudaDecodeEngine),
-        (cuda_tree_engine, CudaTreeEngine),
-        (cuda_verify_passes, CudaVerifyPasses),
-    )
     for layers in ((), (0,), (0, 1, 2)):
         config = replace(WIDE if family == "wide" else FAMILIES[family], feature_layers=layers)
         for shape in base_shapes():
-            for module, engine in kinds:
-                if module.unsupported(config, shape, "float16", shared_limit) is None:
-                    enqueue(engine(kernels, config, shape, "float16"))
-                    made.add((engine, shape.phase))
-    verify = {(engine, "verify") for _, engine in kinds}
-    assert made == verify | {(CudaDecodeEngine, phase) for phase in ("decode", "prefill")}
+            for kind in (CudaDecodeEngine, CudaTreeEngine, CudaVerifyPasses):
+                if kind.unsupported(config, shape, "float16", shared_limit) is None:
+                    assert decoder_engine_kind(shape) is kind  # no shape has two
+                    enqueue(kind(kernels, config, shape, "float16"))
+                    made.add((kind, shape.phase))
+    kinds = {kind for kind, _ in made}
+    assert made == {(kind, "verify") for kind in kinds} | {(CudaDecodeEngine, "decode"), (CudaDecodeEngine, "prefill")}
+    assert kinds == {CudaDecodeEngine, CudaTreeEngine, CudaVerifyPasses}
     check(launches, shared_limit)
 
 
@@ -111,7 +107,7 @@ def test_every_supported_shape_of_the_draft_is_prepared(
     shapes += [EngineShape("propose", batch, width, 64, 64, width, "draft") for batch in (1, 2) for width in (1, 8, 10)]
     made = set()
     for shape in shapes:
-        if cuda_draft_engine.unsupported(head, shape, "float16", shared_limit) is None:
+        if CudaDraftEngine.unsupported(head, shape, "float16", shared_limit) is None:
             enqueue(CudaDraftEngine(kernels_of(shared_limit, has_clusters), head, shape, "float16"))
             made.add(shape)
     # The smaller GPU has no shared memory for more rows of the wide kernels.

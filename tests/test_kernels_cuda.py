@@ -27,9 +27,11 @@ TWIN = NumpyKernels()
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
     from edgellm.kernels.cuda_kernels import CudaKernels
+    from edgellm.kernels.launch import KernelModule
 
     with cuda_device() as device:
-        device.kernels = CudaKernels(device.stream, device.compute_capability, max_batch=MAX_BATCH)
+        module = KernelModule(device.compute_capability, device.stream.handle)
+        device.kernels = CudaKernels(device.stream, module, max_batch=MAX_BATCH)
         yield device
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_decode_kernels import FAMILIES, LLAMA, random_model, random_parents, twin_step
 
-from edgellm.engines.cuda_tree_engine import unsupported
+from edgellm.engines.cuda_tree_engine import CudaTreeEngine
 from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels import numpy_decode_kernels as single
@@ -96,7 +96,7 @@ def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: st
 )
 def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
     config = replace(LLAMA, **changes)
-    found = unsupported(config, replace(EngineShape("verify", 1, 64, 128, 128, 64), **shape), dtype)
+    found = CudaTreeEngine.unsupported(config, replace(EngineShape("verify", 1, 64, 128, 128, 64), **shape), dtype)
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -110,5 +110,5 @@ def test_real_widths_fit_into_shared_memory(limit: int, head_size: int, tokens: 
         LLAMA, hidden_size=4096, intermediate_size=14_336, num_heads=32, num_kv_heads=8, head_dim=head_size
     )
     shape = EngineShape("verify", 1, tokens, 1088, 1088, tokens)
-    assert unsupported(config, shape, "float16", limit) is None
-    assert f"of shared memory for {tokens} tokens" in unsupported(config, shape, "float16", 49_152)
+    assert CudaTreeEngine.unsupported(config, shape, "float16", limit) is None
+    assert f"of shared memory for {tokens} tokens" in CudaTreeEngine.unsupported(config, shape, "float16", 49_152)

@@ -25,9 +25,10 @@ NORMALIZATION = Normalization(1 / 255, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
     from edgellm.kernels.cuda_image_kernels import CudaImageKernels
+    from edgellm.kernels.launch import KernelModule
 
     with cuda_device() as device:
-        device.images = CudaImageKernels(device.stream, device.compute_capability)
+        device.images = CudaImageKernels(KernelModule(device.compute_capability, device.stream.handle))
         yield device
 
 

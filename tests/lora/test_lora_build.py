@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
 from edgellm.engines.builder import build_engine_directory, describe_in_place, refresh_plans
-from edgellm.engines.cuda_decode_engine import unsupported
+from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.engine_directory import EngineDirectory
@@ -115,8 +115,11 @@ def test_networks_without_adapters_are_what_they_were() -> None:
 
 def test_the_hand_written_kernels_leave_adapters_to_tensorrt() -> None:
     shape = EngineShape("decode", 1, 1, 1024, 1040)
-    assert unsupported(LLAMA, shape, "float16") is None
-    assert unsupported(LLAMA, LIMITS.with_adapters(shape), "float16") == "decode kernels do not apply LoRA adapters"
+    assert CudaDecodeEngine.unsupported(LLAMA, shape, "float16") is None
+    assert (
+        CudaDecodeEngine.unsupported(LLAMA, LIMITS.with_adapters(shape), "float16")
+        == "decode kernels do not apply LoRA adapters"
+    )
 
 
 def test_a_build_from_the_command_line(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_device import cuda_device
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting import DraftingConfig
@@ -108,3 +109,13 @@ def test_log_probabilities(engines: Path, open_runtime: Callable[[], SpecDecodeR
             assert found.logprob == pytest.approx(wanted.logprob, abs=tolerance)
             likeliest = ([value for _, value in each.top] for each in (found, wanted))
             np.testing.assert_allclose(*likeliest, atol=tolerance)
+
+
+def test_models_opened_in_turn_leave_no_memory_behind(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
+    free = []
+    with cuda_device() as device:  # the context stays, as it does where PyTorch is in the same process
+        for _ in range(5):
+            with open_runtime() as runtime:
+                assert len(runtime.handle_request([Request(prompt, None, PARAMS) for prompt in PROMPTS])) == 4
+            free.append(device.free_memory()[0])
+    assert free[1] - free[-1] < 1 << 20, free
