@@ -76,7 +76,8 @@ class ObservedRunner:
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
         if isinstance(runner, EagleRunner):
-            runner.observe_stages(lambda name: observer.device_span(runner.backend, name))
+            backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
+            runner.observe_stages(lambda name: observer.device_span(backend, name))
 
     def start(
         self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any

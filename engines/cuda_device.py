@@ -253,7 +253,8 @@ class CudaDevice:
         try:
             return self._capture(step)
         except Exception as error:
-            logger.warning("CUDA graph capture of %s failed (%s); it runs uncaptured, which is slower", name, error)
+            reason = str(error)  # as text: whoever keeps the log's record keeps no device by the error's traceback
+            logger.warning("CUDA graph capture of %s failed (%s); it runs uncaptured, which is slower", name, reason)
             return step
 
     def _capture(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -13,10 +13,10 @@ from itertools import pairwise
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, edge_of_decoder, unneeded_at_edge
 from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, edge_of_layers, rows
-from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch
+from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
 
 
@@ -28,7 +28,8 @@ class CudaVerifyPasses(CudaKernelEngine):
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
         self._check_supported(kernels, config, shape, dtype)
         self._passes = [
-            (slots, decoder_engine_kind(part)(kernels, config, part, dtype)) for slots, part in _passes(shape)
+            (slots, decoder_engine_kind(config, part, dtype, kernels.shared_limit)(kernels, config, part, dtype))
+            for slots, part in _passes(shape)
         ]
         edge = edge_of_decoder(config, shape, dtype)
         super().__init__(kernels, config, shape, edge, {}, unneeded_at_edge(config, shape))
@@ -47,7 +48,8 @@ class CudaVerifyPasses(CudaKernelEngine):
                 f"{shape.phase}"
             )
         for _, part in _passes(shape):
-            reason = decoder_engine_kind(part).unsupported(config, part, dtype, shared_limit)
+            kind = decoder_engine_kind(config, part, dtype, shared_limit)
+            reason = kind.unsupported(config, part, dtype, shared_limit)
             if reason is not None:
                 return reason
         return None
@@ -68,11 +70,16 @@ class CudaVerifyPasses(CudaKernelEngine):
         return launches
 
 
-def decoder_engine_kind(shape: EngineShape) -> type[CudaDecodeEngine] | type[CudaVerifyPasses]:
-    """The engine that is for as many of a base model's tokens."""
-    if shape.phase != "verify" or rows(shape) <= MAX_ROWS:
+def decoder_engine_kind(
+    config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
+) -> type[CudaDecodeEngine] | type[CudaVerifyPasses]:
+    """The engine of a base model's layers for a shape; where none supports it, the one whose reason tells why."""
+    if shape.phase == "prefill":
         return CudaDecodeEngine
-    return CudaTreeEngine if rows(shape) <= MAX_TILED_ROWS else CudaVerifyPasses
+    if rows(shape) > MAX_TILED_ROWS:
+        return CudaVerifyPasses
+    fits = CudaDecodeEngine.unsupported(config, shape, dtype, shared_limit) is None
+    return CudaDecodeEngine if fits else CudaTiledEngine
 
 
 def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:

@@ -158,8 +158,9 @@ class TensorRTBackend:
         if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
             return None  # the common case, which needs no line in the log
         config: Any = self._directory.model_config(shape.model)  # of the kind of model that the engine is for
-        kind = CudaDraftEngine if shape.model == "draft" else decoder_engine_kind(shape)
-        reason = kind.unsupported(config, shape, dtype, kernels.shared_limit)
+        limit = kernels.shared_limit
+        kind = CudaDraftEngine if shape.model == "draft" else decoder_engine_kind(config, shape, dtype, limit)
+        reason = kind.unsupported(config, shape, dtype, limit)
         if reason is None:
             return kind(kernels, config, shape, dtype)
         logger.info("%s runs on TensorRT: %s", shape.name, reason)

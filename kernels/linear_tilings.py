@@ -1,4 +1,4 @@
-"""How the linear layers of 17 to 64 rows of activations are spread over a GPU: which tiles, and who shares K.
+"""How the linear layers of up to 64 rows of activations are spread over a GPU: which tiles, and who shares K.
 
 What decides is time alone: every choice gives the same bits.
 """

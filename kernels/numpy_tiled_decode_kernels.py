@@ -1,4 +1,4 @@
-"""The kernels of steps of 17 to 64 tokens in NumPy, float32: the twins of `CudaTiledKernels`, their definition.
+"""The kernels of steps of up to 64 tokens in NumPy, float32: the twins of `CudaTiledKernels`, their definition.
 
 The norms stand alone here; `linear_residual` is that of `numpy_decode_kernels`, whose `attention` serves them, too.
 """

@@ -1,4 +1,4 @@
-"""The kernels of steps of 17 to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
+"""The kernels of steps of up to 64 tokens on the GPU, as trees have that are verified, prepared once for every step.
 
 Each method has the arguments of its NumPy twin in `numpy_tiled_decode_kernels` and returns a `Launch` that
 enqueues it; their attention is that of `CudaDecodeKernels`. A row gets the bits that `CudaDecodeKernels` computes.

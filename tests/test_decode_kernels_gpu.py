@@ -64,7 +64,10 @@ def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
 
 
 class Loaded:
-    """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits."""
+    """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits.
+
+    `tiled`: an engine of the kernels of many tokens, however few there are.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,9 @@ class Loaded:
         dtype: str,
         rows: int,
         last: int | None = None,
+        tiled: bool = False,
     ) -> None:
+        from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
         from edgellm.engines.cuda_verify_passes import decoder_engine_kind
 
         batch, tokens, _ = arrays["inputs_embeds"].shape
@@ -83,7 +88,9 @@ class Loaded:
             phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
         self.gpu, self.dtype = gpu, dtype
         shape = EngineShape(phase, batch, tokens, rows, rows, selected)
-        self.engine = decoder_engine_kind(shape)(gpu.decode_kernels, config, shape, dtype)
+        kernels = gpu.decode_kernels
+        kind = CudaTiledEngine if tiled else decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
+        self.engine = kind(kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)

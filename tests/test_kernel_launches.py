@@ -13,7 +13,7 @@ from test_decode_kernels import FAMILIES, LLAMA
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.cuda_verify_passes import CudaVerifyPasses, decoder_engine_kind
 from edgellm.engines.decoder_config import EngineShape
 from edgellm.engines.draft_config import DraftConfig
@@ -82,15 +82,39 @@ def test_every_supported_shape_of_the_base_is_prepared(
     for layers in ((), (0,), (0, 1, 2)):
         config = replace(WIDE if family == "wide" else FAMILIES[family], feature_layers=layers)
         for shape in base_shapes():
-            for kind in (CudaDecodeEngine, CudaTreeEngine, CudaVerifyPasses):
+            for kind in (CudaDecodeEngine, CudaTiledEngine, CudaVerifyPasses):
                 if kind.unsupported(config, shape, "float16", shared_limit) is None:
-                    assert decoder_engine_kind(shape) is kind  # no shape has two
                     enqueue(kind(kernels, config, shape, "float16"))
                     made.add((kind, shape.phase))
-    kinds = {kind for kind, _ in made}
-    assert made == {(kind, "verify") for kind in kinds} | {(CudaDecodeEngine, "decode"), (CudaDecodeEngine, "prefill")}
-    assert kinds == {CudaDecodeEngine, CudaTreeEngine, CudaVerifyPasses}
+    few = {(CudaDecodeEngine, phase) for phase in ("decode", "verify", "prefill")}
+    assert made == few | {(CudaTiledEngine, phase) for phase in ("decode", "verify")} | {(CudaVerifyPasses, "verify")}
     check(launches, shared_limit)
+
+
+@pytest.mark.parametrize("shared_limit", [232_448, 166_912, 101_376], ids=["h200", "orin", "rtx"])
+@pytest.mark.parametrize("hidden_size", [2048, 2560, 3072, 4096])
+def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_limit: int) -> None:
+    """It rounds otherwise: what a draft is accepted for would depend on how many tokens are verified."""
+    head_size = 64 if hidden_size == 2048 else 128
+    config = replace(WIDE, hidden_size=hidden_size, head_dim=head_size, rotary_dim=head_size)
+    most = 32 if head_size == 128 and shared_limit == 101_376 else 64  # attention of more needs more shared memory
+    for shape in base_shapes():
+        if shape.phase != "prefill" and shape.tokens <= most:
+            kind = decoder_engine_kind(config, shape, "float16", shared_limit)
+            assert kind.unsupported(config, shape, "float16", shared_limit) is None, shape
+
+
+def test_the_kernels_of_few_tokens_come_first() -> None:
+    def kind(shape: EngineShape, shared_limit: int) -> type[CudaKernelEngine]:
+        return decoder_engine_kind(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)
+
+    step, batch = EngineShape("decode", 1, 1, 64, 64), EngineShape("decode", 8, 1, 64, 64)
+    chain, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 64))
+    assert [kind(shape, 232_448) for shape in (step, batch, chain)] == [CudaDecodeEngine] * 3
+    assert [kind(shape, 101_376) for shape in (step, batch, chain)] == [CudaDecodeEngine] + [CudaTiledEngine] * 2
+    assert kind(tree, 232_448) is CudaTiledEngine
+    assert kind(replace(tree, batch=2), 232_448) is CudaVerifyPasses
+    assert kind(EngineShape("prefill", 1, 16, 64, 64), 101_376) is CudaDecodeEngine  # whose reason tells why it is not
 
 
 @GPUS

@@ -1,4 +1,4 @@
-"""The twins of the kernels of large verify steps, and which steps they take: everything that needs no GPU."""
+"""The twins of the kernels of steps of many tokens, and which steps they take: everything that needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_decode_kernels import FAMILIES, LLAMA, random_model, random_parents, twin_step
 
-from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels import numpy_decode_kernels as single
@@ -17,7 +17,7 @@ from edgellm.kernels.decode_kernels import padded_columns
 
 
 def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A verify step through the twins, as `CudaTreeEngine` orders it; writes KV rows, returns logits and features."""
+    """A verify step through the twins, as `CudaTiledEngine` orders it; writes KV rows, returns logits and features."""
     batch, tokens, hidden_size = arrays["inputs_embeds"].shape
     count, epsilon, layers = batch * tokens, config.rms_norm_eps, config.feature_layers
 
@@ -81,13 +81,14 @@ def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: st
         ({}, {}, "float16", None),
         ({}, {"tokens": 17, "selected": 17}, "bfloat16", None),
         ({}, {"tokens": 8, "selected": 8, "batch": 4}, "float16", None),
-        ({}, {"tokens": 16, "selected": 16}, "float16", "17 to 64 tokens and give logits of all, not of 16 of 16"),
-        ({}, {"tokens": 65, "selected": 65}, "float16", "17 to 64 tokens and give logits of all, not of 65 of 65"),
+        ({}, {"tokens": 2, "selected": 2}, "float16", None),
+        ({}, {"tokens": 65, "selected": 65}, "float16", "1 to 64 tokens and give logits of all, not of 65 of 65"),
         ({}, {"tokens": 8, "selected": 8, "batch": 8}, "float16", None),
         ({}, {"tokens": 8, "selected": 8, "batch": 9}, "float16", "not of 8 of 8 tokens of 9 sequences"),
         ({}, {"selected": 1}, "float16", "not of 1 of 64 tokens"),
-        ({}, {"phase": "prefill", "selected": 1}, "float16", "verify several tokens, not 64 in prefill"),
-        ({}, {"phase": "decode", "tokens": 1, "selected": 1, "batch": 32}, "float16", "not 1 in decode"),
+        ({}, {"phase": "prefill", "selected": 1}, "float16", "decode one token or verify some, not 64 in prefill"),
+        ({}, {"phase": "decode", "tokens": 1, "selected": 1, "batch": 8}, "float16", None),
+        ({}, {"phase": "decode", "tokens": 2, "selected": 2}, "float16", "not 2 in decode"),
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
         ({}, {"lora_slots": 2}, "float16", "LoRA"),
         ({"hidden_size": 100}, {}, "float16", "hidden_size to be a multiple of 8, not 100"),
@@ -96,7 +97,7 @@ def test_the_twins_of_large_steps_compute_what_those_of_small_ones_do(family: st
 )
 def test_what_is_unsupported_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
     config = replace(LLAMA, **changes)
-    found = CudaTreeEngine.unsupported(config, replace(EngineShape("verify", 1, 64, 128, 128, 64), **shape), dtype)
+    found = CudaTiledEngine.unsupported(config, replace(EngineShape("verify", 1, 64, 128, 128, 64), **shape), dtype)
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -110,5 +111,5 @@ def test_real_widths_fit_into_shared_memory(limit: int, head_size: int, tokens: 
         LLAMA, hidden_size=4096, intermediate_size=14_336, num_heads=32, num_kv_heads=8, head_dim=head_size
     )
     shape = EngineShape("verify", 1, tokens, 1088, 1088, tokens)
-    assert CudaTreeEngine.unsupported(config, shape, "float16", limit) is None
-    assert f"of shared memory for {tokens} tokens" in CudaTreeEngine.unsupported(config, shape, "float16", 49_152)
+    assert CudaTiledEngine.unsupported(config, shape, "float16", limit) is None
+    assert f"of shared memory for {tokens} tokens" in CudaTiledEngine.unsupported(config, shape, "float16", 49_152)

@@ -1,4 +1,4 @@
-"""The kernels of large verify steps on the GPU: against their twins, and bit for bit against steps of few tokens."""
+"""The kernels of steps of many tokens on the GPU: against their twins, and bit for bit against those of few tokens."""
 
 from __future__ import annotations
 
@@ -150,6 +150,25 @@ def test_a_batch_of_large_trees_has_the_bits_of_each_alone(gpu, starts: tuple[in
             np.testing.assert_array_equal(found[name][slot], gpu.download(alone.arrays[name])[0], err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("starts", "tokens"), [((90,), 1), ((0, 27, 253, 90), 1), ((63,), 2), ((40,), 16), ((17, 200), 8), ((5,) * 16, 1)]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_of_few_tokens_have_the_same_bits(gpu, shape: str, starts: tuple[int, ...], tokens: int, dtype: str):
+    """On GPUs whose blocks get little shared memory they run on these kernels."""
+    config = SHAPES[shape]
+    arrays = random_model(config, len(starts), 300, list(starts), random_parents(tokens, seed=tokens))
+    few, many = (Loaded(gpu, config, arrays, dtype, 300, tiled=tiled) for tiled in (False, True))
+    for loaded in (few, many):
+        loaded.engine.enqueue()
+    assert type(few.engine) is not type(many.engine)
+    results = ("logits", "hidden_states") if config.feature_layers else ("logits",)
+    for name in (*results, *(name for name in arrays if "_cache_" in name)):
+        found, expected = (gpu.download(loaded.arrays[name]) for loaded in (many, few))
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
 @pytest.mark.parametrize("tokens", [32, 64])
 def test_a_captured_step_follows_tree_and_length_on_the_device(gpu, tokens: int) -> None:
     config, rows = replace(FAMILIES["llama"], feature_layers=(1,)), 256
@@ -216,7 +235,7 @@ def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
     return device_copy(gpu, np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype))
 
 
-@pytest.mark.parametrize("rows", [17, 32, 50, 64])
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 64])
 def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
     kernels, output = CudaTiledKernels(gpu.decode_kernels), gpu.empty((rows, 330), "float32")
     for columns in (520, 4096):
@@ -231,7 +250,7 @@ def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
         assert np.isfinite(expected).all()
 
 
-@pytest.mark.parametrize("rows", [17, 32, 45, 64])
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 45, 64])
 def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -> None:
     """Their kernels, compiled for an older architecture, in the shared memory of an RTX PC."""
     for width, columns in ((200, 520), (1030, 2048), (74, 8)):

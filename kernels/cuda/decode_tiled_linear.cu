@@ -1,4 +1,4 @@
-// Linear layers of 17 to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows of
+// Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows of
 // activations.
 //
 // Every sum has the order of decode_linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets

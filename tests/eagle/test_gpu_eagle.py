@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -115,8 +116,8 @@ def test_captured_rounds_equal_uncaptured_ones_and_stages_captured_alone(
                 taken.append("whole" if is_whole else "stage")
                 return capture(step)
 
-            runner.backend.device._capture = limited
-            found.append(answers(runner, PROMPTS[:1], [GREEDY], PLANS[2]))
+            with patch.object(runner.backend.device, "_capture", limited):  # which holds the device
+                found.append(answers(runner, PROMPTS[:1], [GREEDY], PLANS[2]))
             assert {"none": "whole" in taken, "whole": "stage" in taken, "all": not taken}[refused]
     assert found[0] == found[1] == found[2]
 

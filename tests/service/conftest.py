@@ -53,15 +53,15 @@ def runtime(serving_engines: Path, drafting: DraftingConfig | None) -> Iterator[
 @pytest.fixture
 def captured(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SpecDecodeRuntime]:
     """Opens a runtime on a backend that captures as the GPU does."""
-    backends: list[FixedShapeBackend] = []
 
     def open_runtime(drafting: DraftingConfig | None) -> tuple[SpecDecodeRuntime, FixedShapeBackend]:
+        made: list[FixedShapeBackend] = []
         with monkeypatch.context() as patch:
             patch.setattr(
                 "edgellm.runtime.open_backend",
-                lambda _, directory: backends.append(FixedShapeBackend(directory)) or backends[-1],
+                lambda _, directory: made.append(FixedShapeBackend(directory)) or made[-1],
             )
-            return SpecDecodeRuntime(serving_engines, drafting=drafting), backends[-1]
+            return SpecDecodeRuntime(serving_engines, drafting=drafting), made.pop()
 
     return open_runtime
 

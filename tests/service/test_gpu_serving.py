@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from edgellm import Request, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting import DraftingConfig
 from edgellm.engines.builder import build_engine_directory
 from edgellm.engines.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.engines.cuda_device import CudaDevice
 from edgellm.engines.decoder_config import EngineLimits
 from edgellm.engines.engine_directory import EngineDirectory
 from edgellm.logprobs import token_logprobs
@@ -41,6 +45,15 @@ def open_runtime(engines: Path, request: pytest.FixtureRequest) -> Callable[[], 
     return lambda: SpecDecodeRuntime(engines, drafting=drafting, backend="tensorrt")
 
 
+@contextmanager
+def own_capture(runtime: SpecDecodeRuntime, own: Callable[..., object]) -> Iterator[None]:
+    """`own(capture, step, name)` in the place of the backend's `capture(step, name)`."""
+    backend = runtime._open_runner().backend
+    with patch.object(backend, "capture", partial(own, backend.capture)):
+        del backend  # it goes in the thread that closes the runtime
+        yield
+
+
 def test_steps_captured_ahead(open_runtime: Callable[[], SpecDecodeRuntime], caplog: pytest.LogCaptureFixture) -> None:
     requests = [Request(prompt, None, params) for params in (PARAMS, SAMPLED) for prompt in PROMPTS]
     with open_runtime() as lazily:
@@ -48,11 +61,9 @@ def test_steps_captured_ahead(open_runtime: Callable[[], SpecDecodeRuntime], cap
     with open_runtime() as ahead, caplog.at_level(logging.WARNING):
         assert ahead.capture_decoding_cuda_graph() is True, ahead.uncaptured_stages
         captures: list[str] = []
-        backend = ahead._open_runner().backend
-        capture = backend.capture
-        backend.capture = lambda step, name: captures.append(name) or capture(step, name)
-        assert [ahead.handle_request(request).token_ids for request in requests] == expected
-        assert len(ahead.handle_request(requests)) == len(requests)
+        with own_capture(ahead, lambda capture, step, name: captures.append(name) or capture(step, name)):
+            assert [ahead.handle_request(request).token_ids for request in requests] == expected
+            assert len(ahead.handle_request(requests)) == len(requests)
         assert captures == []
     assert not [record for record in caplog.records if "capture" in record.getMessage()]
 
@@ -60,8 +71,7 @@ def test_steps_captured_ahead(open_runtime: Callable[[], SpecDecodeRuntime], cap
 def test_what_cannot_be_captured_is_named(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
     with open_runtime() as runtime:
         expected = runtime.handle_request(Request(PROMPTS[0], None, PARAMS)).token_ids
-    with open_runtime() as runtime:
-        runtime._open_runner().backend.capture = lambda step, name: step
+    with open_runtime() as runtime, own_capture(runtime, lambda capture, step, name: step):
         assert runtime.capture_decoding_cuda_graph() is False
         assert any("plain decode of 4 sequences" in name for name in runtime.uncaptured_stages)
         assert runtime.handle_request(Request(PROMPTS[0], None, PARAMS)).token_ids == expected
@@ -70,18 +80,21 @@ def test_what_cannot_be_captured_is_named(open_runtime: Callable[[], SpecDecodeR
 def test_slots_exchange_and_copy_rows(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
     with open_runtime() as runtime:
         runtime.handle_request([Request(prompt, None, PARAMS) for prompt in PROMPTS])
-        runner = runtime._open_runner()
-
-        def rows(slot: int) -> list[np.ndarray]:
-            caches = [*runner.base.caches.values(), *(runner.draft.caches.values() if runtime.has_draft_model else ())]
-            return [runner.backend.read(cache[slot : slot + 1]).wait().copy() for cache in caches]
-
-        held = [rows(slot) for slot in range(4)]
-        runner.swap_rows(0, 2)
-        runner.copy_rows(1, 3)
+        held = held_rows(runtime)
+        runtime._open_runner().swap_rows(0, 2)
+        runtime._open_runner().copy_rows(1, 3)
+        now = held_rows(runtime)
         for slot, source in enumerate((2, 1, 0, 1)):
-            for found, expected in zip(rows(slot), held[source], strict=True):
+            for found, expected in zip(now[slot], held[source], strict=True):
                 np.testing.assert_array_equal(found, expected)
+
+
+def held_rows(runtime: SpecDecodeRuntime) -> list[list[np.ndarray]]:
+    """The KV rows of each slot, of every layer."""
+    runner = runtime._open_runner()
+    caches = [*runner.base.caches.values(), *(runner.draft.caches.values() if runtime.has_draft_model else ())]
+    read = runner.backend.read
+    return [[read(cache[slot : slot + 1]).wait().copy() for cache in caches] for slot in range(4)]
 
 
 def test_conversations_find_their_rows(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
@@ -112,10 +125,18 @@ def test_log_probabilities(engines: Path, open_runtime: Callable[[], SpecDecodeR
 
 
 def test_models_opened_in_turn_leave_no_memory_behind(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
-    free = []
-    with cuda_device() as device:  # the context stays, as it does where PyTorch is in the same process
-        for _ in range(5):
+    """In a context that stays, as it does where PyTorch is in the same process."""
+
+    def lost(device: CudaDevice) -> int:
+        free = []
+        for _ in range(10):
             with open_runtime() as runtime:
                 assert len(runtime.handle_request([Request(prompt, None, PARAMS) for prompt in PROMPTS])) == 4
             free.append(device.free_memory()[0])
-    assert free[1] - free[-1] < 1 << 20, free
+        return free[1] - free[-1]
+
+    with cuda_device() as device:
+        losses: list[int] = []
+        while len(losses) < 3 and (not losses or losses[-1] >= 3 << 20):  # another program may have taken as much
+            losses.append(lost(device))
+        assert losses[-1] < 3 << 20, losses

@@ -25,7 +25,7 @@ from provenance import provenance
 
 from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.cuda_device import CudaDevice
-from edgellm.engines.cuda_tree_engine import CudaTreeEngine
+from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.decoder import decoder_weights
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
@@ -190,10 +190,11 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     start = bench.device.empty((1,), "int32")
     bench.device.upload(start, np.array([START], np.int32))
     for rows in all_rows:
-        for kind in (CudaDecodeEngine, CudaTreeEngine):
+        for kind in (CudaDecodeEngine, CudaTiledEngine):
             shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            if (kind is CudaTreeEngine) != (rows > MAX_ROWS):
+            if kind is CudaDecodeEngine and rows > MAX_ROWS:
                 continue
+            name = "step" if kind is CudaDecodeEngine else "tiled step"
             engine = kind(bench.kernels, LLAMA, shape, "float16")
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
@@ -209,7 +210,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             engine.enqueue()
             launches = engine._launches
             whole = bench.microseconds([engine.enqueue], "step")
-            bench.report("step", rows, whole)
+            bench.report(name, rows, whole)
             for left_out in ("attention", "norm_float16", "residual", "gate_up"):
                 rest = [launch for launch in launches if left_out not in launch.name]
                 if len(rest) == len(launches):
@@ -219,7 +220,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
                     for launch in rest:
                         launch()
 
-                bench.report(f"step without {left_out}", rows, bench.microseconds([enqueue], "step"))
+                bench.report(f"{name} without {left_out}", rows, bench.microseconds([enqueue], "step"))
 
 
 SECTIONS = {

@@ -1,8 +1,9 @@
-"""Verify steps of 17 to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
+"""Decode and verify steps of up to 64 tokens, of trees or of several sequences, as hand-written kernels: seven a layer.
 
 They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what is
-accepted does not depend on the size of such a tree. The norms are launches of their own here: their results serve every
-block of the linear layer that follows.
+accepted does not depend on the size of a tree. The norms are launches of their own here: their results serve every
+block of the linear layer that follows. For up to 16 tokens that is slower, but it takes less shared memory: GPUs whose
+blocks get little of it, as those of RTX PCs, take some of these steps so.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from edgellm.engines.cuda_kernel_engine import ArrayTable, rows, too_much_memory
 from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, padded_columns
+from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch, padded_columns
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS, CudaTiledKernels, tiled_shared_bytes
 
 
-class CudaTreeEngine(CudaDecodeEngine):
-    """One verify step of `shape.batch` sequences by `shape.tokens` tokens each."""
+class CudaTiledEngine(CudaDecodeEngine):
+    """One step of `shape.batch` sequences by `shape.tokens` tokens each."""
 
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
         super().__init__(kernels, config, shape, dtype)
@@ -28,11 +29,11 @@ class CudaTreeEngine(CudaDecodeEngine):
         config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
     ) -> str | None:
         """See `CudaKernelEngine.unsupported`."""
-        if shape.phase != "verify" or shape.tokens < 2:
-            return f"tiled decode kernels verify several tokens, not {shape.tokens} in {shape.phase}"
-        if not MAX_ROWS < rows(shape) <= MAX_TILED_ROWS or shape.selected != shape.tokens:
+        if shape.phase not in ("decode", "verify") or (shape.phase == "decode" and shape.tokens != 1):
+            return f"tiled decode kernels decode one token or verify some, not {shape.tokens} in {shape.phase}"
+        if not 1 <= rows(shape) <= MAX_TILED_ROWS or shape.selected != shape.tokens:
             return (
-                f"tiled decode kernels take {MAX_ROWS + 1} to {MAX_TILED_ROWS} tokens and give logits of all, not of "
+                f"tiled decode kernels take 1 to {MAX_TILED_ROWS} tokens and give logits of all, not of "
                 f"{shape.selected} of {shape.tokens} tokens of {shape.batch} sequences"
             )
         reason = unsupported_layers(config, shape, dtype)
@@ -59,7 +60,7 @@ class CudaTreeEngine(CudaDecodeEngine):
             # The first attention reads KV rows early, which whatever was enqueued before the step may have written.
             self._norm(hidden, f"{layer}input_layernorm.weight", next_early=index > 0),
             self._linear(f"{attention}qkv_proj.weight", f"{attention}qkv_proj.bias", scratch["qkv"]),
-            self._attention(index, layer, bound["attention_mask"]),
+            self._attention(index, layer, bound["attention_mask"] if self.reads_attention_mask else None),
             self._linear_residual(scratch["context"], f"{attention}o_proj", hidden, *self._feature(index)),
             self._norm(scratch["hidden"], f"{layer}post_attention_layernorm.weight"),
             tiled.gate_up(
