@@ -2,8 +2,8 @@
 
 They stand behind the same edge as `CudaDecodeEngine` and give every token the same bits as it does, so that what is
 accepted does not depend on the size of a tree. The norms are launches of their own here: their results serve every
-block of the linear layer that follows. For up to 16 tokens that is slower, but it takes less shared memory: GPUs whose
-blocks get little of it, as those of RTX PCs, take some of these steps so.
+block of the linear layer that follows. From a dozen tokens on that is faster. It also takes less shared memory: GPUs
+whose blocks get little of it, as those of RTX PCs, take wide models' steps of fewer tokens so, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from edgellm.engines.cuda_kernel_engine import ArrayTable, rows, too_much_memory
 from edgellm.engines.decoder import head_weight_name
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch, padded_columns
+from edgellm.kernels.decode_kernels import (
+    MAX_ROWS,
+    CudaDecodeKernels,
+    Launch,
+    padded_columns,
+    streamed_shared_bytes,
+)
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS, CudaTiledKernels, tiled_shared_bytes
 
 
@@ -23,6 +29,10 @@ class CudaTiledEngine(CudaDecodeEngine):
     def __init__(self, kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> None:
         super().__init__(kernels, config, shape, dtype)
         self._tiled = CudaTiledKernels(kernels)
+        count, limit = rows(shape), kernels.shared_limit
+        streams = count <= MAX_ROWS and streamed_shared_bytes(count, limit) <= limit
+        # What needs no norm is faster by the kernels of few rows, as far as they go.
+        self._residual_kernels: CudaDecodeKernels | CudaTiledKernels = kernels if streams else self._tiled
 
     @staticmethod
     def unsupported(
@@ -93,7 +103,7 @@ class CudaTiledEngine(CudaDecodeEngine):
         place: int = 0,
     ) -> Launch:
         bound, scratch = self._bound, self._scratch
-        return self._tiled.linear_residual(
+        return self._residual_kernels.linear_residual(
             x,
             bound[f"{layer}.weight"],
             bound.get(f"{layer}.bias"),

@@ -19,6 +19,9 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS
 
+#: Up to so many tokens the engine that norms while it multiplies is the faster one (`kernel_speed.py steps`, H200).
+_FEW_ROWS = 12
+
 
 class CudaVerifyPasses(CudaKernelEngine):
     """One verify step of `shape.batch` sequences by `shape.tokens` tokens each."""
@@ -73,13 +76,14 @@ class CudaVerifyPasses(CudaKernelEngine):
 def decoder_engine_kind(
     config: DecoderConfig, shape: EngineShape, dtype: str, shared_limit: int | None = None
 ) -> type[CudaDecodeEngine] | type[CudaVerifyPasses]:
-    """The engine of a base model's layers for a shape; where none supports it, the one whose reason tells why."""
+    """The fastest engine of a base model's layers for a shape; where none supports it, one whose reason tells why."""
     if shape.phase == "prefill":
         return CudaDecodeEngine
     if rows(shape) > MAX_TILED_ROWS:
         return CudaVerifyPasses
-    fits = CudaDecodeEngine.unsupported(config, shape, dtype, shared_limit) is None
-    return CudaDecodeEngine if fits else CudaTiledEngine
+    kinds = (CudaDecodeEngine, CudaTiledEngine) if rows(shape) <= _FEW_ROWS else (CudaTiledEngine, CudaDecodeEngine)
+    supporting = (kind for kind in kinds if kind.unsupported(config, shape, dtype, shared_limit) is None)
+    return next(supporting, CudaTiledEngine)
 
 
 def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:

@@ -220,7 +220,7 @@ def shared_bytes(batch: int, tokens: int, hidden_size: int, head_size: int, shar
     rows = batch * tokens
     return max(
         *(_norm_bytes(tiles, rows, hidden_size, shared_limit) for tiles in (1, 2)),
-        _streamed_bytes(rows, shared_limit),
+        streamed_shared_bytes(rows, shared_limit),
         attention_shared_bytes(tokens, head_size),
     )
 
@@ -238,7 +238,9 @@ def _norm_bytes(tiles: int, batch: int, columns: int, shared_limit: int) -> int:
     return needed(_geometry(batch, needed, shared_limit))
 
 
-def _streamed_bytes(batch: int, shared_limit: int) -> int:
+def streamed_shared_bytes(batch: int, shared_limit: int) -> int:
+    """The same of `linear_residual` alone, whose input of `batch` rows comes with the weights."""
+
     def needed(geometry: _Geometry) -> int:
         return geometry.streamed_bytes(batch)
 

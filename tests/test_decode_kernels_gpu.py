@@ -9,6 +9,8 @@ import pytest
 from gpu_device import cuda_device
 from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
 
+from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_verify_passes import decoder_engine_kind
 from edgellm.engines.decoder_config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
@@ -66,7 +68,7 @@ def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
 class Loaded:
     """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits.
 
-    `tiled`: an engine of the kernels of many tokens, however few there are.
+    `kind`: of engine, where not the fastest.
     """
 
     def __init__(
@@ -77,11 +79,8 @@ class Loaded:
         dtype: str,
         rows: int,
         last: int | None = None,
-        tiled: bool = False,
+        kind: type[CudaKernelEngine] | None = None,
     ) -> None:
-        from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
-        from edgellm.engines.cuda_verify_passes import decoder_engine_kind
-
         batch, tokens, _ = arrays["inputs_embeds"].shape
         phase, selected = "decode" if tokens == 1 else "verify", tokens
         if last is not None:
@@ -89,15 +88,15 @@ class Loaded:
         self.gpu, self.dtype = gpu, dtype
         shape = EngineShape(phase, batch, tokens, rows, rows, selected)
         kernels = gpu.decode_kernels
-        kind = CudaTiledEngine if tiled else decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
+        kind = kind or decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
         self.engine = kind(kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)
         self.arrays: dict[str, DeviceArray] = {}
         for name, array in arrays.items():
-            kind = dtype if array.dtype == np.float32 else array.dtype.name
-            self.arrays[name] = gpu.empty(array.shape, kind)
+            held = dtype if array.dtype == np.float32 else array.dtype.name
+            self.arrays[name] = gpu.empty(array.shape, held)
             gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
         for name in [name for name in arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]

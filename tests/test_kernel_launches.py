@@ -104,15 +104,15 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
             assert kind.unsupported(config, shape, "float16", shared_limit) is None, shape
 
 
-def test_the_kernels_of_few_tokens_come_first() -> None:
+def test_the_fastest_engine_that_has_the_memory_is_taken() -> None:
     def kind(shape: EngineShape, shared_limit: int) -> type[CudaKernelEngine]:
         return decoder_engine_kind(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)
 
     step, batch = EngineShape("decode", 1, 1, 64, 64), EngineShape("decode", 8, 1, 64, 64)
-    chain, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 64))
+    chain, small, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 16, 64))
     assert [kind(shape, 232_448) for shape in (step, batch, chain)] == [CudaDecodeEngine] * 3
     assert [kind(shape, 101_376) for shape in (step, batch, chain)] == [CudaDecodeEngine] + [CudaTiledEngine] * 2
-    assert kind(tree, 232_448) is CudaTiledEngine
+    assert [kind(shape, 232_448) for shape in (small, tree)] == [CudaTiledEngine] * 2
     assert kind(replace(tree, batch=2), 232_448) is CudaVerifyPasses
     assert kind(EngineShape("prefill", 1, 16, 64, 64), 101_376) is CudaDecodeEngine  # whose reason tells why it is not
 
