@@ -102,6 +102,7 @@ class AsyncSession:
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
     ) -> AsyncGeneration:
         """See `Session.stream`."""
+        await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
         given_up = threading.Event()
         try:
             generation = await asyncio.to_thread(self._session._say, content, params, deadline, given_up)
