@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncLLM
-    from edgellm.drafting import DraftingConfig
+    from edgellm.drafting.config import DraftingConfig
     from edgellm.errors import AdapterError, EdgeLLMError, ImageError, QueueFullError, RequestError, SnapshotError
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.request import Request
+    from edgellm.requests import Request
     from edgellm.responses import Chunk, Response
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ _MODULES = {
     "SamplingParams": "edgellm.sampling_params",
     "DraftingConfig": "edgellm.drafting",
     "AsyncLLM": "edgellm.asynchronous",
-    "Request": "edgellm.request",
+    "Request": "edgellm.requests",
     "SpecDecodeRuntime": "edgellm.runtime",
     "Session": "edgellm.sessions",
     "Generation": "edgellm.generation",

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engine_thread import QUEUE_LIMIT
+from edgellm.serving.thread import QUEUE_LIMIT
 from edgellm.generation import Generation
 from edgellm.llm import LLM, start_runtime
-from edgellm.request import Messages, Request
+from edgellm.requests import Messages, Request
 from edgellm.responses import Chunk, Response
 from edgellm.sampling_params import SamplingParams
 from edgellm.sessions import Content, Session

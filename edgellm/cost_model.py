@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.round_costs import RoundCosts
+from edgellm.drafting.costs import RoundCosts
 
 #: Standard deviations of logarithms: how far the load of the machine and a measured cost may be from what was measured,
 LOAD_DOUBT = 1.0

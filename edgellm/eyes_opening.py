@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm.engines.backend import Backend
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EngineDirectoryError
 from edgellm.late_eyes import LateEyes
-from edgellm.metrics import Metrics
+from edgellm.serving.metrics import Metrics
 
 if TYPE_CHECKING:
-    from edgellm.eyes import Eyes
+    from edgellm.vision.encoder import Eyes
 
 
 def open_eyes(
@@ -25,7 +25,7 @@ def open_eyes(
         return None
 
     def opened() -> Eyes:
-        from edgellm.eyes import Eyes
+        from edgellm.vision.encoder import Eyes
 
         return Eyes(backend, directory, seen_with, metrics)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from edgellm.decoding_sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError
 from edgellm.responses import Chunk, Response
 

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from edgellm.engines.backend import Backend
-from edgellm.engines.memory_plan import MemoryPlan
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.errors import closed_error
 from edgellm.text.message_parts import ImageReference
 
 if TYPE_CHECKING:
-    from edgellm.engines.prompt_images import PromptImages
-    from edgellm.eyes import Eyes
+    from edgellm.engines.runners.prompt_images import PromptImages
+    from edgellm.vision.encoder import Eyes
     from edgellm.multimodal.image_processor import PreparedImage
 
 
 class LateEyes:
-    """See `edgellm.eyes.Eyes`, which `open_eyes` makes and loads nothing of; any thread may be the first to need them.
+    """See `edgellm.vision.encoder.Eyes`, which `open_eyes` makes and loads nothing of; any thread may be the first to need them.
 
     For a backend that makes nothing ready before it computes. What is wrong with the vision model's files, or that
     they find no memory, is the error of the first request with an image, and of each one after it.

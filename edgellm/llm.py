@@ -10,11 +10,11 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from edgellm.engine_thread import QUEUE_LIMIT, EngineThread
+from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.metrics import Metrics
-from edgellm.request import Messages, Request
+from edgellm.serving.metrics import Metrics
+from edgellm.requests import Messages, Request
 from edgellm.responses import Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -22,10 +22,10 @@ from edgellm.sessions import Session
 from edgellm.snapshots.store import MEMORY_BUDGET
 
 if TYPE_CHECKING:
-    from edgellm.drafting import DraftingConfig
-    from edgellm.drafting_controller import DraftingReport
-    from edgellm.engines.engine_directory import EngineDirectory
-    from edgellm.observer import Observer
+    from edgellm.drafting.config import DraftingConfig
+    from edgellm.drafting.controller import DraftingReport
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt
     from edgellm.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgellm.drafting_statistics import DraftingStatistics
+from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.logprobs import TokenLogprobs
 
 

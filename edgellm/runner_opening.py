@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from edgellm.drafting import DraftingConfig
-from edgellm.engines.backend import Backend
-from edgellm.engines.base_runner import BaseEngineRunner
-from edgellm.engines.eagle_runner import EagleRunner
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.lora_adapter import LoraAdapter
-from edgellm.engines.lora_slots import require_adapters
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.lora.slots import require_adapters
 from edgellm.errors import RequestError
-from edgellm.runner import PlainRunner, Runner
+from edgellm.decoding.runner import PlainRunner, Runner
 
 
 def open_runner(

@@ -9,40 +9,40 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
-from edgellm.adaptive_drafting import adaptive_drafting
+from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.chunk_callbacks import ChunkCallbacks, OnChunk, callbacks_of_each
-from edgellm.decoding import DecodingLoop
-from edgellm.decoding_sequence import DecodingSequence
-from edgellm.drafting import DraftingConfig, FixedDrafting, PlanChooser
-from edgellm.drafting_controller import DraftingController, DraftingReport
-from edgellm.drafting_presets import default_drafting
-from edgellm.engines.backend import open_backend
-from edgellm.engines.eagle_runner import EagleRunner
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser
+from edgellm.drafting.controller import DraftingController, DraftingReport
+from edgellm.drafting.presets import default_drafting
+from edgellm.engines.backends.base import open_backend
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError, RequestError, closed_error
 from edgellm.eyes_opening import open_eyes, vision_directory
 from edgellm.generation import Answering
 from edgellm.kernels.user_paths import user_path
-from edgellm.kv_contents import KVContents
-from edgellm.metrics import Metrics
-from edgellm.observer import ObservedRunner, ObservedSnapshots, Observer
-from edgellm.preparation import Preparation
-from edgellm.request import Request
-from edgellm.request_queue import RequestQueue
+from edgellm.decoding.slots import KVContents
+from edgellm.serving.metrics import Metrics
+from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
+from edgellm.decoding.preparation import Preparation
+from edgellm.requests import Request
+from edgellm.serving.queue import RequestQueue
 from edgellm.responses import Response
-from edgellm.runner import Runner
+from edgellm.decoding.runner import Runner
 from edgellm.runner_opening import open_runner, read_adapters
 from edgellm.runtime_options import check_drafting, check_options
-from edgellm.serving import RequestServer
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.serving.server import RequestServer
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.snapshot_file import write_snapshot
+from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgellm.eyes import Eyes
+    from edgellm.vision.encoder import Eyes
     from edgellm.late_eyes import LateEyes
 
 
@@ -182,7 +182,7 @@ class SpecDecodeRuntime:
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
-        """Let an observer (`edgellm.tracing.Trace`, `edgellm.nvtx_ranges.NvtxRanges`) take note of all steps from the
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.nvtx.NvtxRanges`) take note of all steps from the
         next request on, until another takes its place (None: nobody) or the model is closed. Rounds are then not one
         graph each, which costs some speed.
         """
@@ -251,7 +251,7 @@ class SpecDecodeRuntime:
         return self._preparation.sequence(request, self._open_runner())
 
     def loop(self) -> DecodingLoop:
-        """See `edgellm.serving.Engine`."""
+        """See `edgellm.serving.server.Engine`."""
         chooser = self._choosers[self._drafting]
         runner, snapshots = self._open_runner(), self._open_snapshots()
         look = None if self._eyes is None else self._eyes.look

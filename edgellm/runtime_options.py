@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.drafting import DraftingConfig
+from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import RequestError
 
 

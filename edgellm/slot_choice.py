@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from edgellm.engines.prompt_images import TokenIdentity
-from edgellm.kv_contents import KVContents
+from edgellm.engines.runners.prompt_images import TokenIdentity
+from edgellm.decoding.slots import KVContents
 
 
 class SlotChoice(NamedTuple):

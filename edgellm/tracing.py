@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backend import Backend, Timestamp
+from edgellm.engines.backends.base import Backend, Timestamp
 from edgellm.errors import RequestError
 from edgellm.kernels.atomic_write import write_atomically
 
@@ -39,7 +39,7 @@ class Span:
 
 
 class Trace:
-    """Collects spans (see `edgellm.observer.Observer`); `events` and `save` may be used by any thread.
+    """Collects spans (see `edgellm.observing.observer.Observer`); `events` and `save` may be used by any thread.
 
     All of them are kept, some hundred bytes each: a program that runs for days observes minutes of it.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import EngineLimits, EngineShape
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.errors import AdapterError
-from edgellm.engines.lora_slots import AdapterSlots
+from edgellm.engines.lora.slots import AdapterSlots
 from edgellm.kernels.arrays import Array
 
 

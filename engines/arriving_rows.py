@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgellm.engines.backend import Backend, Transfer
+from edgellm.engines.backends.base import Backend, Transfer
 
 #: Copies that are begun before anything else is enqueued, and for each one that is waited for: the host's time for
 #: launching must not be the bus's time for waiting.

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine, edge_of_decoder, unneeded_at_edge
-from edgellm.engines.cuda_device import CudaDevice
-from edgellm.engines.cuda_kernel_engine import CudaKernelEngine, edge_of_layers, rows
-from edgellm.engines.cuda_tiled_engine import CudaTiledEngine
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine, edge_of_decoder, unneeded_at_edge
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine, edge_of_layers, rows
+from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
+from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch
 from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape, WeightSpec
-from edgellm.engines.lora_weights import SCALES, adapted_projections
-from edgellm.engines.operations import Operations, Tensor
+from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.lora.weights import SCALES, adapted_projections
+from edgellm.engines.model.operations import Operations, Tensor
 
 
 def single_weight(name: str, *shape: int, source: str | None = None) -> WeightSpec:

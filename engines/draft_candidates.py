@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, uploaded
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.draft_tree_interface import candidate_count
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from edgellm.engines.draft_plan import Choice, DraftPlan
+from edgellm.engines.speculation.draft_plan import Choice, DraftPlan
 from edgellm.engines.errors import EngineError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.engines.backend import Readback
-from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.backends.base import Readback
+from edgellm.engines.speculation.draft_plan import DraftPlan
 
 
 class SlotProgress:

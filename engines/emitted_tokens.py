@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Readback
+from edgellm.engines.backends.base import Backend, Readback
 
 #: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.
 _PLACES = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from edgellm.engines.decoder_config import EngineShape
-from edgellm.engines.descriptions import ModelConfig, model_description
-from edgellm.engines.operations import Operations
-from edgellm.engines.tensorrt_operations import NETWORK_VERSION
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.descriptions import ModelConfig, model_description
+from edgellm.engines.model.operations import Operations
+from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION
 
 
 def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.engines.backend import Backend
+from edgellm.engines.backends.base import Backend
 
 
 class PendingEntries:

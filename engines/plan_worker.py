@@ -13,13 +13,13 @@ import sys
 import time
 from typing import IO, BinaryIO
 
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
-from edgellm.engines.descriptions import ModelConfig, describing_modules, import_describing_modules
-from edgellm.engines.draft_config import DraftConfig
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.descriptions import ModelConfig, describing_modules, import_describing_modules
+from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.errors import BuildError, EdgeLLMError
-from edgellm.engines.strict_json import JSONObject, plain_values
-from edgellm.engines.tensorrt_operations import build_plan
-from edgellm.engines.vision_config import VisionConfig
+from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.model.vision import VisionConfig
 
 
 def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:

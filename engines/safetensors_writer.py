@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
-from edgellm.engines.torch_file import TorchFile
+from edgellm.engines.checkpoints.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
+from edgellm.engines.checkpoints.torch_file import TorchFile
 
 _BLOCK_BYTES = 4 << 20
 _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgellm.engines.backend import Backend
-from edgellm.engines.decoder_config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.kernels.arrays import Array, leading
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from edgellm.engines.digests import BLOCK_BYTES, FileDigest, current_digest
+from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest
 
 
 class Cancelled(Exception):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, uploaded
-from edgellm.engines.number_formats import convert
+from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.checkpoints.tensors import convert
 from edgellm.kernels.arrays import Array, leading
 from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_layout import ImageLayout, Size

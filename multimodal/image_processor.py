@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.config_fields import is_integer
+from edgellm.engines.families.fields import is_integer
 from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
-from edgellm.multimodal.vision_config import VisionConfig
+from edgellm.engines.families.vision_config import VisionConfig
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200

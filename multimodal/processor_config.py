@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.config_fields import is_integer, is_number, shown
+from edgellm.engines.families.fields import is_integer, is_number, shown
 from edgellm.multimodal.image_layout import Normalization
 
 PREPROCESSOR_FILE = "preprocessor_config.json"

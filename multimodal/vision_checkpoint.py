@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.descriptions import VisionDescriber, register_vision
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.descriptions import VisionDescriber, register_vision
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.vision_config import VisionConfig
-from edgellm.multimodal.families.llava import unused_tensors
-from edgellm.multimodal.vision_config import read_vision_config
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.families.vision_encoders import unused_tensors
+from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.multimodal.vision_encoder import host_weights, vision_description, vision_weights
 
 #: What may begin the names of tensors, the newest layout first; longer beginnings before those that they begin with.

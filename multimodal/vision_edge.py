@@ -6,9 +6,9 @@ An engine takes one image, its patches padded to the engine's number of rows; wh
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import EngineShape
-from edgellm.engines.operations import Operations, Tensor
-from edgellm.engines.vision_config import VisionConfig
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.vision import VisionConfig
 
 
 def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:

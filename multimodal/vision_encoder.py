@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import EngineShape, WeightSpec
-from edgellm.engines.operations import Operations, Tensor
-from edgellm.engines.vision_config import VisionConfig
-from edgellm.multimodal.families import llava, qwen2_5_vl, qwen3_vl
-from edgellm.multimodal.families.common import VisionDescription
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.multimodal.families import qwen2_5_vl, qwen3_vl
+from edgellm.engines.families import vision_encoders as llava
+from edgellm.engines.families.vision_layers import VisionDescription
 
 _DESCRIPTIONS = {
     "qwen2_5_vl": (qwen2_5_vl.Qwen2_5VLDescription, qwen2_5_vl.weights),

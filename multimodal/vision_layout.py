@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.decoder_config import EngineShape
+from edgellm.engines.model.config import EngineShape
 from edgellm.engines.errors import EngineError
-from edgellm.engines.vision_config import VisionConfig
+from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.vision_edge import vision_inputs
 
 Grid = tuple[int, int, int]

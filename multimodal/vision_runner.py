@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, uploaded
-from edgellm.engines.decoder_config import EngineShape, vision_shape
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.engine_parts import EngineVision
+from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.model.config import EngineShape, vision_shape
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError
-from edgellm.engines.loaded_engines import LoadedEngines
-from edgellm.engines.vision_config import VisionConfig
+from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import MAXIMUM_PIXELS, DevicePatches
 from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draw_comparison import first_difference, spacing
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.model.config import EngineLimits
+from tools.bench.draw_comparison import first_difference, spacing
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
 

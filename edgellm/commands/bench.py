@@ -15,7 +15,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.bench_plot import speed_plot
-from edgellm.commands.bench_report import report_lines
+from edgellm.benchmark.report import report_lines
 from edgellm.commands.console import prepare_output, write_note
 from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.opening import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from edgellm.bench_prompts import BenchPrompt
-    from edgellm.settings import Settings
+    from edgellm.commands.settings import Settings
 
 MAX_TOKENS = 64
 
@@ -94,9 +94,9 @@ def measure(
     settings: Settings, prompts: Sequence[BenchPrompt], configurations: str | None, repeat: int
 ) -> dict[str, Any]:
     """Run all configurations and return what there is to report, as JSON values."""
-    from edgellm.bench_configurations import parse_configurations
-    from edgellm.benchmark import run_benchmark, summarize
-    from edgellm.round_costs import Device
+    from edgellm.benchmark.inputs import parse_configurations
+    from edgellm.benchmark.run import run_benchmark, summarize
+    from edgellm.drafting.costs import Device
 
     limits = described_directory(settings).limits
     chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)

@@ -170,7 +170,7 @@ def remove(
     debug: options.Debug = False,
 ) -> None:
     """Delete snapshots."""
-    from edgellm.snapshots.stored_files import delete_file
+    from edgellm.snapshots.staging import delete_file
 
     for item in _chosen(name, everything, chosen_folder(folder)):
         delete_file(item.path)
@@ -178,7 +178,7 @@ def remove(
 
 
 def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: ProgressDisplay) -> Iterator[str]:
-    from edgellm.snapshots.snapshot_file import write_snapshot
+    from edgellm.snapshots.file import write_snapshot
 
     started = time.perf_counter()
     display(item.label, 0, _STEPS)
@@ -200,9 +200,9 @@ def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: Progr
 
 
 def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
-    from edgellm.engines.engine_directory import EngineDirectory
+    from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.snapshots.binding import snapshot_binding
-    from edgellm.snapshots.snapshot_file import check_binding, verify_snapshot
+    from edgellm.snapshots.file import check_binding, verify_snapshot
 
     snapshot = item.opened()
     verify_snapshot(item.path, snapshot)

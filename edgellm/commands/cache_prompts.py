@@ -12,10 +12,10 @@ import typer
 import yaml
 
 from edgellm.commands import options
-from edgellm.commands.lora_words import adapter_choice
+from edgellm.commands.words import adapter_choice
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
-from edgellm.settings import did_you_mean
+from edgellm.commands.settings import did_you_mean
 from edgellm.snapshots.system_prompt import prompt_label
 
 _KEYS = ("name", "prompt", "file", "lora", "output")

@@ -22,7 +22,7 @@ from edgellm.commands.console import (
 )
 from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.logs import LogFormat, LogLevel
-from edgellm.commands.lora_words import adapters_in_words
+from edgellm.commands.words import adapters_in_words
 from edgellm.commands.observing import ObservingOptions, observing
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
 from edgellm.commands.option_groups import with_option_groups

@@ -11,7 +11,7 @@ from edgellm.commands.pictures import read_picture
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
-from edgellm.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
 from edgellm.text.message_parts import is_image
 from edgellm.text.messages import checked_messages
 

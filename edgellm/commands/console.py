@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
-    from edgellm.drafting_statistics import DraftingStatistics
+    from edgellm.drafting.acceptance import DraftingStatistics
     from edgellm.responses import Response
 
 # Control characters that a model's text could steer a terminal with; tab and line end are none of them.

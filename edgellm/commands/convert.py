@@ -12,7 +12,7 @@ import typer
 
 from edgellm.commands.build import ProgressDisplay
 from edgellm.commands.console import ended_by_signals
-from edgellm.engines.conversion import ConversionReport, convert_checkpoint
+from edgellm.engines.checkpoints.conversion import ConversionReport, convert_checkpoint
 
 MEBIBYTE = 1 << 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}

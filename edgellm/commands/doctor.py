@@ -13,13 +13,13 @@ import numpy as np
 import typer
 
 from edgellm.commands.draft_words import draft_in_words
-from edgellm.drafting import DraftingConfig
-from edgellm.drafting_presets import default_drafting
-from edgellm.engines.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.gpu import find_gpu
-from edgellm.engines.plan_files import platforms_with_plans, present_platform
-from edgellm.engines.tensorrt_library import find_tensorrt, load_tensorrt
+from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.presets import default_drafting
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.backends.gpu import find_gpu
+from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
+from edgellm.engines.backends.tensorrt_library import find_tensorrt, load_tensorrt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.llm import LLM, SHIPPED_MODEL
@@ -102,11 +102,11 @@ def _nvrtc() -> str:
 
 def _memory() -> str:
     if find_gpu() is None:
-        from edgellm.engines.memory_plan import available_memory
+        from edgellm.engines.model.memory_plan import available_memory
 
         free = available_memory()
         return f"{free / 2**30:.1f} GiB of RAM free" if free else "unknown"
-    from edgellm.engines.cuda_device import CudaDevice
+    from edgellm.engines.backends.cuda_device import CudaDevice
 
     device = CudaDevice()
     try:

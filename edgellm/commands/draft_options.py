@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.errors import RequestError
-from edgellm.settings import Settings
+from edgellm.commands.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DraftingOptions:
         if not given:
             return settings.drafting
         given.setdefault("draft", True)  # who says how to draft wants a draft
-        from edgellm.drafting_presets import merged_drafting
+        from edgellm.drafting.presets import merged_drafting
 
         try:
             return merged_drafting(settings.drafting, given)

@@ -14,7 +14,7 @@ from edgellm.commands.console import write_note
 from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
-    from edgellm.observer import Observer
+    from edgellm.observing.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
     if options.trace is None and not options.nvtx:
         yield None
         return
-    from edgellm.observer import Observers
+    from edgellm.observing.observer import Observers
 
     observers: list[Observer] = []
     trace = None
@@ -55,7 +55,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
         trace.save(path)  # what cannot be written is said now
         observers.append(trace)
     if options.nvtx:
-        from edgellm.nvtx_ranges import NvtxRanges
+        from edgellm.observing.nvtx import NvtxRanges
 
         observers.append(NvtxRanges())
     try:

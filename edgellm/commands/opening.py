@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from edgellm.commands.console import write_note
 from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.settings import Settings, did_you_mean
+from edgellm.commands.settings import Settings, did_you_mean
 
 if TYPE_CHECKING:
-    from edgellm.drafting import DraftingConfig
-    from edgellm.engines.engine_directory import EngineDirectory
+    from edgellm.drafting.config import DraftingConfig
+    from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.llm import LLM
     from edgellm.snapshots.system_prompt import CachedPrompt
 
@@ -92,7 +92,7 @@ def open_model_with(
     """As `open_model`, but drafting in this way (None: no draft is loaded), with these directories of adapters beside
     the engine directory's (None: with no adapter at all), and without a snapshot."""
     from edgellm.llm import LLM  # what a wrong option needs not load
-    from edgellm.text.chat_template import ChatTemplate
+    from edgellm.text.template import ChatTemplate
 
     template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
     progress = _Progress()
@@ -118,7 +118,7 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     """
     if settings.drafting.get("draft") is False:
         return None
-    from edgellm.drafting_presets import drafting_config
+    from edgellm.drafting.presets import drafting_config
 
     directory = described_directory(settings)
     if directory.draft is None:
@@ -134,7 +134,7 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
 
 def described_directory(settings: Settings) -> EngineDirectory:
     """What the model's `edgellm.json` says; the files are not checked."""
-    from edgellm.engines.engine_directory import EngineDirectory
+    from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.llm import SHIPPED_MODEL
 
     return EngineDirectory.read(settings.model or SHIPPED_MODEL)
@@ -142,7 +142,7 @@ def described_directory(settings: Settings) -> EngineDirectory:
 
 def backend_name(settings: Settings) -> str:
     """The backend that the settings come to on this machine: "numpy" or "tensorrt"."""
-    from edgellm.engines.gpu import find_gpu
+    from edgellm.engines.backends.gpu import find_gpu
 
     if settings.backend != "auto":
         return settings.backend

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.commands.draft_options import DraftingOptions
-from edgellm.commands.lora_words import named_directories
+from edgellm.commands.words import named_directories
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
-from edgellm.settings import BACKENDS, Settings, did_you_mean, load_settings
+from edgellm.commands.settings import BACKENDS, Settings, did_you_mean, load_settings
 
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.memory_plan import MEBIBYTE
+from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.kernels.user_paths import user_path
 from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.snapshot_file import read_snapshot
-from edgellm.snapshots.stored_files import SUFFIX, snapshot_folder
+from edgellm.snapshots.file import read_snapshot
+from edgellm.snapshots.staging import SUFFIX, snapshot_folder
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.number_formats import STORAGE
-from edgellm.engines.safetensors_file import DTYPES
-from edgellm.engines.strict_json import canonical_json, plain_values
+from edgellm.engines.checkpoints.tensors import STORAGE
+from edgellm.engines.checkpoints.safetensors_file import DTYPES
+from edgellm.engines.directories.strict_json import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 

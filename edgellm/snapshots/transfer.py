@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-from edgellm.engines.backend import Backend, Transfer
+from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.kernels.arrays import Array
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section, combined_digest
 from edgellm.snapshots.section_reading import Part, SectionReader

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
-from edgellm.text.chat_template import ChatTemplate
+from edgellm.text.template import ChatTemplate
 from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import checked_messages
 from edgellm.text.special_tokens import AnchoredTokenizer, Disguise, strings_in, text_pattern

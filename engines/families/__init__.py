@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import llama, qwen2, qwen3, vision_language
-from edgellm.engines.families.config_fields import ConfigFields, shown
+from edgellm.engines.families.fields import ConfigFields, shown
 
 __all__ = ["ARCHITECTURES", "decoder_config"]
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoint import Checkpoint
-from edgellm.engines.decoder import EMBEDDING, head_weight_name
-from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
-from edgellm.engines.draft_decoder import MAPPING, draft_weights
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
+from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.common import read_decoder, refuse_sliding_window
-from edgellm.engines.families.config_fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.decoders import read_decoder, refuse_sliding_window
+from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 from edgellm.engines.families.eagle_features import CONVENTION_KEY, feature_layers
 from edgellm.engines.families.qwen3 import DEFAULT_HEAD_DIM
 

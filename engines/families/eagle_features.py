@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.engines.families.config_fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 
 #: Our own key beside the ids, which says which convention they follow.
 CONVENTION_KEY = "eagle_aux_hidden_state_convention"

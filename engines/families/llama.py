@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.families.common import read_decoder, refuse_sliding_window
-from edgellm.engines.families.config_fields import ConfigFields
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.families.decoders import read_decoder, refuse_sliding_window
+from edgellm.engines.families.fields import ConfigFields
 
 
 def read(fields: ConfigFields, dtype: str | None) -> DecoderConfig:

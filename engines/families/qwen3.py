@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import DecoderConfig
-from edgellm.engines.families.common import read_decoder
-from edgellm.engines.families.config_fields import ConfigFields
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.families.decoders import read_decoder
+from edgellm.engines.families.fields import ConfigFields
 
 #: The head size where `head_dim` is absent; unlike in the other families it does not follow from hidden_size.
 DEFAULT_HEAD_DIM = 128

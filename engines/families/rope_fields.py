@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.engines.families.config_fields import ConfigFields, is_integer, is_number, shown
-from edgellm.engines.rotary import SCALINGS, scaling_problems
+from edgellm.engines.families.fields import ConfigFields, is_integer, is_number, shown
+from edgellm.engines.model.rotary import SCALINGS, scaling_problems
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.
 DEFAULT_THETA = 10000.0

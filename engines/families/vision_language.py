@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.decoder_config import DecoderConfig
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.families import llama, qwen2, qwen3
-from edgellm.engines.families.common import read_decoder
-from edgellm.engines.families.config_fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.decoders import read_decoder
+from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 
 _LLAMA = {
     "vocab_size": 32000,

@@ -1,1 +1,1 @@
-"""The vision encoders of the supported families, each described once against `edgellm.engines.operations`."""
+"""The vision encoders of the supported families, each described once against `edgellm.engines.model.operations`."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edgellm.engines.decoder_config import EngineShape, WeightSpec
-from edgellm.engines.operations import Operations, Tensor
-from edgellm.engines.vision_config import VisionConfig
-from edgellm.multimodal.families.common import VisionDescription, WeightNames
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.families.vision_layers import VisionDescription, WeightNames
 from edgellm.multimodal.vision_edge import declare_inputs, deepstack_name
 
 

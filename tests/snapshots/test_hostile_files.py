@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import SnapshotError
-from edgellm.kv_contents import KVContents
-from edgellm.runner import Runner
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
-from edgellm.snapshots.snapshot_file import read_snapshot, verify_snapshot, write_snapshot
+from edgellm.decoding.slots import KVContents
+from edgellm.decoding.runner import Runner
+from edgellm.snapshots.slots import SlotSnapshots
+from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]
@@ -258,8 +258,8 @@ def test_the_snapshot_of_another_model(
     tiny_engines: Path,
     tmp_path: Path,
 ) -> None:
-    from edgellm.engines.builder import build_engine_directory
-    from edgellm.engines.decoder_config import EngineLimits
+    from edgellm.engines.building.builder import build_engine_directory
+    from edgellm.engines.model.config import EngineLimits
 
     other = tmp_path / "other"
     build_engine_directory(make_checkpoint(tmp_path / "checkpoint", 7), other, EngineLimits(1, 16, 96), [])

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
-from edgellm.decoding import DecodingLoop
-from edgellm.decoding_sequence import DecodingSequence
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.prompt_images import PromptImages, place_images
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
-from edgellm.kv_contents import KVContents
-from edgellm.request import Request
+from edgellm.decoding.slots import KVContents
+from edgellm.requests import Request
 from edgellm.responses import Response
-from edgellm.runner import Runner
+from edgellm.decoding.runner import Runner
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
-from edgellm.snapshots.snapshot_file import check_binding, read_snapshot, write_snapshot
+from edgellm.snapshots.slots import SlotSnapshots
+from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer

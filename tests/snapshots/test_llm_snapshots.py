@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, Request, SamplingParams
-from edgellm.drafting import DraftingConfig
-from edgellm.engines.build_inputs import read_decoder_config
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.decoder_config import EngineLimits
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import AdapterError, RequestError, SnapshotError
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.snapshots.snapshot_file import read_snapshot
+from edgellm.snapshots.file import read_snapshot
 
 SYSTEM = "You are a robot. Be brief."
 QUESTIONS = ["hello", "why?", "go!", "1 + 1", "äöü"]

@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding import DecodingLoop
-from edgellm.decoding_sequence import DecodingSequence
-from edgellm.drafting import FixedDrafting
-from edgellm.engines.base_runner import BaseEngineRunner
-from edgellm.engines.decoder_config import EngineShape
-from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.eagle_runner import EagleRunner
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.numpy_backend import NumpyBackend, NumpyEngine
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.drafting.config import FixedDrafting
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineError
-from edgellm.kv_contents import KVContents
-from edgellm.runner import PlainRunner, Runner
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.decoding.slots import KVContents
+from edgellm.decoding.runner import PlainRunner, Runner
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer

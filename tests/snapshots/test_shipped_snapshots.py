@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.drafting import DraftingConfig
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
-from edgellm.kv_contents import KVContents
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.decoding.slots import KVContents
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.runner import Runner
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.decoding.runner import Runner
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import system_prompt_ids
 from edgellm.text.tokenizer import Tokenizer

@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.engines.draft_plan import DraftPlan, tree
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.engines.speculation.draft_plan import DraftPlan, tree
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.numpy_backend import NumpyBackend
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
-from edgellm.kv_contents import KVContents
-from edgellm.runner import Runner
-from edgellm.snapshots import section_reading, slot_snapshots, snapshot, transfer
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.decoding.slots import KVContents
+from edgellm.decoding.runner import Runner
+from edgellm.snapshots import section_reading, snapshot, transfer
+from edgellm.snapshots import slots as slot_snapshots
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.snapshot_file import read_snapshot, write_snapshot
+from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore
-from edgellm.snapshots.stored_files import touch
+from edgellm.snapshots.staging import touch
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(6)]

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import content_digest as digests
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.snapshot_file import read_snapshot, verify_snapshot, write_snapshot
+from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.staged_file import StagedFile, remove_abandoned
 
 MakeSnapshot = Callable[..., Snapshot]

@@ -17,7 +17,7 @@ from edgellm.errors import SnapshotError
 from edgellm.snapshots import store as stores
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.snapshot_file import verify_snapshot, write_snapshot
+from edgellm.snapshots.file import verify_snapshot, write_snapshot
 from edgellm.snapshots.store import SnapshotStore
 
 MakeSnapshot = Callable[..., Snapshot]

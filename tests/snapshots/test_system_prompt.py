@@ -8,7 +8,7 @@ import pytest
 
 from edgellm.errors import RequestError, TemplateError
 from edgellm.snapshots.system_prompt import system_prompt_ids
-from edgellm.text.chat_template import ChatTemplate
+from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
 

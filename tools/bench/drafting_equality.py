@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from edgellm import LLM, Request
-from edgellm.drafting import DraftingConfig
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.comparison import open_runner, teacher_forced_logits
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draw_comparison import first_difference
-from edgellm.engines.engine_directory import EngineDirectory
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
+from edgellm.engines.model.config import EngineLimits
+from tools.bench.draw_comparison import first_difference
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters

@@ -32,17 +32,17 @@ from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 from random_draft import write_draft
 from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
 
-from edgellm.adaptive_drafting import measure_round_costs
-from edgellm.drafting import DraftingConfig
-from edgellm.drafting_controller import candidate_plans
-from edgellm.engines.backend import open_backend
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.comparison import open_runner
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.eagle_runner import EagleRunner
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.drafting.adaptive import measure_round_costs
+from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.controller import candidate_plans
+from edgellm.engines.backends.base import open_backend
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024
 PROMPT_TOKENS = 500

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgellm.engines.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).parent))
 from random_draft import write_draft
 
-from edgellm.engines.decoder import decoder_weights
-from edgellm.engines.decoder_config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.families import decoder_config
-from edgellm.multimodal.vision_config import read_vision_config
+from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.multimodal.vision_encoder import vision_weights
 
 LAYERS = 16

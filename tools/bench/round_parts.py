@@ -22,11 +22,11 @@ from eagle_speed import RoundBench, prepare
 from probes import enqueue_replaced
 from simulated_acceptance import schedule, simulated_mean
 
-from edgellm.drafting import DraftingConfig
-from edgellm.drafting_controller import candidate_plans
-from edgellm.engines.backend import open_backend
-from edgellm.engines.draft_plan import DraftPlan
-from edgellm.engines.eagle_runner import EagleRunner
+from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.controller import candidate_plans
+from edgellm.engines.backends.base import open_backend
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.kernels.launch import Launch
 
 MEAN = 4.24

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from eagle_speed import RoundBench, prepare
 from simulated_acceptance import schedule
 
-from edgellm.drafting import DraftingConfig
-from edgellm.drafting_controller import candidate_plans
-from edgellm.engines.backend import open_backend
-from edgellm.engines.eagle_runner import EagleRunner
+from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.controller import candidate_plans
+from edgellm.engines.backends.base import open_backend
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 ROUNDS = 4
 

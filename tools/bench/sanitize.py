@@ -1,6 +1,6 @@
 """Runs samples of the kernels' GPU tests under compute-sanitizer's tools, several processes at a time.
 
-    python tools/bench/sanitize.py [--tools memcheck racecheck initcheck] [--files tests/test_kernels_cuda.py ...]
+    python tools/bench/sanitize.py [--tools memcheck racecheck initcheck] [--files tests/kernels/test_kernels_cuda.py ...]
                                    [--tests 12] [--seconds 150] [--processes 8] [--logs FOLDER]
 
 Of each file so many tests are taken, spread evenly over it; those that capture graphs, take times or expect errors are
@@ -25,14 +25,14 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FILES = (
-    "tests/test_kernels_cuda.py",
-    "tests/test_acceptance_gpu.py",
-    "tests/test_draft_tree_gpu.py",
-    "tests/test_decode_kernels_gpu.py",
-    "tests/test_decode_kernels_draft_gpu.py",
-    "tests/test_decode_attention_gpu.py",
-    "tests/test_tree_kernels_gpu.py",
-    "tests/images/test_image_kernels_gpu.py",
+    "tests/kernels/test_kernels_cuda.py",
+    "tests/kernels/test_acceptance_gpu.py",
+    "tests/kernels/test_draft_tree_gpu.py",
+    "tests/kernels/test_decode_kernels_gpu.py",
+    "tests/kernels/test_decode_kernels_draft_gpu.py",
+    "tests/kernels/test_decode_attention_gpu.py",
+    "tests/kernels/test_tree_kernels_gpu.py",
+    "tests/kernels/test_image_kernels_gpu.py",
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)

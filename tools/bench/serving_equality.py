@@ -39,7 +39,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgellm.engines.digests import hash_bytes
+from edgellm.engines.directories.digests import hash_bytes
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.differences import SAMPLINGS, Difference
 from tools.bench.held_out_prompts import Messages, held_out_conversations

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.acceptance_model import tree_gain
-from edgellm.engines.draft_plan import DraftPlan
+from edgellm.engines.speculation.draft_plan import DraftPlan
 
 #: Rounds after which a schedule begins anew.
 SCHEDULE_ROUNDS = 100

@@ -13,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 
-from edgellm.runner import Runner
+from edgellm.decoding.runner import Runner
 from edgellm.snapshots.section_reading import Part, Reading, SectionReader
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
-from edgellm.snapshots.snapshot_file import read_snapshot
+from edgellm.snapshots.slots import SlotSnapshots
+from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.store import SnapshotStore
 
 #: Of a phase's name: whose method it is, and which. Times of `restore` and `start` contain those of others.

@@ -56,6 +56,6 @@ def load_vocabulary(directory: Path) -> Tokenizer:
 
 
 def render(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """The chat template in Python; `tests/test_demo_model.py` holds it against the jinja one."""
+    """The chat template in Python; `tests/tools/test_demo_model.py` holds it against the jinja one."""
     text = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
     return text + (f"{START}assistant\n" if add_generation_prompt else "")

@@ -1,6 +1,6 @@
-"""Makes the golden files of `tests/goldens` with transformers, which is the reference of every model family.
+"""Makes the golden files of `tests/goldens/decoder` with transformers, which is the reference of every model family.
 
-    python tools/goldens/make.py tests/goldens
+    python tools/goldens/make.py tests/goldens/decoder
 
 Needs torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is a checkpoint as
 `save_pretrained` writes it, with random weights, and `expected.safetensors`: `token_ids` [2, T] int64 and the float32

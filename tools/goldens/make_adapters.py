@@ -1,9 +1,9 @@
-"""Makes the adapters of `tests/lora/goldens` with PEFT, and what PEFT computes with them.
+"""Makes the adapters of `tests/goldens/lora` with PEFT, and what PEFT computes with them.
 
-    python tools/goldens/make_adapters.py tests/lora/goldens
+    python tools/goldens/make_adapters.py tests/goldens/lora
 
 Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model of
-`tests/goldens` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that PEFT
+`tests/goldens/decoder` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that PEFT
 computes in float32 for the `token_ids` of that model's own `expected.safetensors`, from the adapter's files read again.
 """
 

@@ -1,6 +1,6 @@
-"""Makes the golden files of `tests/draft_goldens`: tiny bases by transformers, and draft heads by `eagle_reference`.
+"""Makes the golden files of `tests/goldens/draft`: tiny bases by transformers, and draft heads by `eagle_reference`.
 
-    python tools/goldens/make_drafts.py tests/draft_goldens
+    python tools/goldens/make_drafts.py tests/goldens/draft
 
 Needs torch and transformers, as `make.py`. `BASE/` is a checkpoint with `expected.safetensors`: `token_ids` [T] int64
 and `entering` [N, T, H], the hidden states that enter layers 1..N-1 and, last, the one after the final norm, as

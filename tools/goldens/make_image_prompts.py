@@ -1,6 +1,6 @@
-"""Makes the golden files of `tests/image_goldens`: multimodal models and prompts with images, by transformers.
+"""Makes the golden files of `tests/goldens/image_prompts`: multimodal models and prompts with images, by transformers.
 
-    python tools/goldens/make_image_prompts.py tests/image_goldens
+    python tools/goldens/make_image_prompts.py tests/goldens/image_prompts
 
 Needs torch and transformers 5. Each folder is a multimodal checkpoint with random weights and `expected.safetensors`:
 `token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for

@@ -1,11 +1,11 @@
-"""Makes the golden files of `tests/images/goldens` with the image processors of transformers.
+"""Makes the golden files of `tests/goldens/images` with the image processors of transformers.
 
-    python tools/goldens/make_images.py tests/images/goldens
+    python tools/goldens/make_images.py tests/goldens/images
 
 Needs transformers 5 (torch and torchvision are not needed) and Pillow: the processors are those of the "pil" backend,
 which resize with Pillow, not torchvision's. NAME.json is a processor's preprocessor_config.json. `expected.json` holds
 for each pair of a processor and an image the grid, the SHA-256 of all rows as float32, and the releases;
-`expected.safetensors` every fifth value of the row in the middle. Images come from `tests/synthetic_images.py`.
+`expected.safetensors` every fifth value of the row in the middle. Images come from `tests/helpers/synthetic_images.py`.
 """
 
 from __future__ import annotations

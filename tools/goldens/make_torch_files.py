@@ -1,6 +1,6 @@
-"""Makes the files of `tests/torch_files` with PyTorch, which is the reference of the reader of such files.
+"""Makes the files of `tests/goldens/torch_files` with PyTorch, which is the reference of the reader of such files.
 
-    python tools/goldens/make_torch_files.py tests/torch_files
+    python tools/goldens/make_torch_files.py tests/goldens/torch_files
 
 Needs torch and safetensors. NAME.bin is what `torch.save` writes, NAME.safetensors the values that it stands for, as
 the safetensors library writes them; `sharded` is a directory in Hugging Face's layout.

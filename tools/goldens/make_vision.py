@@ -1,6 +1,6 @@
-"""Makes the golden files of `tests/vision_goldens` with transformers, which is the reference of every vision family.
+"""Makes the golden files of `tests/goldens/vision` with transformers, which is the reference of every vision family.
 
-    python tools/goldens/make_vision.py tests/vision_goldens
+    python tools/goldens/make_vision.py tests/goldens/vision
 
 Needs torch and transformers 5. Each folder is a multimodal checkpoint as `save_pretrained` writes it, or named as
 other releases do, with random weights, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] float16

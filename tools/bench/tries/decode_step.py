@@ -17,10 +17,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 from gpu_timer import gpu_milliseconds
 
-from edgellm.engines.cuda_decode_engine import CudaDecodeEngine
-from edgellm.engines.cuda_device import CudaDevice
-from edgellm.engines.decoder import decoder_weights
-from edgellm.engines.decoder_config import DecoderConfig, EngineShape
+from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines import builder
-from edgellm.engines.builder import build_engine_directory
-from edgellm.engines.comparison import open_runner
-from edgellm.engines.decoder_config import EngineLimits
-from edgellm.engines.draw_comparison import spacing
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.building import builder
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.model.config import EngineLimits
+from tools.bench.draw_comparison import spacing
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.held_out_prompts import held_out_conversations

@@ -26,9 +26,9 @@ from provenance import provenance
 from snapshot_speed import Opened, add_options, medians, open_model, slot_reuse
 
 from edgellm.engines import arriving_rows
-from edgellm.kv_contents import KVContents
+from edgellm.decoding.slots import KVContents
 from edgellm.snapshots import section_reading, snapshot, transfer
-from edgellm.snapshots.slot_snapshots import SlotSnapshots
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 
 #: Sizes of sections, threads: of a first load.

@@ -18,10 +18,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu_timer import gpu_milliseconds
 
-from edgellm.engines.comparison import open_runner
-from edgellm.engines.decoder_config import EngineShape
-from edgellm.engines.engine_directory import EngineDirectory
-from edgellm.engines.sampling_state import SamplingValues
+from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.interface import SequenceState
 
 COMMITTED, REPLAYS, ROUNDS = 570, 60, 7

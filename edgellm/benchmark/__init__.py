@@ -1,0 +1,1 @@
+"""What `edgellm bench` measures and prints."""

@@ -1,0 +1,167 @@
+"""Settings from YAML files: packaged defaults, under the user's file, under the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgellm.errors import RequestError, SettingsError
+from edgellm.kernels.user_paths import user_folder, user_path
+from edgellm.sampling_params import SamplingParams, checked_value
+
+BACKENDS = ("auto", "numpy", "tensorrt")
+#: How answers are drawn and when they end; log-probabilities are asked for one by one.
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name != "logprobs")
+DEFAULTS = "defaults.yaml"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings; `configs/defaults.yaml` says what each means. `sampling` holds only what a file sets.
+
+    Paths are already resolved against the folder of their file where they were relative: `model`, `chat_template` and
+    the directories of `adapters`. `drafting` holds fields of `DraftingConfig`, "draft" (True: there must be a draft,
+    False: none is used) and "preset".
+    """
+
+    model: Path | None = None
+    backend: str = "auto"
+    system: str | None = None
+    chat_template: Path | None = None
+    system_cache: str | None = None
+    adapter: str | None = None
+    adapters: dict[str, Path] = field(default_factory=dict)
+    history: bool = True
+    stats: bool | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    drafting: dict[str, Any] = field(default_factory=dict)
+
+
+def load_settings(path: str | Path | None = None) -> Settings:
+    """The packaged defaults, overridden by `path` or, without one, by the user's own file where there is one.
+
+    Raises SettingsError that names file and key.
+    """
+    values = _checked(_packaged_defaults(), DEFAULTS, Path())
+    user_file = user_path(path) if path is not None else _user_file()
+    if user_file is not None:
+        own = _checked(_read(user_file), str(user_file), user_file.parent)
+        for section in ("sampling", "drafting", "adapters"):
+            own[section] = values.get(section, {}) | own.get(section, {})
+        values |= own
+    return Settings(**values)
+
+
+def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
+    """ ": did you mean ...?" where a known name is close, else the list of known names."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"
+
+
+def _user_file() -> Path | None:
+    named = os.environ.get("EDGELLM_CONFIG")
+    if named:
+        return user_path(named)
+    path = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml"
+    return path if path.exists() else None
+
+
+def _packaged_defaults() -> Any:
+    return _parse((resources.files("edgellm.configs") / DEFAULTS).read_text(encoding="utf-8"), DEFAULTS)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the settings file {path} is not UTF-8: invalid byte at offset {error.start}") from error
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SettingsError(f"the settings file {origin} is not valid YAML: {error}") from error
+
+
+def _checked(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"the settings file {origin} holds a {type(values).__name__}: expected keys and values")
+    known = tuple(item.name for item in fields(Settings))
+    return {key: _checked_setting(_known(key, known, origin), value, origin, folder) for key, value in values.items()}
+
+
+def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
+    if key not in known:
+        raise SettingsError(f"{origin} has the unknown key {str(key)!r}{did_you_mean(str(key), known)}")
+    return key
+
+
+def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
+    if key == "sampling":
+        return _checked_sampling({} if value is None else value, origin)
+    if key == "drafting":
+        return _checked_drafting({} if value is None else value, origin, folder)
+    if key == "adapters":
+        return _checked_adapters({} if value is None else value, origin, folder)
+    if key in ("model", "chat_template"):
+        if value is not None and not (isinstance(value, str) and value):
+            raise _wrong(origin, key, value, "a path, or null")
+        return None if value is None else folder / user_path(value)
+    if key == "backend" and value not in BACKENDS:
+        raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
+    if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
+        expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
+        raise _wrong(origin, key, value, f"{expected}, or null")
+    if key == "system_cache" and value is not None and (folder / user_path(value)).exists():
+        return str(folder / user_path(value))
+    if key == "system" and not isinstance(value, (str, type(None))):
+        raise _wrong(origin, key, value, "text, or null")
+    if key == "history" and not isinstance(value, bool):
+        raise _wrong(origin, key, value, "true or false")
+    if key == "stats" and not isinstance(value, (bool, type(None))):
+        raise _wrong(origin, key, value, "true, false or null")
+    return value
+
+
+def _checked_sampling(values: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "sampling", values, "keys and values")
+    try:
+        return {key: checked_value(_known(key, SAMPLING_KEYS, f"sampling in {origin}"), values[key]) for key in values}
+    except RequestError as error:
+        raise SettingsError(f"sampling in {origin}: {error}") from error
+
+
+def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "drafting", values, "keys and values")
+    from edgellm.drafting.presets import checked_drafting  # it takes longer to load than all else here
+
+    try:
+        return checked_drafting(values, folder)
+    except RequestError as error:
+        raise SettingsError(f"drafting in {origin}: {error}") from error
+
+
+def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]:
+    if not isinstance(values, dict):
+        raise _wrong(origin, "adapters", values, "names and directories")
+    for name, directory in values.items():
+        if not (isinstance(name, str) and name and isinstance(directory, str) and directory):
+            raise SettingsError(f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory")
+    return {name: folder / user_path(directory) for name, directory in values.items()}
+
+
+def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:
+    return SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")

@@ -1,0 +1,1 @@
+"""From a request to its tokens: preparation, sequences, slots and the loop of rounds."""

@@ -1,0 +1,291 @@
+"""The decoding loop: launches steps and rounds, reads their tokens, and decides when answers are finished.
+
+One loop serves plain decoding and drafting, one sequence and several. Sequences keep the leading slots: where one is
+finished, the last one takes its slot, and one that waits takes the last one's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.drafting.config import PlanChooser
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.decoding.slots import KVContents, SnapshotSource
+from edgellm.logprobs import TokenLogprobs, token_logprobs
+from edgellm.decoding.runner import Runner
+from edgellm.slot_choice import choose_slot
+
+if TYPE_CHECKING:
+    from edgellm.multimodal.image_processor import PreparedImage
+
+logger = logging.getLogger("edgellm.serving")
+
+
+@dataclass
+class _Launch:
+    """A step under way: for `slots`, of `plan` (None: a plain step, or a prefill), launched at `seconds`."""
+
+    wait: Callable[[], list[list[int]]]
+    slots: range
+    plan: DraftPlan | None
+    is_prefill: bool
+    seconds: float
+
+
+class EmittedToken(NamedTuple):
+    """A token that a sequence got, the text that it completed, and whether the draft had proposed it."""
+
+    sequence: DecodingSequence
+    token_id: int
+    text: str
+    from_draft: bool
+    logprobs: TokenLogprobs | None = None
+
+
+class DecodingLoop:
+    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them;
+    `chooser` picks plans (None: no drafting); `look` encodes the images of a prompt.
+
+    `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
+    then `advance` round by round. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        contents: list[KVContents],
+        chooser: PlanChooser | None = None,
+        snapshots: SnapshotSource | None = None,
+        look: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
+    ) -> None:
+        self._runner, self._contents, self._chooser = runner, contents, chooser
+        self._snapshots, self._look = snapshots, look
+        self._running: list[DecodingSequence] = []
+        self._launches: deque[_Launch] = deque()
+        self._last_read = 0.0
+
+    @property
+    def running(self) -> Sequence[DecodingSequence]:
+        """The sequences that have a slot."""
+        return self._running
+
+    def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
+        """Answer all; yields (sequence, token id, text that it completed).
+
+        `answer.finish("cancelled")` from outside ends a sequence at its next token, closing the iterator ends all. KV
+        rows of the tokens up to then stay reusable. Where a sequence fails the others go on; the first failure is
+        raised in the end.
+        """
+        waiting = deque(sequences)
+        try:
+            while waiting or self._running:
+                self._admit_from(waiting)
+                for emitted in self.advance():
+                    yield emitted[:3]
+        except Exception:
+            self.abandon(keep_rows=False)
+            raise
+        finally:
+            self.abandon()
+        for sequence in sequences:
+            if sequence.failure is not None:
+                raise sequence.failure
+
+    def has_place(self, sequence: DecodingSequence) -> bool:
+        """Whether a slot is free, and the engines hold its adapter or can: else it waits until others are finished.
+
+        Raises AdapterError for an adapter that is not loaded.
+        """
+        slot, runner = len(self._running), self._runner
+        return slot < runner.limits.max_batch and runner.base.has_adapter_place(slot, sequence.adapter)
+
+    def settle(self) -> Iterator[EmittedToken]:
+        """Read what is under way, so that sequences can come and go; gives its tokens."""
+        while self._launches:
+            yield from self._read()
+
+    def admit(self, sequence: DecodingSequence) -> None:
+        """Launch the prefill of a sequence that has a place; no step is under way (see `settle`).
+
+        What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
+        """
+        runner, slot, base = self._runner, len(self._running), self._runner.base
+        sequence.clock.started, restored = time.perf_counter(), 0
+        if sequence.prepared_images and self._look is not None:
+            sequence.images = self._look(sequence.prompt_ids, sequence.prepared_images)
+        prompt_ids, tokens = sequence.prompt_ids, sequence.identities
+        if sequence.tally is not None:
+            sequence.tally.start()
+        try:
+            base.set_adapter(slot, sequence.adapter)
+            sequence.adapter_digest = base.adapter_digest(sequence.adapter)
+            contents = self._bring_rows(slot, tokens, sequence.adapter_digest)
+            contents.bind(sequence.adapter_digest)
+            if self._snapshots is not None:
+                digest, images = sequence.adapter_digest, sequence.images
+                restored = self._snapshots.restore(slot, prompt_ids, contents, digest, images)
+            reused = sequence.reused_tokens = contents.reusable(tokens)
+            # What a failure from here on leaves behind.
+            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
+            first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images)
+        except BaseException:
+            base.await_rows()
+            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
+                self._forget(slot)
+            raise
+        sequence.room = runner.limits.kv_capacity - len(prompt_ids)
+        sequence.least = sequence.most = 1
+        self._running.append(sequence)
+        slots = range(slot, slot + 1)
+        self._launches.append(_Launch(lambda: [first.wait().tolist()], slots, None, True, time.perf_counter()))
+
+    def advance(self) -> Iterator[EmittedToken]:
+        """Launch what may be launched, read the oldest launch, and take out what is finished; gives the tokens read.
+
+        Read it to its end. What it raises is the engines' failure: `abandon` the sequences then.
+        """
+        yield from self.evict()
+        self._launch_ahead()
+        if self._launches:
+            yield from self._read()
+        yield from self.evict()
+
+    def evict(self) -> Iterator[EmittedToken]:
+        """Take out the sequences that have ended; gives the tokens of others that were under way."""
+        if any(sequence.finished for sequence in self._running):
+            yield from self.settle()
+            for slot in reversed(range(len(self._running))):
+                if self._running[slot].finished:
+                    self._release(slot)
+
+    def abandon(self, keep_rows: bool = True) -> None:
+        """Leave all slots idle; nothing of their rows is reused without `keep_rows`, or if a step under way fails."""
+        while self._launches:
+            try:
+                self._launches.popleft().wait()
+            except Exception as error:  # nobody wants its tokens
+                logger.warning("a step that was given up failed: %s", error, exc_info=error)
+                keep_rows = False
+        while self._running:
+            slot = len(self._running) - 1
+            self._release(slot)
+            if not keep_rows:
+                self._forget(slot)
+
+    def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
+        """Admit those that have a place, in order; a failure is theirs alone."""
+        while waiting:
+            try:
+                if not self.has_place(waiting[0]):
+                    return
+                self.admit(waiting[0])
+            except Exception as error:
+                waiting[0].failure = error
+            waiting.popleft()
+
+    def _launch_ahead(self) -> None:
+        """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
+        running = [sequence for sequence in self._running if not sequence.finished]
+        while running and len(self._launches) <= self._runner.backend.steps_ahead:
+            needed = any(sequence.least < sequence.wanted for sequence in running)
+            fits = all(sequence.most < sequence.room for sequence in running)
+            if self._launches and not (needed and fits):
+                return
+            if self._launches and any(sequence.logprobs is not None for sequence in running):
+                return  # a step's logits are there until the next one is launched
+            self._launch(running)
+
+    def _launch(self, running: Sequence[DecodingSequence]) -> None:
+        room = min(sequence.room - sequence.most for sequence in running)
+        batch = len(self._running)
+        raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
+        plan = None if self._chooser is None or raw else self._chooser.next_plan(room, batch)
+        seconds = time.perf_counter()
+        step = self._runner.step(batch, plan)
+        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
+        for sequence in running:
+            sequence.least += 1
+            sequence.most += 1 if plan is None else plan.longest
+
+    def _read(self) -> Iterator[EmittedToken]:
+        """Take the tokens of the oldest launch."""
+        launch = self._launches.popleft()
+        tokens = launch.wait()
+        now = time.perf_counter()
+        seconds, self._last_read = now - max(launch.seconds, self._last_read), now
+        plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
+        if self._chooser is not None and not launch.is_prefill and counts:
+            self._chooser.record(plan, counts, seconds)
+        for slot, emitted in zip(launch.slots, tokens, strict=True):
+            sequence = self._running[slot]
+            if sequence.finished or not emitted:
+                continue
+            if plan is not None:
+                sequence.most += len(emitted) - plan.longest
+                sequence.least += len(emitted) - 1
+            if sequence.tally is not None and not launch.is_prefill:
+                sequence.tally.step(plan, seconds)
+            sequence.clock.step(now)
+            logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
+            if sequence.logprobs is not None:
+                logits = self._runner.logits(slot, len(emitted))
+                logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
+            for place, token in enumerate(emitted, 1):
+                try:
+                    text = sequence.answer.push(token)
+                    if not sequence.finished and sequence.answer.token_count >= sequence.room:
+                        text += sequence.answer.finish("context")
+                except Exception as error:  # the others go on
+                    sequence.failure = error
+                    break
+                if sequence.tally is not None and not launch.is_prefill:
+                    sequence.tally.token()
+                logprob = logprobs[place - 1]
+                if logprob is not None:
+                    sequence.token_logprobs.append(logprob)
+                from_draft = plan is not None and place < len(emitted)
+                yield EmittedToken(sequence, token, text, from_draft, logprob)
+                if sequence.finished:
+                    break
+
+    def _release(self, slot: int) -> None:
+        """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
+        sequence, runner = self._running[slot], self._runner
+        runner.stop(slot)
+        self._contents[slot].bind(sequence.adapter_digest)
+        rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
+        self._contents[slot].replace(rows, runner.draft_rows(slot))
+        sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
+        last = len(self._running) - 1
+        if slot < last:
+            runner.move(last, slot)
+            self._exchange_contents(last, slot)
+            self._running[slot] = self._running[last]
+        self._running.pop()
+
+    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], adapter: str | None) -> KVContents:
+        """Let the next slot hold the rows that are best for a prompt, of all that idle slots hold."""
+        taken, copied = choose_slot(self._contents, range(slot, len(self._contents)), tokens, adapter)
+        if taken != slot:
+            self._runner.swap_rows(taken, slot)
+            self._exchange_contents(taken, slot)
+        if copied is not None:
+            copied = taken if copied == slot else copied
+            self._runner.copy_rows(copied, slot)
+            self._contents[slot].copy_from(self._contents[copied])
+        return self._contents[slot]
+
+    def _exchange_contents(self, first: int, second: int) -> None:
+        self._contents[first], self._contents[second] = self._contents[second], self._contents[first]
+
+    def _forget(self, slot: int) -> None:
+        """Reuse nothing of a slot's rows."""
+        self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)

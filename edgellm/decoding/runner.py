@@ -1,0 +1,94 @@
+"""What the decoding loop needs of the engines: `engines.eagle_runner.EagleRunner`, or a base model as `PlainRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+
+class StepTokens(Protocol):
+    """The tokens of a step on their way to the host."""
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of each slot, in order: none for an idle one."""
+
+
+class Runner(Protocol):
+    """What the loop needs: `engines.eagle_runner.EagleRunner`, or `PlainRunner`."""
+
+    base: BaseEngineRunner
+    backend: Backend
+    limits: EngineLimits
+
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
+        """Prefill a slot; gives its first token [1]."""
+
+    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
+        """A round of `plan` for the leading slots, or a plain step."""
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """The model's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
+        once it was waited for."""
+
+    def draft_rows(self, slot: int) -> int | None:
+        """Committed rows of the draft, None without one."""
+
+    def stop(self, slot: int) -> None:
+        """Leave a slot idle."""
+
+    def move(self, source: int, target: int) -> None:
+        """Go on with the sequence of slot `source` in the idle slot `target`."""
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange the KV rows of two idle slots."""
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class PlainRunner:
+    """A base model without a draft, as the loop's runner."""
+
+    def __init__(self, base: BaseEngineRunner) -> None:
+        self.base, self.backend, self.limits = base, base.backend, base.limits
+        self.start, self.stop, self.move, self.close = base.start, base.stop, base.move, base.close
+        self.swap_rows, self.copy_rows = base.rows.swap, base.rows.copy
+
+    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
+        """A plain step; there are no plans."""
+        return _PlainStep(self.base.decode(batch))
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """Of the latest step's one token."""
+        return self.base.logits(slot)[np.newaxis]
+
+    def draft_rows(self, slot: int) -> int | None:
+        """There is no draft."""
+        return None
+
+
+class _PlainStep:
+    def __init__(self, emitted: Readback) -> None:
+        self._emitted = emitted
+
+    def wait(self) -> list[list[int]]:
+        return [[token] if token >= 0 else [] for token in self._emitted.wait().tolist()]

@@ -1,0 +1,117 @@
+"""A request as the decoding loop answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from edgellm.drafting.acceptance import DraftingTally
+from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.logprobs import TokenLogprobs
+from edgellm.responses import Response, Timings, Usage
+from edgellm.text.stop import Answer
+
+if TYPE_CHECKING:
+    from edgellm.multimodal.image_processor import PreparedImage
+
+
+@dataclass
+class Clock:
+    """When a request was accepted, joined the queue, began to be prefilled, gave its first token and its last
+    (monotonic seconds).
+
+    `gaps` are the seconds between the steps that gave it tokens.
+    """
+
+    accepted: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+    def step(self, now: float) -> None:
+        """A step has given tokens."""
+        if self.first_token:
+            self.gaps.append(now - self.last_token)
+        else:
+            self.first_token = now
+        self.last_token = now
+
+    def timings(self) -> Timings:
+        """The spans between them."""
+        first = self.first_token or self.started
+        return Timings(
+            prefill_seconds=first - self.started,
+            time_to_first_token=first - self.accepted,
+            decode_seconds=max(0.0, self.last_token - first),
+            total_seconds=time.perf_counter() - self.accepted,
+            queue_seconds=max(0.0, self.started - (self.queued or self.accepted)),
+            step_gaps=tuple(self.gaps),
+        )
+
+
+@dataclass(eq=False)
+class DecodingSequence:
+    """A request that is being answered, with the LoRA adapter of that name (None: without one).
+
+    `prepared_images` are those of its prompt, which has all their tokens; `images` what they are for the engines, once
+    it has its turn.
+
+    `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
+    neither finished nor cancelled.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingValues
+    answer: Answer
+    clock: Clock = field(default_factory=Clock)
+    max_tokens: int | None = None
+    tally: DraftingTally | None = None
+    adapter: str | None = None
+    prepared_images: Sequence[PreparedImage] = ()
+    images: PromptImages | None = None
+    #: How many likeliest tokens to give with each token's log-probability; None: no log-probabilities.
+    logprobs: int | None = None
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    adapter_digest: str | None = None
+    reused_tokens: int = 0
+    # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
+    room: int = 0
+    least: int = 0
+    most: int = 0
+    failure: Exception | None = None
+
+    @property
+    def identities(self) -> Sequence[TokenIdentity]:
+        """The prompt's tokens as KV rows see them."""
+        return self.prompt_ids if self.images is None else self.images.identities(self.prompt_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended, or failed."""
+        return self.answer.finish_reason is not None or self.failure is not None
+
+    @property
+    def wanted(self) -> int:
+        """The most tokens that the answer can have."""
+        return self.room if self.max_tokens is None else min(self.room, self.max_tokens)
+
+    def response(self) -> Response:
+        """The response to a request that has ended; one that was ended before it began took no time."""
+        answer, clock = self.answer, self.clock
+        if clock.started == 0.0:
+            clock.started = clock.accepted
+        return Response(
+            answer.text,
+            answer.token_ids,
+            answer.finish_reason or "cancelled",
+            Usage(len(self.prompt_ids), self.reused_tokens, answer.token_count),
+            clock.timings(),
+            answer.stop_match,
+            None if self.tally is None else self.tally.statistics(),
+            None if self.logprobs is None else tuple(self.token_logprobs),
+        )

@@ -1,0 +1,78 @@
+"""What is known of the KV rows that slots hold, for requests that begin alike to share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
+
+from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.snapshots.prefix_index import reusable_rows
+
+#: Stands for whatever adapter the rows are bound to.
+_BOUND = "\0bound"
+_uses = count(1)
+
+
+class KVContents:
+    """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
+
+    A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
+    base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
+    those of the draft, too: it takes the base's features. A token of an image is told by the image's content, not by
+    its id alone (`PromptImages.identities`).
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[TokenIdentity] = []
+        self._draft_rows: int | None = None
+        self._adapter: str | None = None
+        #: A number that is the larger the later the rows were used; 0 where there are none.
+        self.last_use = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def bind(self, adapter: str | None) -> None:
+        """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
+        if adapter != self._adapter:
+            self._ids, self._adapter, self.last_use = [], adapter, 0
+            self._draft_rows = None if self._draft_rows is None else 0
+
+    def reusable(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None = _BOUND) -> int:
+        """Rows to reuse for a prompt: the longest common prefix, but never the prompt's last token.
+
+        They are none for an adapter's digest (None: no adapter) that they are not bound to, where one is given.
+        """
+        if adapter not in (_BOUND, self._adapter):
+            return 0
+        longest = min(len(self._ids), len(prompt_ids))
+        common = longest
+        if self._ids[:longest] != list(prompt_ids[:longest]):  # the usual case is decided at once
+            common = next(i for i in range(longest) if self._ids[i] != prompt_ids[i])
+        return reusable_rows(common, len(prompt_ids), self._draft_rows)
+
+    def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None) -> None:
+        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
+        self._ids, self._draft_rows = list(token_ids), draft_rows
+        self.last_use = next(_uses) if self._ids else 0
+
+    def copy_from(self, other: KVContents) -> None:
+        """The rows of another slot were copied here."""
+        self._ids, self._draft_rows, self._adapter = list(other._ids), other._draft_rows, other._adapter
+        self.last_use = next(_uses)
+
+
+class SnapshotSource(Protocol):
+    """Where rows of earlier prompts come from: `edgellm.snapshots.slots.SlotSnapshots`."""
+
+    def restore(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        contents: KVContents,
+        adapter: str | None,
+        images: PromptImages | None = None,
+    ) -> int:
+        """Put rows that fit a prompt, its images and an adapter's digest (None: no adapter) into an idle slot where
+        that is better than its contents. Returns the rows taken."""

@@ -1,0 +1,1 @@
+"""How to draft: configurations, presets, and the controller that picks what is fastest."""

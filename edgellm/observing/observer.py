@@ -1,0 +1,177 @@
+"""Observing a runner: spans of its work on the device and on the host, for a trace or a profiler.
+
+Only a runner that is observed costs anything: it is wrapped, and its rounds run stage by stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.decoding.slots import KVContents, SnapshotSource
+from edgellm.decoding.runner import Runner, StepTokens
+
+#: Names of spans on the host: enqueueing work, waiting for the device, and everything that is done with tokens before
+#: the next of these, the consumer's time included.
+LAUNCH, WAIT, TOKENS, SNAPSHOT = "launch", "wait", "tokens", "snapshot"
+#: Names of spans on the device besides the stages of rounds, which have those of `engines.draft_plan`.
+PREFILL, DECODE, ROUND = "prefill", "decode", "round"
+
+
+class Observer(Protocol):
+    """Takes note of spans; used from the thread of the runner."""
+
+    def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Around enqueueing what is to be one span on the device."""
+
+    def host_span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Around something that the host does."""
+
+    def finish(self) -> None:
+        """The device is about to be closed: read from it what is still to be read."""
+
+
+class Observers:
+    """Several observers as one."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    @contextmanager
+    def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
+        """See `Observer`."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.device_span(backend, name, **details))
+            yield
+
+    @contextmanager
+    def host_span(self, name: str, **details: Any) -> Iterator[None]:
+        """See `Observer`."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.host_span(name, **details))
+            yield
+
+    def finish(self) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.finish()
+
+
+class ObservedRunner:
+    """A runner as the decoding loop takes it, of whose steps an observer takes note."""
+
+    def __init__(self, runner: Runner, observer: Observer) -> None:
+        self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
+        self.draft_rows = runner.draft_rows
+        self._runner, self._observer = runner, observer
+        self._steps = 0
+        self._handling: AbstractContextManager[None] | None = None
+        if isinstance(runner, EagleRunner):
+            backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
+            runner.observe_stages(lambda name: observer.device_span(backend, name))
+
+    def start(
+        self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any
+    ) -> Readback:
+        """See `Runner.start`."""
+
+        def launch() -> Readback:
+            return self._runner.start(slot, prompt_ids, reused, sampling, *images, **others)
+
+        details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
+        return self._launch(PREFILL, details, launch)
+
+    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
+        """See `Runner.step`."""
+        name = DECODE if plan is None else ROUND
+        details: dict[str, Any] = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
+        return self._launch(name, details, lambda: self._runner.step(batch, plan))
+
+    def stop(self, slot: int) -> None:
+        """See `Runner.stop`."""
+        self._end_handling()
+        self._runner.stop(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """See `Runner.move`."""
+        self._end_handling()
+        self._runner.move(source, target)
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """See `Runner.logits`."""
+        return self._runner.logits(slot, count)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """See `Runner.swap_rows`."""
+        self._end_handling()
+        self._runner.swap_rows(first, second)
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """See `Runner.copy_rows`."""
+        self._end_handling()
+        self._runner.copy_rows(source, target)
+
+    def close(self) -> None:
+        """See `Runner.close`; the observer must have finished."""
+        self._end_handling()
+        self._runner.close()
+
+    def wait(self, result: Any, step: int) -> Any:
+        """What was launched as `step` has come to; until the next call the host is said to handle it."""
+        self._end_handling()
+        with self._observer.host_span(WAIT, step=step):
+            found = result.wait()
+        counts = [len(each) for each in found] if isinstance(found, list) else [len(found)]
+        self._handling = self._observer.host_span(TOKENS, step=step, tokens=counts)
+        self._handling.__enter__()
+        return found
+
+    def _launch(self, name: str, details: dict[str, Any], launch: Callable[[], Any]) -> Any:
+        self._end_handling()
+        self._steps += 1
+        details = {"step": self._steps, **details}
+        with (
+            self._observer.host_span(LAUNCH, **details),
+            self._observer.device_span(self.backend, name, **details),
+        ):
+            return _ObservedResult(self, launch(), self._steps)
+
+    def _end_handling(self) -> None:
+        if self._handling is not None:
+            self._handling.__exit__(None, None, None)
+            self._handling = None
+
+
+class _ObservedResult:
+    """Tokens on their way to the host."""
+
+    def __init__(self, runner: ObservedRunner, result: Any, step: int) -> None:
+        self._runner, self._result, self._step = runner, result, step
+        self._waited: Any = None
+
+    def wait(self) -> Any:
+        """What the runner's own result gives."""
+        if self._waited is None:
+            self._waited = self._runner.wait(self._result, self._step)
+        return self._waited
+
+
+class ObservedSnapshots:
+    """A source of snapshots, of whose work an observer takes note."""
+
+    def __init__(self, snapshots: SnapshotSource, observer: Observer) -> None:
+        self._snapshots, self._observer = snapshots, observer
+
+    def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, *others: Any) -> int:
+        """See `SnapshotSource.restore`."""
+        with self._observer.host_span(SNAPSHOT, slot=slot):
+            return self._snapshots.restore(slot, prompt_ids, contents, *others)

@@ -1,0 +1,1 @@
+"""The thread that computes, its queue, what it serves and its metrics."""

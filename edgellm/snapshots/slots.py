@@ -1,0 +1,278 @@
+"""Snapshots of a runner's slots: taken from one, and given to one before its prompt is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from weakref import WeakSet
+
+import numpy as np
+
+from edgellm.engines.backends.base import Transfer
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.errors import SnapshotError
+from edgellm.kernels.arrays import Array
+from edgellm.decoding.slots import KVContents
+from edgellm.decoding.runner import Runner
+from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
+from edgellm.snapshots.prefix_index import reusable_rows
+from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
+from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
+from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
+from edgellm.snapshots.staging import file_identity, opened_unchanged
+from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
+
+logger = logging.getLogger("edgellm.snapshots")
+
+
+class SlotSnapshots:
+    """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
+
+    An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        runner: Runner,
+        directory: EngineDirectory,
+        vision_directory: EngineDirectory | None = None,
+    ) -> None:
+        """`vision_directory` has the vision encoder, if it is another than the model's own."""
+        draft = runner.draft if isinstance(runner, EagleRunner) else None
+        self.store = store
+        self._runner, self._backend = runner, runner.backend
+        self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
+        self._has_draft = draft is not None
+        self._slot_rows: dict[int, dict[str, Array]] = {}
+        self._checked: WeakSet[Snapshot] = WeakSet()
+        self._uploader = Uploader(runner.backend)
+        self._reserve(store.snapshots())
+        config = directory.config
+        self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
+        backend = runner.backend
+        unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
+        self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
+        self._encoder = encoder_digest(directory, vision_directory)
+        self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
+
+    def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
+        """What this runner's rows are bound to where they are computed with an adapter, and with images by their
+        `images_digest`."""
+        if adapter is not None and adapter not in self._bindings:
+            self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
+        bound = self._bindings[adapter]
+        return bound if images == NONE else replace(bound, images=images)
+
+    def restore(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        contents: KVContents,
+        adapter: str | None = None,
+        images: PromptImages | None = None,
+    ) -> int:
+        """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
+
+        Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. A snapshot with
+        images is of use where these are the first of the prompt's `images`. Nothing is done where the slot's own
+        contents are as good. `contents` then say what the slot holds, and how many rows are reused is the result (0:
+        none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next best is taken.
+        """
+        tokens = prompt_ids if images is None else images.identities(prompt_ids)
+        while (match := self._best_match(prompt_ids, adapter, images)) is not None:
+            rows = reusable_rows(match.common, len(prompt_ids), self._draft_rows(match.common))
+            if rows <= contents.reusable(tokens):
+                return 0
+            contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
+            try:
+                self._write(slot, match.stored, match.common, match.stored.facts.binding)
+            except SnapshotError as error:
+                logger.warning("%s", error)
+                self.store.discard(match.stored, error)
+                continue
+            contents.replace(tokens[: match.common], self._draft_rows(match.common))
+            return rows
+        return 0
+
+    def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
+        """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
+        digests = () if images is None else images.digests
+        bindings = [
+            self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)
+        ]
+        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids)) is not None]
+        return max(found, key=lambda match: match.common, default=None)
+
+    def compute(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        contents: KVContents,
+        label: str,
+        adapter_name: str | None = None,
+        images: PromptImages | None = None,
+    ) -> Snapshot:
+        """Compute the rows of `token_ids` [N] in an idle slot, with the adapter of a name, and take a snapshot of them.
+
+        Raises AdapterError for an unknown name, EngineError where the runner cannot take so many tokens, or
+        DeviceMemoryError.
+        """
+        base = self._runner.base
+        base.set_adapter(slot, adapter_name)
+        adapter = base.adapter_digest(adapter_name)
+        contents.bind(adapter)
+        contents.replace((), 0 if self._has_draft else None)
+        try:
+            self._runner.start(slot, token_ids, 0, SamplingValues(), images).wait()
+        except BaseException:
+            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            raise
+        self._runner.stop(slot)
+        snapshot = self.take(slot, token_ids, label, adapter, images)
+        tokens = token_ids if images is None else images.identities(token_ids)
+        contents.replace(tokens, self._draft_rows(len(token_ids)))
+        return snapshot
+
+    def take(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        label: str,
+        adapter: str | None = None,
+        images: PromptImages | None = None,
+    ) -> Snapshot:
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter
+        and with the `images` of a prompt that begins with these tokens.
+
+        Raises DeviceMemoryError.
+        """
+        shown = () if images is None else images.digests[: len(images.within(0, len(token_ids)))]
+        facts = SnapshotFacts(
+            FORMAT_VERSION,
+            len(token_ids),
+            self.binding(adapter, images_digest(shown, self._encoder)),
+            label,
+            self._model,
+            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            edgellm_version(),
+        )
+        dtype = self._backend.compute_dtype
+        tensors = {name: (dtype, self._shape(name, facts.tokens)) for name in self._caches}
+        snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory)
+        np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
+        self._runner.base.await_rows()
+        download(self._backend, self._copies(slot, snapshot, facts.tokens))
+        return snapshot
+
+    def load(self, path: Path, adapters: Sequence[str | None] = (None,)) -> StoredSnapshot:
+        """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.
+
+        It must have been made with one of the `adapters`. Raises SnapshotError that names what is wrong with the file,
+        or how it differs from what this runner needs.
+        """
+        identity = file_identity(path)
+        mapped = read_snapshot(path)
+        made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
+        shown = mapped.facts.binding.images if self._sees else NONE
+        expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
+        self._check(path, mapped, expected)
+        if mapped.nbytes > self.store.memory_budget:
+            verify_snapshot(path, mapped)
+            stored = self.store.add_file(path)
+            self._reserve([stored])
+            return stored
+        snapshot = mapped.unread(self._backend.host_memory)
+        with self._opened(path, identity) as descriptor:
+            verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
+        self.store.add_file(path)
+        return self.store.put(snapshot)
+
+    def close(self) -> None:
+        """Let go of memory that belongs to the backend; call it before the runner is closed."""
+        self._backend.synchronize()
+        self._uploader.close()
+        self._slot_rows.clear()
+        for stored in self.store.snapshots():
+            binding = stored.facts.binding
+            if replace(binding, images=NONE) in self._bindings.values():
+                self.store.forget_memory(binding)
+
+    def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
+        """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
+
+        The content of a file is hashed while it is copied, unless that was done and the file is still the same.
+        """
+        snapshot = self.store.open(stored)
+        self._check(stored.path, snapshot, binding)
+        copies = self._copies(slot, snapshot, tokens)
+        if not snapshot.is_mapped:
+            self._runner.base.expect_rows(self._arriving(self._uploader.upload(copies)))
+        elif snapshot.is_verified:
+            self._runner.base.expect_rows(self._arriving(self._from_file(stored, snapshot, copies, None)))
+        else:  # damage is to be known before anything is computed
+            digest: list[bytes] = []
+            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, digest))))
+            verify_snapshot(stored.path, snapshot, digest[0])
+
+    def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
+        """The transfers by the names that runners have for their caches."""
+        for name, transfer in transfers:
+            yield name.removeprefix("base."), transfer
+
+    def _from_file(
+        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None
+    ) -> Iterator[tuple[str, Transfer]]:
+        with self._opened(stored.path, stored.identity) as descriptor:
+            yield from self._uploader.upload_file(descriptor, snapshot, copies, digest)
+
+    @contextmanager
+    def _opened(self, path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int]:
+        with opened_unchanged(path, identity) as descriptor:
+            if descriptor is None:
+                raise SnapshotError(f"{path} changed while it was opened", "replaced")
+            yield descriptor
+
+    def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
+        """Make what files are read through before a request waits for it."""
+        largest = max((each.nbytes for each in stored if each.path is not None), default=0)
+        if largest:
+            self._uploader.reserve(largest)
+
+    def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
+        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
+        check_binding(path, snapshot, binding)
+        if snapshot in self._checked:
+            return
+        tokens = snapshot.facts.tokens
+        expected = {name: self._shape(name, tokens) for name in self._caches}
+        found = {name: snapshot.places[name].shape for name in (*snapshot.rows, *snapshot.states)}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                cause = f"the tensor {name!r} has the shape {found.get(name)}, expected {expected.get(name)}"
+                raise damaged(path or snapshot.facts.label, cause)
+        self._checked.add(snapshot)
+
+    def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
+        """One by one, so that the first is on its way while the others are being made."""
+        if slot not in self._slot_rows:
+            self._slot_rows[slot] = {name: slot_rows(cache, slot) for name, cache in self._caches.items()}
+        for name, rows in self._slot_rows[slot].items():
+            yield RowCopy(name, rows, snapshot.tensor(name), self._rows(name, tokens))
+
+    def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
+        _, heads, _, size = self._caches[name].shape
+        return heads, self._rows(name, tokens), size
+
+    def _rows(self, name: str, tokens: int) -> int:
+        return tokens - 1 if name.startswith("draft.") else tokens
+
+    def _draft_rows(self, tokens: int) -> int | None:
+        return tokens - 1 if self._has_draft else None

@@ -1,0 +1,1 @@
+"""Images of requests, through the vision encoder."""

@@ -1,0 +1,92 @@
+"""What a runtime sees with: images of requests, prepared on any thread and encoded on the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from edgellm.engines.backends.base import Backend, open_backend
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.errors import EngineDirectoryError, ImageError
+from edgellm.serving.metrics import Metrics
+from edgellm.multimodal.image_input import DEFAULT_LIMITS, ImageLimits, read_image
+from edgellm.multimodal.image_processor import PreparedImage, open_image_processor
+from edgellm.multimodal.image_tokens import expand_image_tokens
+from edgellm.multimodal.image_urls import image_of_url
+from edgellm.multimodal.vision_runner import VisionEngineRunner
+from edgellm.text.message_parts import ImageReference
+
+
+class Eyes:
+    """The vision encoder of a model and its way with images.
+
+    `directory` is the language model's, `vision_directory` the one with the vision engines (often the same). It is
+    opened in two steps, since memory is checked once: then the base runner is made with `memory`, then `load`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: EngineDirectory,
+        vision_directory: EngineDirectory,
+        metrics: Metrics,
+        limits: ImageLimits = DEFAULT_LIMITS,
+    ) -> None:
+        vision, config = vision_directory.vision, directory.config
+        if vision is None:
+            raise EngineDirectoryError(f"{vision_directory.path} has no vision model")
+        largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
+        self.processor = open_image_processor(vision.path, vision.config, largest)
+        self.image_token_id = vision.config.image_token_id
+        self._config, self._metrics, self._limits = config, metrics, limits
+        # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
+        self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
+        try:
+            self._runner = VisionEngineRunner.open(self._own or backend, vision_directory)
+        except BaseException:
+            if self._own is not None:
+                self._own.close()
+            raise
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What it takes in bytes, by name."""
+        return self._runner.memory
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the weights. Raises DeviceMemoryError where a backend of its own has no room for its engines."""
+        if self._own is not None:  # nobody else gives its engines their scratch buffer
+            self._own.check_memory(MemoryPlan({**self.memory, "engine scratch": self._own.scratch_bytes()}))
+        self._runner.load(progress)
+
+    def prepare(self, references: Sequence[ImageReference]) -> list[PreparedImage]:
+        """Read and prepare the images of a request. Any thread may call it; ImageError names the image."""
+        return [self._prepared(reference) for reference in references]
+
+    def expand(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
+        """The prompt with a token for each row of its images; ImageError where the markers are not as many."""
+        return expand_image_tokens(prompt_ids, self.image_token_id, images)
+
+    def look(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
+        """Encode the images of an expanded prompt, those that are not known, and give them their places in it."""
+        counts = self._runner.metrics
+        hits, seconds = counts.cache_hits, counts.seconds
+        embeddings = self._runner.encode(images)
+        self._metrics.encoded(
+            len(images), sum(image.tokens for image in images), counts.seconds - seconds, counts.cache_hits - hits
+        )
+        return place_images(prompt_ids, embeddings, self.image_token_id, self._config)
+
+    def close(self) -> None:
+        """Free all memory."""
+        self._runner.close()
+        if self._own is not None:
+            self._own.close()
+
+    def _prepared(self, reference: ImageReference) -> PreparedImage:
+        try:
+            source = image_of_url(str(reference.source), self._limits) if reference.is_url else reference.source
+            return self.processor.prepare(read_image(source, channels=reference.channels, limits=self._limits))
+        except ImageError as error:
+            raise ImageError(f"{reference.name}: {error}") from error

@@ -1,0 +1,187 @@
+"""The interface behind which the two backends stand: memory, kernels, engines and captured steps.
+
+The runners are written once against it. `NumpyBackend` computes at once on the host; `TensorRTBackend` enqueues on one
+CUDA stream, so a result is there only after `Readback.wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.backends.gpu import find_gpu
+from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.kernels.acceptance_interface import AcceptanceKernels
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.draft_tree_interface import DraftTreeKernels
+from edgellm.kernels.image_interface import ImageKernels
+from edgellm.kernels.interface import Kernels
+
+BACKENDS = ("auto", "numpy", "tensorrt")
+
+
+class Engine(Protocol):
+    """A loaded engine of fixed shapes."""
+
+    shape: EngineShape
+    #: False where the engine takes `attention_mask` but sees the rows before `kvcache_start_index` without reading it
+    reads_attention_mask: bool
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """Give memory to inputs and outputs, by name; later calls replace single ones.
+
+        Raises EngineError for a name that the engine does not have, or another shape or dtype than it expects.
+        """
+
+    def enqueue(self) -> None:
+        """Run on the bound memory; raises EngineError that names a tensor which was never bound."""
+
+
+class Readback(Protocol):
+    """Values of a device array that are on their way to the host."""
+
+    def wait(self) -> np.ndarray:
+        """The values, once everything enqueued before the reading is done."""
+
+
+class Transfer(Protocol):
+    """A copy between host memory and device memory that is under way; it keeps both alive."""
+
+    def wait(self) -> None:
+        """Return once it is done: what was read is there, or what was written from may be changed."""
+
+
+class Timestamp(Protocol):
+    """The moment at which a backend's work has come to a point."""
+
+    def seconds(self) -> float:
+        """That moment on the clock of `time.perf_counter`; waits for it."""
+
+
+class Backend(Protocol):
+    """What a runner needs of a machine."""
+
+    name: str
+    kernels: Kernels
+    #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy
+    compute_dtype: str
+    #: how many decode steps may be launched before the first of them is read: 1 hides the host's work, 0 wastes none
+    steps_ahead: int
+    #: True where engines exist for certain shapes only, False where any T and L will do
+    fixed_shapes: bool
+    #: True where a call is done when it returns, so that its time can be taken by the clock
+    computes_at_once: bool
+
+    @property
+    def draft_tree(self) -> DraftTreeKernels:
+        """The kernels of the draft's tree, loaded when first asked for."""
+
+    @property
+    def acceptance(self) -> AcceptanceKernels:
+        """The kernels of acceptance, loaded when first asked for."""
+
+    @property
+    def image_kernels(self) -> ImageKernels:
+        """The kernels of images, loaded when first asked for."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Array:
+        """Uninitialized memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory."""
+
+    def host_visible(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory for small results: kernels write it, and reading it copies nothing on the device.
+
+        `Readback.wait` gives what is there by then, so what is read must not be written again until it was waited for:
+        a ring, written a place at a time.
+        """
+
+    def upload(self, array: Array, values: np.ndarray) -> None:
+        """Set `array` from host values of its shape, in order with the other work."""
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Set `target` from a device array of its shape and dtype that does not overlap it, in order with the rest."""
+
+    def read(self, array: Array) -> Readback:
+        """Start bringing a small array to the host; at most 8 of the same shape may be unread at a time."""
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """[nbytes] uint8 of host memory for `upload_rows` and `download_rows` at the full speed of the bus (pinned on
+        the GPU). Raises DeviceMemoryError."""
+
+    def upload_rows(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
+        """Set the first `rows` rows of each group of `target` [G, C, D] from those of host `values` [G, N, D] (bfloat16
+        as uint16), in order with the other work. Raises EngineError for another shape or dtype."""
+
+    def begin_beside(self) -> None:
+        """Let the copies of `upload_rows_beside` from now on wait for the work that was enqueued up to now."""
+
+    def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
+        """As `upload_rows`, but beside the work that is enqueued since `begin_beside`: what touches `target` must come
+        after `wait_for`. Transfers that are made one after the other end in this order."""
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let what is enqueued from now on begin when a transfer of `upload_rows_beside` is done."""
+
+    def download_rows(self, source: Array, values: np.ndarray, rows: int) -> Transfer:
+        """Fill the first `rows` rows of host `values` [G, N, D] from `source` [G, C, D], as `upload_rows` sets them."""
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
+        """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all."""
+
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """The engine for a shape; all share one scratch buffer. Raises PlanError."""
+
+    def scratch_bytes(self) -> int:
+        """Size of that buffer for the engines loaded so far."""
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Raise DeviceMemoryError, with the plan, if it does not fit into what is free."""
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """A faster way to run `step` again and again on the same memory; `step` must have run once before."""
+
+    def timestamp(self) -> Timestamp:
+        """Take note of when everything enqueued up to now is done."""
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+    def close(self) -> None:
+        """Free everything; the backend cannot be used afterwards."""
+
+
+def uploaded(backend: Backend, values: np.ndarray) -> Array:
+    """A new array of the backend's with host `values`, of a dtype that has one name on both sides."""
+    array = backend.empty(values.shape, values.dtype.name)
+    backend.upload(array, np.ascontiguousarray(values))
+    return array
+
+
+def open_backend(name: str, directory: EngineDirectory) -> Backend:
+    """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
+
+    On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
+    computing on the CPU.
+    """
+    if name not in BACKENDS:
+        raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "numpy" or (name == "auto" and find_gpu() is None):
+        from edgellm.engines.backends.numpy_backend import NumpyBackend
+
+        draft = None if directory.draft is None else directory.draft.config
+        vision = None if directory.vision is None else directory.vision.config
+        # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
+        return cast(Backend, NumpyBackend(directory.config, draft, vision))
+    from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+
+    return cast(Backend, TensorRTBackend(directory))

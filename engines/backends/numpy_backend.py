@@ -1,0 +1,211 @@
+"""The backend without a GPU: NumPy in float32, every call done when it returns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from edgellm.engines.blas_threads import one_blas_thread
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.descriptions import ModelConfig, model_description, model_weights
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.errors import DeviceMemoryError, EngineError
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.row_copies import check_rows
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.numpy_acceptance import NumpyAcceptance
+from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
+from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
+from edgellm.kernels.numpy_kernels import NumpyKernels
+
+#: Models of fewer parameters compute on one thread (see `blas_threads`).
+_SMALL_MODEL = 100_000_000
+
+
+class NumpyReadback:
+    """Values that are on the host already."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values.copy()
+
+    def wait(self) -> np.ndarray:
+        """The values."""
+        return self._values
+
+
+class NumpyTimestamp:
+    """Now."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds(self) -> float:
+        """When it was made."""
+        return self._seconds
+
+
+class NumpyTransfer:
+    """A copy that is done already."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class NumpyEngine:
+    """Runs a model description with the NumPy interpreter on the bound arrays."""
+
+    reads_attention_mask = True
+
+    def __init__(self, config: ModelConfig, shape: EngineShape) -> None:
+        self.shape = shape
+        self._bindings: dict[str, np.ndarray] = {}
+        operations = NumpyOperations(self._bindings, self._bindings)
+        self._description = model_description(operations, config, shape)
+        parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
+        self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
+        arrays = cast(Mapping[str, np.ndarray], bindings)
+        self._bindings.update({name: array for name, array in arrays.items() if not name.startswith("present_")})
+
+    def enqueue(self) -> None:
+        """Compute; outputs are written into their bound arrays."""
+        with self._threads():
+            self._description.describe()
+
+
+class NumpyBackend:
+    """See `edgellm.engines.backends.base.Backend`."""
+
+    name = "numpy"
+    compute_dtype = "float32"
+    steps_ahead = 0
+    fixed_shapes = False
+    computes_at_once = True
+
+    def __init__(
+        self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
+    ) -> None:
+        self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
+        self.kernels = NumpyKernels()
+
+    @cached_property
+    def draft_tree(self) -> NumpyDraftTree:
+        """The kernels of the draft's tree."""
+        return NumpyDraftTree()
+
+    @cached_property
+    def acceptance(self) -> NumpyAcceptance:
+        """The kernels of acceptance."""
+        return NumpyAcceptance()
+
+    @cached_property
+    def image_kernels(self) -> NumpyImageKernels:
+        """The kernels of images."""
+        return NumpyImageKernels()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Uninitialized memory."""
+        return self._allocate(np.empty, shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Zeroed memory."""
+        return self._allocate(np.zeros, shape, dtype)
+
+    def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Zeroed memory, like any other."""
+        return self.zeros(shape, dtype)
+
+    def upload(self, array: np.ndarray, values: np.ndarray) -> None:
+        """Copy values."""
+        np.copyto(array, values)
+
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy values."""
+        np.copyto(target, source)
+
+    def read(self, array: np.ndarray) -> NumpyReadback:
+        """Take a copy."""
+        return NumpyReadback(array)
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """Memory like any other."""
+        return self.empty((nbytes,), "uint8")
+
+    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        check_rows(target.shape, target.dtype, values, rows)
+        np.copyto(target[:, :rows], values[:, :rows])
+        return NumpyTransfer()
+
+    def begin_beside(self) -> None:
+        """Everything is done."""
+
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        return self.upload_rows(target, values, rows)
+
+    def wait_for(self, transfer: NumpyTransfer) -> None:
+        """It is done already."""
+
+    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+        """Copy the rows."""
+        check_rows(source.shape, source.dtype, values, rows)
+        np.copyto(values[:, :rows], source[:, :rows])
+        return NumpyTransfer()
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, np.ndarray]:
+        """All weights as float32."""
+        return load_numpy_weights(checkpoint, specs)
+
+    def load_engine(self, shape: EngineShape) -> NumpyEngine:
+        """An interpreter for the shape."""
+        config = self._configs[shape.model]
+        if config is None:
+            what = "vision encoder" if shape.model == "vision" else "draft model"
+            raise EngineError(f"{shape.name} was asked for, but there is no {what}")
+        return NumpyEngine(config, shape)
+
+    def scratch_bytes(self) -> int:
+        """NumPy's temporaries are small and short-lived."""
+        return 0
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare the plan with the memory that the system calls available."""
+        available = available_memory()
+        if available is not None and plan.total > available:
+            raise DeviceMemoryError(
+                f"The model needs {plan.total / MEBIBYTE:.0f} MiB and {available / MEBIBYTE:.0f} MiB are free:\n"
+                f"{plan.describe()}\nBuild the engine directory with a smaller --kv-capacity or --max-batch, or take "
+                "a smaller model."
+            )
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """The step itself: there is nothing to gain."""
+        return step
+
+    def timestamp(self) -> NumpyTimestamp:
+        """Now: everything is done."""
+        return NumpyTimestamp()
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
+        return make(tuple(shape), np.float32 if dtype == "compute" else np.dtype(dtype))

@@ -1,0 +1,307 @@
+"""The interpreter that computes a description at once, in float32 with NumPy.
+
+It is the backend where there is no GPU, and the reference of the other interpreter. One token of one sequence is the
+common case, and there Python's own time counts: few calls, no copies, nothing computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import numpy as np
+
+from edgellm.engines.errors import EngineError
+from edgellm.engines.numpy_activations import ACTIVATIONS, silu
+from edgellm.engines.model.operations import Operations
+
+_DTYPES = {
+    "compute": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "bool": np.dtype(np.bool_),
+}
+_ONE = np.float32(1)
+#: OpenBLAS copies a matrix into an order of its own before it multiplies, which costs as much as reading it twice more;
+#: but not where M * N * K is small (on x86-64 with AVX-512). Up to so many tokens, pieces of that size are faster.
+_FEW_TOKENS, _UNPACKED = 8, 300_000
+
+
+class NumpyOperations(Operations[np.ndarray]):
+    """Takes inputs from `bindings` and weights from `weights` by name, and puts outputs into `bindings`.
+
+    Inputs and weights are looked up at every call, so one object serves many runs, whatever is bound in between. An
+    output goes into the array that the caller has bound under its name (float32, same shape), else `bindings` gets an
+    array; a KV cache that was updated in place is its own output. EngineError names a tensor that is missing or has
+    another shape or dtype than the description declares.
+    """
+
+    def __init__(self, bindings: MutableMapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> None:
+        self._bindings = bindings
+        self._weights = weights
+        self._own_outputs: set[str] = set()
+        self._mask: np.ndarray | None = None
+        self._visible: VisibleKeys | None = None
+        self._cos_sin: np.ndarray | None = None
+        self._rotation: tuple[np.ndarray, np.ndarray] | None = None
+        self._scales: np.ndarray | None = None
+        self._adapted: list[tuple[int, int, np.float32]] = []
+
+    def input(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
+        array = self._bindings.get(name)
+        if array is None:
+            raise EngineError(f"the input {name!r} is not bound: expected {dtype} {list(shape)}")
+        if array.shape != shape and array.shape != tuple(shape):
+            raise EngineError(f"the input {name!r} has the shape {list(array.shape)}, expected {list(shape)}")
+        if array.dtype != _DTYPES[dtype]:
+            raise EngineError(f"the input {name!r} is {array.dtype}, expected {_DTYPES[dtype]}")
+        # What layers derive from an input must not outlive its values: the caller may have filled the array anew.
+        if array is self._mask:
+            self._mask = None
+        elif array is self._cos_sin:
+            self._cos_sin = None
+        elif array is self._scales:
+            self._scales = None
+        return array
+
+    def weight(self, name: str, shape: Sequence[int]) -> np.ndarray:
+        array = self._weights.get(name)
+        if array is None:
+            raise EngineError(f"the weight {name!r} is missing: expected float32 {list(shape)}")
+        if array.shape != shape and array.shape != tuple(shape):
+            raise EngineError(f"the weight {name!r} has the shape {list(array.shape)}, expected {list(shape)}")
+        return array
+
+    def output(self, name: str, tensor: np.ndarray) -> None:
+        bound = self._bindings.get(name)
+        if bound is tensor:
+            return
+        if bound is None or name in self._own_outputs:
+            self._own_outputs.add(name)
+            self._bindings[name] = tensor
+        elif bound.shape != tensor.shape or bound.dtype != tensor.dtype:
+            raise EngineError(
+                f"the output {name!r} is bound to {bound.dtype} {list(bound.shape)}, expected {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        elif not _same_memory(bound, tensor):
+            bound[...] = tensor
+
+    def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+        rows, columns = weight.shape
+        tokens = x.size // columns
+        if tokens == 1:  # matrix times vector, each row of the weight read once, in order
+            result = np.dot(weight, x.reshape(columns))
+        elif tokens <= _FEW_TOKENS:
+            result = _few_tokens_linear(np.ascontiguousarray(x).reshape(tokens, columns), weight)
+        else:  # OpenBLAS is up to three times slower at x times weight^T where there are few tokens
+            result = np.ascontiguousarray(np.dot(weight, x.reshape(-1, columns).T).T)
+        if bias is not None:
+            result += bias
+        return result.reshape(*x.shape[:-1], rows)
+
+    def adapt(self, y: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        size = a.shape[0] // scales.shape[1]
+        for sequence, adapter, scale in self._adapted_sequences(scales):
+            rows = slice(adapter * size, (adapter + 1) * size)
+            if x.shape[1] == 1:
+                low = np.dot(a[rows], x[sequence, 0])
+                if scale != _ONE:
+                    low *= scale
+                y[sequence, 0] += np.dot(low, b[rows])
+            else:
+                low = np.dot(a[rows], x[sequence].T)
+                if scale != _ONE:
+                    low *= scale
+                y[sequence] += np.dot(low.T, b[rows])
+        return y
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+        size = x.shape[-1]
+        if x.size == size:
+            flat = x.reshape(size)
+            result = x * np.float32(1 / math.sqrt(float(np.dot(flat, flat)) / size + epsilon))
+        else:
+            scale = np.einsum("...k,...k->...", x, x)[..., None]
+            scale /= size
+            scale += epsilon
+            np.sqrt(scale, out=scale)
+            result = x / scale
+        result *= weight
+        return result
+
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
+        result = x - x.mean(axis=-1, keepdims=True)
+        scale = np.einsum("...k,...k->...", result, result)[..., None]
+        scale /= x.shape[-1]
+        scale += epsilon
+        np.sqrt(scale, out=scale)
+        result /= scale
+        result *= weight
+        result += bias
+        return result
+
+    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+        return ACTIVATIONS[kind](x)
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a + b
+
+    def split(self, x: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+        leading = (slice(None),) * (axis % x.ndim)
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(x[(*leading, slice(start, start + size))])
+            start += size
+        return parts
+
+    def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return x.reshape(shape)
+
+    def split_heads(self, x: np.ndarray, heads: int) -> np.ndarray:
+        batch, tokens, width = x.shape
+        return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
+
+    def merge_heads(self, x: np.ndarray) -> np.ndarray:
+        batch, heads, tokens, size = x.shape
+        return x.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * size)
+
+    def rotary_embedding(self, x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+        rotated = cos_sin.shape[-1]
+        cos, sin = self._rotation_of(cos_sin)
+        rest = x.shape[-1] - rotated
+        turning = x[..., :rotated] if rest else x
+        pairs = (*turning.shape[:-1], 2, rotated // 2)
+        swapped = turning.reshape(pairs)[..., ::-1, :]
+        result = turning * cos
+        result.reshape(pairs)[...] += swapped * sin
+        return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
+
+    def kv_cache_update(self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray) -> np.ndarray:
+        tokens, rows = update.shape[2], cache.shape[2]
+        for sequence, start in enumerate(start_index.tolist()):
+            if not 0 <= start <= rows - tokens:
+                raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
+            cache[sequence, :, start : start + tokens] = update[sequence]
+        return cache
+
+    def attention(
+        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float
+    ) -> np.ndarray:
+        batch, heads, tokens, size = query.shape
+        visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
+        kv_heads = keys.shape[1]
+        # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        keys, values = keys[:, :, : visible.count], values[:, :, : visible.count]
+        if tokens == 1:
+            context = _attend(grouped, keys, values, visible.bias, visible.first_hidden, tokens)
+        else:  # one head at a time: its scores stay in the processor's cache
+            context = np.empty_like(grouped)
+            for b in range(batch):
+                bias = None if visible.bias is None else visible.bias[b, 0]
+                for h in range(kv_heads):
+                    context[b, h] = _attend(grouped[b, h], keys[b, h], values[b, h], bias, visible.first_hidden, tokens)
+        return context.reshape(batch, heads, tokens, size)
+
+    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
+        half = gate_up.shape[-1] // 2
+        result = silu(gate_up[..., :half])
+        result *= gate_up[..., half:]
+        return result
+
+    def gather_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        if rows.size and (rows.min() < 0 or rows.max() >= x.shape[1]):
+            raise EngineError(f"the rows {rows.ravel().tolist()} are to be gathered of {x.shape[1]}")
+        return x[np.arange(x.shape[0])[:, None], rows]
+
+    def concatenate(self, tensors: Sequence[np.ndarray], axis: int) -> np.ndarray:
+        return np.concatenate(tensors, axis=axis)
+
+    def to_float32(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def to_compute(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
+        """(sequence, adapter, scale) where the scale is not 0; same for all layers."""
+        if scales is not self._scales:
+            sequences, adapters = np.nonzero(scales)
+            self._adapted = list(zip(sequences.tolist(), adapters.tolist(), scales[sequences, adapters], strict=True))
+            self._scales = scales
+        return self._adapted
+
+    def _rotation_of(self, cos_sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[B, 1, T, R] cosines twice, and [B, 1, T, 2, R/2] sines, negative for the first half; same for all layers."""
+        if self._rotation is None or cos_sin is not self._cos_sin:
+            half = cos_sin.shape[-1] // 2
+            cos, sin = cos_sin[:, None, :, :half], cos_sin[:, None, :, half:]
+            self._rotation = np.concatenate((cos, cos), axis=-1), np.stack((-sin, sin), axis=-2)
+            self._cos_sin = cos_sin
+        return self._rotation
+
+    def _visible_keys(self, mask: np.ndarray) -> VisibleKeys:
+        """What the mask leaves to do; same for all layers."""
+        if self._visible is None or mask is not self._mask:
+            self._visible, self._mask = VisibleKeys(mask), mask
+        return self._visible
+
+
+class VisibleKeys:
+    """The part of a mask [B, 1, T, L] bool that matters.
+
+    `count`: keys beyond it are hidden from every query, so they are not read. `first_hidden`: keys before it are seen
+    by every query. `bias` [B, 1, 1, T, count - first_hidden] float32 is 0 or minus infinity between the two (None
+    where there is nothing between); its axes are sequence, key-value head, head of the group, query, key.
+    """
+
+    def __init__(self, mask: np.ndarray) -> None:
+        if mask.shape[0] == 1 and mask.shape[2] == 1:
+            row = mask.reshape(mask.shape[3])
+            self.count = row.size - int(row[::-1].argmax()) if row.any() else 0
+            shown = row[: self.count]
+            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        else:
+            columns = np.asarray(mask.any(axis=(0, 1, 2)))
+            self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
+            shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
+            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        if self.count == 0:
+            raise EngineError("the attention mask hides every key; each query must see at least one")
+        self.bias: np.ndarray | None = None
+        if self.first_hidden < self.count:
+            between = mask[..., self.first_hidden : self.count]
+            self.bias = np.where(between[:, None], np.float32(0), np.float32(-np.inf))
+
+
+def _few_tokens_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [M, K] times the transpose of [N, K], a piece of the weight's rows at a time: [M, N]."""
+    result = np.empty((x.shape[0], weight.shape[0]), np.float32)
+    step = max(16, _UNPACKED // x.size // 16 * 16)
+    for start in range(0, weight.shape[0], step):
+        result[:, start : start + step] = np.dot(x, weight[start : start + step].T)
+    return result
+
+
+def _attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray | None, first_hidden: int, tokens: int
+) -> np.ndarray:
+    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), keys and values [..., n, D].
+
+    `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
+    """
+    scores = np.matmul(query, keys.swapaxes(-1, -2))
+    if bias is not None:
+        masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
+        masked[..., first_hidden:] += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    context = np.matmul(scores, values)
+    context /= scores.sum(axis=-1, keepdims=True)
+    return context
+
+
+def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one shape are the same elements."""
+    return np.may_share_memory(a, b) and a.ctypes.data == b.ctypes.data and a.strides == b.strides

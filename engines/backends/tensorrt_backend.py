@@ -1,0 +1,244 @@
+"""The backend on the GPU: TensorRT engines, CUDA kernels and memory on one stream of the primary context."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.backends.base import Engine
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.backends.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
+from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
+from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_verify_passes import decoder_engine_kind
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
+from edgellm.engines.runtime_cache import RuntimeCache
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.checkpoints.weights import iterate_weight_parts
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.cuda_acceptance import CudaAcceptance
+from edgellm.kernels.cuda_draft_tree import CudaDraftTree
+from edgellm.kernels.cuda_image_kernels import CudaImageKernels
+from edgellm.kernels.cuda_kernels import CudaKernels
+from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
+
+logger = logging.getLogger("edgellm.tensorrt")
+
+
+class TensorRTBackend:
+    """See `edgellm.engines.backends.base.Backend`. Used from the thread that made it."""
+
+    name = "tensorrt"
+    steps_ahead = 1
+    fixed_shapes = True
+    computes_at_once = False
+
+    def __init__(self, directory: EngineDirectory) -> None:
+        self._directory = directory
+        self.compute_dtype = directory.dtype
+        self._library = load_tensorrt()
+        with ExitStack() as opened:
+            self.device = CudaDevice()
+            opened.callback(self.device.close)
+            self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
+            opened.callback(self._decode_kernels.close)
+            self._load()
+            self._opened = opened.pop_all()
+
+    def _load(self) -> None:
+        limits, capability = self._directory.limits, self.device.compute_capability
+        most = limits.max_batch * max((1, *limits.verify_sizes))
+        self.kernels = CudaKernels(self.device.stream, self._decode_kernels, max_batch=most)
+        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
+        self._platform = Platform(capability, self._library.flavour, self._library.version)
+        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
+        self._engines: list[TensorRTEngine | CudaKernelEngine] = []
+        self._scratch = self.device.empty((0,), "uint8")
+
+    @cached_property
+    def draft_tree(self) -> CudaDraftTree:
+        """The kernels of the draft's tree."""
+        return CudaDraftTree(self._decode_kernels)
+
+    @cached_property
+    def acceptance(self) -> CudaAcceptance:
+        """The kernels of acceptance."""
+        return CudaAcceptance(self.kernels, self._decode_kernels)
+
+    @cached_property
+    def image_kernels(self) -> CudaImageKernels:
+        """The kernels of images."""
+        return CudaImageKernels(self._decode_kernels)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Uninitialized device memory."""
+        return self.device.empty(shape, self.compute_dtype if dtype == "compute" else dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed device memory."""
+        return self.device.zeros(shape, self.compute_dtype if dtype == "compute" else dtype)
+
+    def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Zeroed pinned memory that kernels write."""
+        return self.device.host_visible(shape, dtype)
+
+    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
+        """Copy to the device, on the stream."""
+        self.device.upload(array, values)
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        """Copy on the device, on the stream."""
+        self.device.copy(target, source)
+
+    def read(self, array: DeviceArray) -> DeviceReadback:
+        """Start a copy to pinned memory, or note when what is in pinned memory already is complete."""
+        return self.device.read(array)
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        """Pinned memory."""
+        return self.device.host_memory(nbytes)
+
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the device, on the stream."""
+        return self.device.upload_rows(target, values, rows)
+
+    def begin_beside(self) -> None:
+        """Let the stream of copies wait for the stream."""
+        self.device.begin_beside()
+
+    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the device, on a stream of its own."""
+        return self.device.upload_rows_beside(target, values, rows)
+
+    def wait_for(self, transfer: DeviceTransfer) -> None:
+        """Let the stream wait."""
+        self.device.wait_for(transfer)
+
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+        """Copy to the host, on the stream."""
+        return self.device.download_rows(source, values, rows)
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, DeviceArray]:
+        """Each weight in a buffer of its own, filled straight from the memory-mapped checkpoint."""
+        weights = {spec.name: self.empty(spec.shape, "compute") for spec in specs}
+        total, done = sum(array.nbytes for array in weights.values()), 0
+        for spec, offset, values in iterate_weight_parts(checkpoint, specs, self.compute_dtype):
+            whole = weights[spec.name]
+            part = DeviceArray(whole.pointer + offset, values.shape, whole.dtype, whole.owner)
+            self.device.upload(part, values)
+            done += values.nbytes
+            if progress:
+                progress(done, total)
+        self.device.synchronize()
+        return weights
+
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""
+        engine = self._kernel_engine(shape) or self._plan_engine(shape)
+        self._engines.append(engine)
+        return engine
+
+    def _kernel_engine(self, shape: EngineShape) -> CudaKernelEngine | None:
+        kernels, dtype = self._decode_kernels, self.compute_dtype
+        if shape.model == "vision":
+            return None
+        if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
+            return None  # the common case, which needs no line in the log
+        config: Any = self._directory.model_config(shape.model)  # of the kind of model that the engine is for
+        limit = kernels.shared_limit
+        kind = CudaDraftEngine if shape.model == "draft" else decoder_engine_kind(config, shape, dtype, limit)
+        reason = kind.unsupported(config, shape, dtype, limit)
+        if reason is None:
+            return kind(kernels, config, shape, dtype)
+        logger.info("%s runs on TensorRT: %s", shape.name, reason)
+        return None
+
+    def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
+        """Load the plan from the engine directory or the cache; build it where there is none."""
+        config, attention = self._directory.model_config(shape.model), self._directory.attention
+
+        def build() -> bytes:
+            logger.warning(
+                "building %s for %s with TensorRT %s: no plan was there",
+                shape.name,
+                self._platform.compute_capability,
+                self._library.version,
+            )
+            return build_plan(config, shape, self.compute_dtype, attention, self._platform.compute_capability)
+
+        plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
+        return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
+
+    def scratch_bytes(self) -> int:
+        """The largest need of a loaded engine: they run one after another."""
+        return max((engine.scratch_bytes for engine in self._engines), default=0)
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
+        self._runtime_cache.save()  # by now every engine is loaded
+        free, total = self.device.free_memory()
+        if plan.total > free:
+            raise DeviceMemoryError(
+                f"The model needs {plan.total / MEBIBYTE:.0f} MiB; {free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB "
+                f"of {self.device.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
+                "--kv-capacity or --max-batch, close other programs, or take a smaller model."
+            )
+        self._scratch = self.device.empty((self.scratch_bytes(),), "uint8")
+        for engine in self._engines:
+            engine.attach(self.device, self._scratch)
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        """A CUDA graph of the step, or the step itself where capturing fails."""
+        return self.device.capture(step, name)
+
+    def timestamp(self) -> DeviceTimestamp:
+        """An event on the stream."""
+        return self.device.timestamp()
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        self.device.synchronize()
+
+    def close(self) -> None:
+        """Free engines, scratch and kernels, then leave the context."""
+        self._engines.clear()
+        self._runtime = None
+        self._scratch = None
+        self._opened.close()
+
+
+class _Logger:
+    """Passes TensorRT's warnings and errors on to logging."""
+
+    @staticmethod
+    def make(trt: Any) -> Any:
+        severity = trt.ILogger.Severity
+        levels = {
+            severity.INTERNAL_ERROR: logging.ERROR,
+            severity.ERROR: logging.ERROR,
+            severity.WARNING: logging.INFO,
+            severity.INFO: logging.DEBUG,
+            severity.VERBOSE: logging.DEBUG,
+        }
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, level: Any, message: str) -> None:
+                logger.log(levels[level], "%s", message)
+
+        return Logger()

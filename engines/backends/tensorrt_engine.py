@@ -1,0 +1,86 @@
+"""A TensorRT plan that was loaded: its bindings checked, its execution context on the shared scratch buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.errors import EngineError, PlanError
+from edgellm.engines.runtime_cache import RuntimeCache
+from edgellm.engines.backends.tensorrt_library import TensorRTLibrary
+from edgellm.kernels.arrays import DeviceArray
+
+_DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "BOOL": "bool"}
+
+
+class TensorRTEngine:
+    """One engine with one execution context. Not thread-safe: enqueue from the thread that owns the stream."""
+
+    reads_attention_mask = True
+
+    def __init__(
+        self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape, cache: RuntimeCache
+    ) -> None:
+        trt = library.module
+        self.shape = shape
+        self._engine = runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise PlanError(
+                f"TensorRT {library.version} refused the plan {shape.name}. "
+                "Rebuild it with edgellm build --refresh-plans ENGINE_DIR."
+            )
+        configuration = self._engine.create_runtime_config()
+        configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        cache.attach(configuration)
+        self._context = self._engine.create_execution_context(configuration)
+        if self._context is None:
+            raise EngineError(
+                f"TensorRT {library.version} made no execution context for {shape.name}; its log line says why, most "
+                "often that memory is short: close other programs on the GPU or build with smaller limits."
+            )
+        self.scratch_bytes = int(self._engine.device_memory_size_v2)
+        self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        for index in range(self._engine.num_io_tensors):
+            name = self._engine.get_tensor_name(index)
+            dtype = _DTYPE_NAMES[self._engine.get_tensor_dtype(name).name]
+            self._tensors[name] = (tuple(self._engine.get_tensor_shape(name)), dtype)
+        self._unbound = set(self._tensors)
+        self._stream_handle = 0
+        self._scratch: DeviceArray | None = None
+        self._keep: dict[str, DeviceArray] = {}
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all inputs and outputs."""
+        return tuple(self._tensors)
+
+    def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
+        """Use `scratch` (at least `scratch_bytes`), which is kept alive, and the device's stream."""
+        self._scratch = scratch
+        self._context.set_device_memory(scratch.pointer, scratch.nbytes)
+        self._stream_handle = device.stream.handle
+
+    def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
+        """See `Engine.bind`."""
+        for name, array in bindings.items():
+            if name not in self._tensors:
+                raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
+            expected_shape, expected_dtype = self._tensors[name]
+            if array.shape != expected_shape or array.dtype != expected_dtype:
+                raise EngineError(
+                    f"{self.shape.name}: {name} is {array.dtype} {array.shape}, "
+                    f"the engine expects {expected_dtype} {expected_shape}"
+                )
+            if not self._context.set_tensor_address(name, array.pointer):
+                raise EngineError(f"{self.shape.name}: TensorRT refused the address of {name}")
+            self._keep[name] = array
+            self._unbound.discard(name)
+
+    def enqueue(self) -> None:
+        """Enqueue on the stream; raises EngineError if a tensor was never bound or TensorRT reports a failure."""
+        if self._unbound:
+            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}")
+        if not self._context.execute_async_v3(self._stream_handle):
+            raise EngineError(f"{self.shape.name}: TensorRT could not enqueue the engine")

@@ -1,0 +1,82 @@
+"""The one place that finds TensorRT, full or RTX; the two share one API.
+
+Full TensorRT (`tensorrt`) is preferred: JetPack brings it, and it builds for every GPU that it runs on. TensorRT-RTX is
+`tensorrt_rtx`, or `tensorrt_rtx_bindings` where only that wheel and the library's are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from edgellm.engines.errors import MissingDependencyError
+from edgellm.engines.backends.gpu import current_compute_capability
+
+#: Layers that the networks need and that TensorRT has since 10.15 (and TensorRT-RTX since 1.4).
+_NEEDED_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
+_RTX_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+
+
+@dataclass(frozen=True)
+class TensorRTLibrary:
+    """A TensorRT that was found: its `flavour` ("trt" or "rtx"), `version` and Python `module`."""
+
+    flavour: str
+    version: str
+    module: ModuleType
+
+    @property
+    def buildable_targets(self) -> tuple[str, ...]:
+        """Compute capabilities that plans can be built for on this machine."""
+        present = current_compute_capability()
+        targets = _RTX_TARGETS if self.flavour == "rtx" else ()
+        return targets if present is None or present in targets else (present, *targets)
+
+    def compute_capability(self, target: str) -> Any:
+        """TensorRT-RTX's enumeration member for `target`; the present GPU's where it has none of its own."""
+        return getattr(self.module.ComputeCapability, target.replace("_", "").upper(), None) or (
+            self.module.ComputeCapability.CURRENT
+        )
+
+
+@lru_cache(maxsize=1)
+def _search() -> tuple[TensorRTLibrary | None, str]:
+    """The library, or None with the reason in words."""
+    reasons = []
+    for name, flavour in (("tensorrt", "trt"), ("tensorrt_rtx", "rtx"), ("tensorrt_rtx_bindings", "rtx")):
+        if importlib.util.find_spec(name) is None:
+            reasons.append(f"{name} is not installed")
+            continue
+        try:
+            module = importlib.import_module(name)
+            missing = [layer for layer in _NEEDED_LAYERS if not hasattr(module.INetworkDefinition, layer)]
+            version = str(module.__version__)
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            reasons.append(f"{name} is installed but does not load ({error})")
+            continue
+        if missing:
+            reasons.append(f"{name} {version} is too old: it lacks {', '.join(missing)} (10.15 or newer is needed)")
+            continue
+        return TensorRTLibrary(flavour, version, module), ""
+    return None, "; ".join(reasons)
+
+
+def find_tensorrt() -> TensorRTLibrary | None:
+    """The TensorRT of this machine, or None."""
+    return _search()[0]
+
+
+def load_tensorrt() -> TensorRTLibrary:
+    """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install."""
+    library, reason = _search()
+    if library is None:
+        raise MissingDependencyError(
+            f"No usable TensorRT: {reason}. On an RTX PC: pip install '.[rtx]' in EdgeLLM's checkout. On a Jetson use "
+            "JetPack's own TensorRT in a virtual environment made with --system-site-packages. Without a GPU use "
+            "--backend numpy."
+        )
+    return library

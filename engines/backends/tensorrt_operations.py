@@ -1,0 +1,329 @@
+"""The interpreter of operations that emits a TensorRT network, and the builder of one plan from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.descriptions import ModelConfig, model_description
+from edgellm.engines.errors import BuildError
+from edgellm.engines.model.operations import Operations
+from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, load_tensorrt
+
+#: Raise this when an emitted network changes though description, shapes and settings do not: plans are then rebuilt.
+NETWORK_VERSION = 2
+
+#: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
+#: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
+_FUSED_ATTENTION = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+
+
+def attention_kind(setting: str, target: str) -> str:
+    """ "native" (IAttention) or "composed" for a target; `setting` "auto" follows what the target has kernels for."""
+    if setting != "auto":
+        return setting
+    return "native" if target in _FUSED_ATTENTION else "composed"
+
+
+class TensorRTOperations(Operations[Any]):
+    """Emits layers into `network`, strongly typed in `dtype` ("float16", "bfloat16"; "float32" for tests).
+
+    Shapes are static. Weights become inputs under their own names. Every tensor's shape is known to TensorRT while the
+    network grows, so the methods read it from there.
+    """
+
+    #: Whether an RMS norm is multiplied by its weight, and the activation of a gated MLP is computed, in float32, and
+    #: whether linear layers and attention's products are summed in float32. The shipped model's logits were 1.9
+    #: spacings of float16 from float32's (median) with float16 everywhere, 1.5 with the linear layers' sums in float32,
+    #: 1.2 with all that is True here and a residual stream in float32, which takes an H200 1.1 % longer for a chunk of
+    #: a prompt; attention's sums would take 5 % more.
+    wide_norm, wide_activation, wide_linear, wide_attention = True, True, True, False
+
+    def __init__(self, trt: Any, network: Any, dtype: str, attention: str) -> None:
+        self.trt = trt
+        self.network = network
+        self.attention_kind = attention
+        self.compute = {"float16": trt.float16, "bfloat16": trt.bfloat16, "float32": trt.float32}[dtype]
+        self.dtypes = {"compute": self.compute, "float32": trt.float32, "int32": trt.int32, "bool": trt.bool}
+        self.inputs: dict[str, Any] = {}
+
+    def input(self, name: str, shape: Sequence[int], dtype: str) -> Any:
+        if name not in self.inputs:
+            self.inputs[name] = self.network.add_input(name, self.dtypes[dtype], tuple(shape))
+        return self.inputs[name]
+
+    def weight(self, name: str, shape: Sequence[int]) -> Any:
+        return self.input(name, shape, "compute")
+
+    def output(self, name: str, tensor: Any) -> None:
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    def linear(self, x: Any, weight: Any, bias: Any | None = None) -> Any:
+        operation, leading = self.trt.MatrixOperation, tuple(x.shape)[:-1]
+        rows = self._reshape(x, (int(np.prod(leading)), x.shape[-1]))
+        product = self._product(rows, weight, operation.TRANSPOSE, self.wide_linear)
+        if bias is not None:
+            product = self.add(product, self._reshape(bias, (1, bias.shape[0])))
+        return self._reshape(product, (*leading, weight.shape[0]))
+
+    def adapt(self, y: Any, x: Any, a: Any, b: Any, scales: Any) -> Any:
+        """All adapters as one of rank S * P, of which the scales leave each sequence its own: no matrix is gathered."""
+        operation = self.trt.MatrixOperation
+        batch, tokens, width = x.shape
+        adapters, rank = scales.shape[1], a.shape[0]
+        rows = self._reshape(x, (batch * tokens, width))
+        low = self._product(rows, a, operation.TRANSPOSE, self.wide_linear)
+        low = self._reshape(low, (batch, tokens, adapters, rank // adapters))
+        low = self._elementwise(low, self._reshape(scales, (batch, 1, adapters, 1)), "PROD")
+        low = self._reshape(low, (batch * tokens, rank))
+        added = self._product(low, b, operation.NONE, self.wide_linear)
+        return self.add(y, self._reshape(added, tuple(y.shape)))
+
+    def rms_norm(self, x: Any, weight: Any, epsilon: float) -> Any:
+        wide = self.to_float32(x)
+        mean = self._mean(self._elementwise(wide, wide, "PROD"))
+        normed = self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV")
+        weight = self._reshape(weight, self._last_axis(weight.shape[0], x))
+        if self.wide_norm:
+            return self._cast(self._elementwise(normed, self.to_float32(weight), "PROD"), self.compute)
+        return self._elementwise(self._cast(normed, self.compute), weight, "PROD")
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
+        wide = self.to_float32(x)
+        centred = self._elementwise(wide, self._mean(wide), "SUB")
+        variance = self._mean(self._elementwise(centred, centred, "PROD"))
+        normed = self._cast(self._elementwise(centred, self._shifted_root(variance, epsilon), "DIV"), self.compute)
+        weight, bias = (self._reshape(one, self._last_axis(one.shape[0], x)) for one in (weight, bias))
+        return self.add(self._elementwise(normed, weight, "PROD"), bias)
+
+    def activation(self, x: Any, kind: str) -> Any:
+        functions = self.trt.ActivationType
+        if kind == "silu":
+            return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
+        if kind == "quick_gelu":
+            slope = self._constant(1.702, len(x.shape), self.compute)
+            return self._elementwise(
+                x, self._activation(self._elementwise(x, slope, "PROD"), functions.SIGMOID), "PROD"
+            )
+        return self._activation(x, {"gelu": functions.GELU_ERF, "gelu_tanh": functions.GELU_TANH}[kind])
+
+    def add(self, a: Any, b: Any) -> Any:
+        return self._elementwise(a, b, "SUM")
+
+    def split(self, x: Any, sizes: Sequence[int], axis: int) -> list[Any]:
+        parts, offset = [], 0
+        for size in sizes:
+            start, shape = [0] * len(x.shape), list(x.shape)
+            start[axis], shape[axis] = offset, size
+            parts.append(self._slice(x, start, shape))
+            offset += size
+        return parts
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        return self._reshape(x, shape)
+
+    def split_heads(self, x: Any, heads: int) -> Any:
+        batch, tokens, width = x.shape
+        if tokens == 1:  # the transposition would move nothing
+            return self._reshape(x, (batch, heads, 1, width // heads))
+        return self._shuffle(x, (batch, tokens, heads, width // heads), (0, 2, 1, 3))
+
+    def merge_heads(self, x: Any) -> Any:
+        batch, heads, tokens, size = x.shape
+        if tokens == 1:
+            return self._reshape(x, (batch, 1, heads * size))
+        layer = self.network.add_shuffle(x)
+        layer.first_transpose = self.trt.Permutation([0, 2, 1, 3])
+        layer.reshape_dims = (batch, tokens, heads * size)
+        return self._layer(layer, "merge_heads")
+
+    def rotary_embedding(self, x: Any, cos_sin: Any) -> Any:
+        rotary = cos_sin.shape[2]
+        cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
+        return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
+
+    def kv_cache_update(self, cache: Any, update: Any, start_index: Any) -> Any:
+        mode = self.trt.KVCacheMode.LINEAR
+        return self._layer(self.network.add_kv_cache_update(cache, update, start_index, mode), "kv_cache_update")
+
+    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float) -> Any:
+        batch, kv_heads, rows, size = keys.shape
+        if mask is not None and mask.shape[3] < rows:
+            seen = (batch, kv_heads, mask.shape[3], size)
+            keys, values = (self._slice(cache, (0, 0, 0, 0), seen) for cache in (keys, values))
+        query = self._elementwise(query, self._constant(scale, 4, self.compute), "PROD")
+        if self.attention_kind == "native":
+            return self._native_attention(query, keys, values, mask)
+        return self._composed_attention(query, keys, values, mask)
+
+    def _native_attention(self, query: Any, keys: Any, values: Any, mask: Any | None) -> Any:
+        operation = self.trt.AttentionNormalizationOp.SOFTMAX
+        layer = self.network.add_attention(query, keys, values, operation, False)
+        if mask is not None:
+            layer.mask = mask
+        layer.decomposable = True
+        return self._layer(layer, "attention")
+
+    def _composed_attention(self, query: Any, keys: Any, values: Any, mask: Any | None) -> Any:
+        """Query heads of one key-value head are rows of one matrix, so that no key or value is repeated."""
+        operation = self.trt.MatrixOperation
+        batch, heads, tokens, size = query.shape
+        kv_heads, seen = keys.shape[1], keys.shape[2]
+        group = heads // kv_heads
+        rows = self._reshape(query, (batch, kv_heads, group * tokens, size))
+        scores = self.to_float32(self._product(rows, keys, operation.TRANSPOSE, self.wide_attention))
+        if tokens > 1:
+            scores = self._reshape(scores, (batch, kv_heads, group, tokens, seen))
+        if mask is not None:
+            if tokens > 1:
+                mask = self._reshape(mask, (batch, 1, 1, mask.shape[2], seen))
+            hidden = self._constant(-1e30, len(scores.shape))
+            scores = self._layer(self.network.add_select(mask, scores, hidden), "masked")
+        softmax = self.network.add_softmax(scores)
+        softmax.axes = 1 << (len(scores.shape) - 1)
+        weights = self._cast(self._layer(softmax, "softmax"), self.compute)
+        if tokens > 1:
+            weights = self._reshape(weights, (batch, kv_heads, group * tokens, seen))
+        context = self._product(weights, values, operation.NONE, self.wide_attention)
+        return self._reshape(context, (batch, heads, tokens, size))
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        half = gate_up.shape[-1] // 2
+        gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
+        if self.wide_activation:
+            gate, up = self.to_float32(gate), self.to_float32(up)
+        return self.to_compute(self._elementwise(self.activation(gate, "silu"), up, "PROD"))
+
+    def gather_rows(self, x: Any, rows: Any) -> Any:
+        layer = self.network.add_gather_v2(x, rows, self.trt.GatherMode.DEFAULT)
+        layer.axis = 1
+        layer.num_elementwise_dims = 1
+        return self._layer(layer, "gather_rows")
+
+    def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
+        layer = self.network.add_concatenation(list(tensors))
+        layer.axis = axis
+        return self._layer(layer, "concatenate")
+
+    def to_float32(self, x: Any) -> Any:
+        return self._cast(x, self.trt.float32)
+
+    def to_compute(self, x: Any) -> Any:
+        return self._cast(x, self.compute)
+
+    def _product(self, a: Any, b: Any, b_operation: Any, wide: bool) -> Any:
+        """a times b. TensorRT-RTX seems to sum float16 products in float16, unless casts around them, which it fuses,
+        ask for float32."""
+        kind = a.dtype
+        if wide:
+            a, b = self.to_float32(a), self.to_float32(b)
+        layer = self.network.add_matrix_multiply(a, self.trt.MatrixOperation.NONE, b, b_operation)
+        return self._cast(self._layer(layer, "matrix_multiply"), kind)
+
+    def _mean(self, x: Any) -> Any:
+        """Over the last axis, which stays, of size 1."""
+        average = self.trt.ReduceOperation.AVG
+        return self._layer(self.network.add_reduce(x, average, 1 << (len(x.shape) - 1), True), "mean")
+
+    def _shifted_root(self, x: Any, epsilon: float) -> Any:
+        """sqrt(x + epsilon)."""
+        shifted = self._elementwise(x, self._constant(epsilon, len(x.shape)), "SUM")
+        return self._layer(self.network.add_unary(shifted, self.trt.UnaryOperation.SQRT), "root")
+
+    def _activation(self, x: Any, function: Any) -> Any:
+        return self._layer(self.network.add_activation(x, function), "activation")
+
+    def _layer(self, layer: Any, what: str) -> Any:
+        if layer is None:
+            raise BuildError(f"TensorRT {self.trt.__version__} refused the layer {what!r}; its log line says why")
+        return layer.get_output(0)
+
+    def _elementwise(self, a: Any, b: Any, operation: str) -> Any:
+        kind = getattr(self.trt.ElementWiseOperation, operation)
+        return self._layer(self.network.add_elementwise(a, b, kind), operation.lower())
+
+    def _cast(self, x: Any, dtype: Any) -> Any:
+        return x if x.dtype == dtype else self._layer(self.network.add_cast(x, dtype), "cast")
+
+    def _reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        return x if tuple(x.shape) == tuple(shape) else self._shuffle(x, shape, None)
+
+    def _shuffle(self, x: Any, shape: Sequence[int], order: Sequence[int] | None) -> Any:
+        layer = self.network.add_shuffle(x)
+        layer.reshape_dims = tuple(shape)
+        if order is not None:
+            layer.second_transpose = self.trt.Permutation(list(order))
+        return self._layer(layer, "shuffle")
+
+    def _slice(self, x: Any, start: Sequence[int], shape: Sequence[int]) -> Any:
+        return self._layer(self.network.add_slice(x, tuple(start), tuple(shape), (1,) * len(shape)), "slice")
+
+    def _constant(self, value: float, rank: int, dtype: Any = None) -> Any:
+        array = np.full((1,) * rank, value, np.float32)
+        constant = self._layer(self.network.add_constant(array.shape, array), "constant")
+        return constant if dtype is None else self._cast(constant, dtype)
+
+    def _last_axis(self, size: int, like: Any) -> tuple[int, ...]:
+        return (1,) * (len(like.shape) - 1) + (size,)
+
+
+def build_plan(
+    config: ModelConfig, shape: EngineShape, dtype: str, attention: str = "auto", target: str | None = None
+) -> bytes:
+    """Build the plan of one engine.
+
+    `dtype` is the compute dtype, `attention` "auto", "native" or "composed", `target` a compute capability such as
+    "sm_86" (None: the present GPU's). Raises BuildError with TensorRT's own words where it refuses.
+    """
+    library = load_tensorrt()
+    if target is not None and target not in library.buildable_targets:
+        raise BuildError(
+            f"TensorRT {library.version} ({library.flavour}) cannot build for {target} here; it can for "
+            f"{', '.join(library.buildable_targets) or 'no target without its GPU'}. "
+            "Build on the device itself: on a Jetson with JetPack's TensorRT."
+        )
+    trt, log = library.module, _Log(library)
+    builder = trt.Builder(log.logger)
+    flags = 0
+    if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    kind = attention_kind(attention, target or "")
+    model_description(TensorRTOperations(trt, network, dtype, kind), config, shape).describe()
+    settings = builder.create_builder_config()
+    settings.profiling_verbosity = trt.ProfilingVerbosity.LAYER_NAMES_ONLY
+    if library.flavour == "rtx":
+        settings.num_compute_capabilities = 1
+        capability = trt.ComputeCapability.CURRENT if target is None else library.compute_capability(target)
+        settings.set_compute_capability(capability, 0)
+    plan = builder.build_serialized_network(network, settings)
+    if plan is None:
+        raise BuildError(f"TensorRT {library.version} could not build {shape.name}: {log.last_error()}")
+    return bytes(plan)
+
+
+class _Log:
+    """Keeps TensorRT's error lines for the exception instead of printing them."""
+
+    def __init__(self, library: TensorRTLibrary) -> None:
+        trt = library.module
+        errors: list[str] = []
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity <= trt.ILogger.Severity.ERROR:
+                    errors.append(message)
+
+        self.logger = Logger()
+        self.errors = errors
+
+    def last_error(self) -> str:
+        """The latest error lines, or a word that there were none."""
+        return " / ".join(self.errors[-3:]) or "no reason was logged"

@@ -1,0 +1,279 @@
+"""From a checkpoint to an engine directory: all of it or nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.engines.building.checks import (check_disk_space, check_image_rows, check_limits, check_places, check_settings, choose_limits, choose_platforms, plan_bytes_bound)
+from edgellm.engines.building.inputs import (BuildInputs, own_files, read_adapters, read_decoder_config, read_inputs, read_vision_config)
+from edgellm.engines.building.report import BuildReport, BuiltPlan
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
+from edgellm.engines.directories.engine_directory import (EngineDirectory, adapter_names, described_file_names, description_bytes, write_description)
+from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
+from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.lora.adapter import ADAPTER_FILES
+from edgellm.engines.network_digest import network_digest
+from edgellm.engines.building.plans import build_plans
+from edgellm.engines.directories.plan_files import (PlanManifest, Platform, directory_network, find_plan, plan_path, store_plan, write_plan)
+from edgellm.engines.plan_worker import peak_memory
+from edgellm.engines.directories.staged_directory import StagedDirectory
+from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.tensor_names import is_multimodal
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.weight_copy import WeightTransfer, copy_hashed
+
+#: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
+#: and "finish".
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A build whose input was found good."""
+
+    target: Path
+    inputs: BuildInputs
+    dtype: str
+    attention: str
+    limits: EngineLimits
+    platforms: tuple[Platform, ...]
+    weights: str
+    replace: bool
+
+    @property
+    def plan_count(self) -> int:
+        return len(self.platforms) * len(self.limits.all_engine_shapes())
+
+
+def build_engine_directory(
+    checkpoint_path: str | Path,
+    engine_dir: str | Path,
+    limits: EngineLimits | None = None,
+    targets: Sequence[str] | None = None,
+    dtype: str | None = None,
+    attention: str = "auto",
+    weights: str = "copy",
+    force: bool = False,
+    beyond_trained_context: bool = False,
+    progress: Progress | None = None,
+    draft: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
+    vision: str | Path | None = None,
+) -> BuildReport:
+    """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
+
+    `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
+    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
+    the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
+    encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
+    With `force` an existing engine directory is replaced, once the new one is complete.
+    Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
+    """
+    started, progress = time.perf_counter(), progress or _no_progress
+    progress("check", 0, 1)
+    source, target = Path(checkpoint_path), Path(engine_dir)
+    check_places(source, target, force)
+    config = read_decoder_config(source)
+    loras = read_adapters(adapters or {}, config)
+    ranks = [adapter.rank for adapter in loras.values()]
+    vision = None if vision is None else Path(vision)
+    eyes = _read_vision(source, vision, config, limits)
+    if limits is None:
+        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks, vision=eyes)
+    check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
+    check_image_rows(eyes, vision is not None, limits)
+    dtype = dtype or _engine_dtype(config)
+    check_settings(dtype, attention, weights)
+    platforms, note = choose_platforms(targets)
+    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, eyes, vision)
+    job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
+    copied = inputs.weight_bytes if weights == "copy" else 0
+    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms), eyes)
+    check_disk_space(target.absolute().parent, copied + plans)
+    report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
+    report.adapters, report.vision = dict(inputs.adapter_ranks), eyes
+    report.notes += [note] if note else []
+    report.seconds["check"] = time.perf_counter() - started
+    progress("check", 1, 1)
+    try:
+        digests = _make(job, report, progress)
+    except OSError as error:
+        raise BuildError(
+            f"{target} was not built, and nothing was left behind: {error.strerror or error}"
+            + (f" ({error.filename})" if error.filename else "")
+        ) from error
+    for name, digest in digests.items():
+        remember_digest(target / name, digest)
+    return _finished(report, started)
+
+
+def refresh_plans(
+    engine_dir: str | Path, targets: Sequence[str] | None = None, progress: Progress | None = None
+) -> BuildReport:
+    """Build the plans that an engine directory lacks, or whose own are refused, for `targets` or this machine's GPU.
+
+    They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
+    EngineDirectoryError, MissingDependencyError.
+    """
+    started, progress = time.perf_counter(), progress or _no_progress
+    directory = EngineDirectory.open(engine_dir)
+    platforms, note = choose_platforms(targets)
+    if not platforms:
+        raise BuildError(f"There is no target to build plans for. {note}")
+    config, dtype, attention = directory.config, directory.dtype, directory.attention
+    draft = None if directory.draft is None else directory.draft.config
+    report = BuildReport(directory.path, config, dtype, directory.limits, draft)
+    report.vision = None if directory.vision is None else directory.vision.config
+    shapes = directory.limits.all_engine_shapes()
+    total = len(platforms) * len(shapes)
+    check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms), report.vision))
+    networks = {shape: directory_network(directory, shape) for shape in shapes}
+    for platform in platforms:
+        missing = []
+        for shape in shapes:
+            found, _ = find_plan(directory, shape, platform, networks[shape])
+            if found is None:
+                missing.append(shape)
+            else:
+                report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
+        progress("plans", len(report.plans), total)
+        with closing(build_plans(directory.models, missing, dtype, attention, platform.compute_capability)) as built:
+            for plan in built:
+                if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
+                    raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
+                report.add_plan(platform, plan)
+                progress("plans", len(report.plans), total)
+    report.seconds["plans"] = time.perf_counter() - started
+    return _finished(report, started)
+
+
+def describe_in_place(
+    directory: str | Path,
+    limits: EngineLimits | None = None,
+    dtype: str | None = None,
+    attention: str = "auto",
+    beyond_trained_context: bool = False,
+) -> EngineDirectory:
+    """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
+
+    A folder `draft` beside them is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was
+    published apart, folders in `lora` are LoRA adapters. Raises
+    AdapterError, CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
+    """
+    directory = Path(directory)
+    config = read_decoder_config(directory)
+    draft = directory / DRAFT_FOLDER
+    has_draft = draft.exists()
+    loras = read_adapters({name: directory / LORA_FOLDER / name for name in adapter_names(directory)}, config)
+    ranks = [adapter.rank for adapter in loras.values()]
+    vision = directory / VISION_FOLDER
+    vision_source = vision if vision.exists() else None
+    eyes = _read_vision(directory, vision_source, config, limits)
+    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=eyes)
+    check_limits(config, limits, beyond_trained_context, has_draft, ranks)
+    check_image_rows(eyes, vision_source is not None, limits)
+    dtype = dtype or _engine_dtype(config)
+    check_settings(dtype, attention)
+    inputs = read_inputs(directory, draft if has_draft else None, config, loras, eyes, vision_source)
+    names = described_file_names(directory)
+    if vision_source is not None:
+        names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]
+    if has_draft:
+        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(draft)]
+    names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
+    files = {name: current_digest(directory / name, trust_memory=False) for name in names}
+    try:
+        write_description(directory, _description(inputs, dtype, attention, limits, files))
+    except OSError as error:
+        raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
+    return EngineDirectory.open(directory)
+
+
+def _description(
+    inputs: BuildInputs, dtype: str, attention: str, limits: EngineLimits, files: dict[str, FileDigest]
+) -> bytes:
+    draft, adapters = inputs.draft_description(files), inputs.adapter_descriptions(files)
+    vision = inputs.vision_description(files)
+    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft, adapters, vision)
+
+
+def _read_vision(
+    source: Path, vision: Path | None, config: DecoderConfig, limits: EngineLimits | None
+) -> VisionConfig | None:
+    """The vision encoder that is to be built; one in the checkpoint itself is not where the limits have no room."""
+    if vision is None and limits is not None and not limits.image_rows:
+        return None
+    if vision is not None and is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values):
+        raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
+    return read_vision_config(source, vision, config)
+
+
+def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:
+    """Write the directory beside its place and put it there; the digests of the weights."""
+    copied, total = 0, job.inputs.weight_bytes
+
+    def advance(count: int) -> None:
+        nonlocal copied
+        copied += count
+        progress("weights", copied, total)
+
+    with StagedDirectory(job.target) as staged:
+        started = time.perf_counter()
+        for name in (*job.inputs.published, *job.inputs.weights):
+            (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
+        published = _copy_published(job, staged.path)
+        transfer = WeightTransfer(job.inputs.weights, staged.path, job.weights == "link", advance)
+        transfer.start()
+        try:
+            _write_plans(job, staged.path / "plans", report, transfer, progress)
+            report.seconds["plans"] = time.perf_counter() - started
+            digests = transfer.result()
+        finally:
+            transfer.cancel()
+        report.seconds["weights"] = transfer.seconds
+        progress("finish", 0, 1)
+        files = {**published, **digests}
+        write_description(staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files))
+        staged.commit(job.replace)
+    report.published_bytes = sum(digest.size for digest in published.values())
+    progress("finish", 1, 1)
+    return digests
+
+
+def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
+    shapes, models = job.limits.all_engine_shapes(), job.inputs.models
+    for platform in job.platforms:
+        target, has_failed = platform.compute_capability, transfer.has_failed
+        with closing(build_plans(models, shapes, job.dtype, job.attention, target, has_failed)) as built:
+            for plan in built:
+                network = network_digest(models[plan.shape.model], plan.shape, job.dtype, job.attention)
+                manifest = PlanManifest.of(plan.data, plan.shape, platform, network, job.dtype, job.attention)
+                write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
+                report.add_plan(platform, plan)
+                progress("plans", len(report.plans), job.plan_count)
+
+
+def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
+    never = threading.Event()
+    return {name: copy_hashed(path, destination / name, never) for name, path in job.inputs.published.items()}
+
+
+def _engine_dtype(config: DecoderConfig) -> str:
+    """Engines compute in the checkpoint's dtype; float32 would need twice the memory for nothing that one can see."""
+    return "float16" if config.dtype == "float32" else config.dtype
+
+
+def _finished(report: BuildReport, started: float) -> BuildReport:
+    report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
+    report.total_seconds = time.perf_counter() - started
+    return report
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,280 @@
+"""What is checked before anything heavy is done: limits, targets, tokenizer, disk space."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
+from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.lora.adapter import LARGEST_RANK
+from edgellm.engines.directories.plan_files import Platform, present_platform
+from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
+from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.model.vision import VisionConfig
+
+WEIGHT_MODES = ("copy", "link")
+LARGEST_BATCH = 8
+LARGEST_PREFILL_CHUNK = 2048
+LARGEST_LORA_SLOTS = 32
+PREFILL_CHUNK_STEP = 16
+DEFAULT_PREFILL_CHUNK = 512
+DEFAULT_KV_CAPACITY = 4096
+#: An image of a megapixel, for patches of 16 pixels.
+DEFAULT_MAX_IMAGE_PATCHES = 4096
+LARGEST_MAX_IMAGE_PATCHES = 65536
+#: Rows of the vision engines up to the largest: padding takes up to half as much again as the image.
+_IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
+
+#: EAGLE-2's and EAGLE-3's usual tree.
+DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
+#: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
+DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
+
+#: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with
+#: fused attention 2 MB beside.
+_PLAN_BYTES = 2 << 20
+_PLAN_BYTES_PER_LAYER = 1 << 20
+_JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
+
+
+def choose_limits(
+    config: DecoderConfig,
+    max_batch: int | None = None,
+    prefill_chunk: int | None = None,
+    kv_capacity: int | None = None,
+    beyond_trained_context: bool = False,
+    has_draft: bool = False,
+    draft_top_k: int | None = None,
+    draft_steps: int | None = None,
+    verify_tree_size: int | None = None,
+    adapter_ranks: Sequence[int] = (),
+    max_lora_rank: int | None = None,
+    lora_slots: int | None = None,
+    vision: VisionConfig | None = None,
+    max_image_patches: int | None = None,
+) -> EngineLimits:
+    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
+
+    `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
+    each sequence. `vision` is the model's vision encoder.
+    """
+    trained = config.max_position_embeddings
+    if kv_capacity is None:
+        kv_capacity = min(DEFAULT_KV_CAPACITY, trained)
+    if prefill_chunk is None:
+        fitting = min(DEFAULT_PREFILL_CHUNK, kv_capacity)
+        prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
+    asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
+    usual = DRAFT_DEFAULTS if has_draft else dict.fromkeys(asked, 0)
+    drafting = {name: usual[name] if value is None else value for name, value in asked.items()}
+    batch = 1 if max_batch is None else max_batch
+    if max_lora_rank is None:
+        max_lora_rank = max(adapter_ranks, default=0)
+    if lora_slots is None:
+        lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
+    adapters = {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
+    rows = choose_image_rows(vision, max_image_patches)
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **drafting, **adapters, image_rows=rows)
+    check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
+    return limits
+
+
+def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
+    """Rows of the vision engines, ascending, for images of up to so many patches; none without a vision encoder, or
+    where 0 is asked for.
+
+    BuildError for a number out of range, or asked for where it has no effect.
+    """
+    asked = max_image_patches
+    if asked == 0:
+        return ()
+    if vision is None:
+        if asked is not None:
+            raise BuildError(f"--max-image-patches is {asked}, but the model takes no images: name --vision VISION_DIR")
+        return ()
+    if vision.image_side:
+        if asked is not None:
+            raise BuildError(
+                f"--max-image-patches is {asked}, but every image has {vision.image_side**2} patches: leave it out"
+            )
+        return (vision.image_side**2,)
+    step = math.lcm(vision.window_patches, vision.merge_patches)
+    asked = DEFAULT_MAX_IMAGE_PATCHES if asked is None else asked
+    if not step <= asked <= LARGEST_MAX_IMAGE_PATCHES:
+        raise BuildError(
+            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}, "
+            "or 0 for the language model alone"
+        )
+    largest = vision.rows_for_patches(asked)
+    rows = {-(-size // step) * step for size in _IMAGE_ROWS}
+    return (*sorted(size for size in rows if size < largest), largest)
+
+
+def check_image_rows(vision: VisionConfig | None, is_apart: bool, limits: EngineLimits) -> None:
+    """Raise BuildError where limits have vision engines and there is no encoder, or the other way round for one that
+    was published apart, or their rows do not suit it."""
+    rows = limits.image_rows
+    if vision is None:
+        if rows:
+            raise BuildError("the limits have vision engines, but there is no vision encoder: name --vision VISION_DIR")
+        return
+    if is_apart and not rows:
+        raise BuildError("there is a vision encoder, but the limits have no vision engines: leave out one or the other")
+    fits = all(size >= 1 and not size % vision.window_patches and not size % vision.merge_patches for size in rows)
+    if list(rows) != sorted(set(rows)) or not fits or (vision.image_side and rows not in ((), (vision.image_side**2,))):
+        raise BuildError(f"image_rows are {list(rows)}: expected for example {list(choose_image_rows(vision))}")
+
+
+def check_limits(
+    config: DecoderConfig,
+    limits: EngineLimits,
+    beyond_trained_context: bool = False,
+    has_draft: bool = False,
+    adapter_ranks: Sequence[int] = (),
+) -> None:
+    """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft, and those of
+    LoRA adapters where there are to be none."""
+    if not 1 <= limits.max_batch <= LARGEST_BATCH:
+        raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
+    chunk = limits.prefill_chunk
+    if not PREFILL_CHUNK_STEP <= chunk <= LARGEST_PREFILL_CHUNK or chunk % PREFILL_CHUNK_STEP:
+        raise BuildError(
+            f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
+            f"{LARGEST_PREFILL_CHUNK}"
+        )
+    trained, capacity = config.max_position_embeddings, limits.kv_capacity
+    if capacity < chunk or (capacity > trained and not beyond_trained_context):
+        raise BuildError(
+            f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
+            "positions that the model was made for; --beyond-trained-context lifts this bound)"
+        )
+    for name, (smallest, largest) in DRAFT_RANGES.items():
+        value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
+        if has_draft and not smallest <= value <= largest:
+            raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
+        if not has_draft and value != 0:
+            raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
+    _check_lora_limits(limits, adapter_ranks)
+
+
+def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> None:
+    rank, slots, needed = limits.max_lora_rank, limits.lora_slots, max(adapter_ranks, default=0)
+    if rank == slots == needed == 0:
+        return
+    if not max(1, needed) <= rank <= LARGEST_RANK:
+        reason = " (the rank of an adapter)" if needed else ""
+        raise BuildError(
+            f"--max-lora-rank is {rank}: expected a whole number from {max(1, needed)}{reason} to {LARGEST_RANK}"
+        )
+    if not 1 <= slots <= LARGEST_LORA_SLOTS:
+        raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
+
+
+def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:
+    """Raise BuildError for an unknown dtype, attention setting or way of taking the weights."""
+    for option, value, choices in (
+        ("--dtype", dtype, DTYPES),
+        ("--attention", attention, ATTENTION_SETTINGS),
+        ("--weights", weights, WEIGHT_MODES),
+    ):
+        if value not in choices:
+            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+
+
+def check_places(source: Path, target: Path, force: bool) -> None:
+    """Raise BuildError where the engine directory would overwrite something that it should not."""
+    if holds(target, source):
+        raise BuildError(
+            f"{target} is the checkpoint {source} or holds it: name another place for the engine directory"
+        )
+    if is_vacant(target):
+        return
+    if not (target / DESCRIPTION_NAME).is_file():
+        raise BuildError(f"{target} exists and is not an engine directory: name another place, or remove it yourself")
+    if not force:
+        raise BuildError(f"{target} exists: --force replaces it, --refresh-plans gives it the plans that it lacks")
+
+
+def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...], str]:
+    """What to build plans for: `targets`, or this machine's GPU; where there is nothing, a note that says why.
+
+    Raises MissingDependencyError where targets are asked for without TensorRT, and BuildError for a target that
+    TensorRT cannot build for here.
+    """
+    if targets:
+        library = load_tensorrt()
+        for target in targets:
+            check_target(target, library)
+        return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
+    present = present_platform()
+    if present is not None:
+        return (present,), ""
+    missing = "TensorRT" if find_tensorrt() is None else "GPU"
+    return (), (
+        f"No {missing} was found, so the directory has no plans: it runs on the NumPy backend. On a machine with a GPU "
+        "and TensorRT plans are made on first use; for a GPU that is elsewhere: edgellm build --refresh-plans "
+        "ENGINE_DIR --target sm_86."
+    )
+
+
+def check_target(target: str, library: TensorRTLibrary) -> None:
+    """Raise BuildError where `library` cannot build for `target` on this machine."""
+    if not re.fullmatch(r"sm_\d{2,3}", target):
+        raise BuildError(f"--target is {target!r}: expected a compute capability such as sm_86")
+    if target in library.buildable_targets:
+        return
+    name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
+    possible = ", ".join(library.buildable_targets) or "none without a GPU"
+    advice = (
+        "Build on the board itself, with the TensorRT of its JetPack"
+        if target in _JETSON_TARGETS
+        else "Build on a machine with that GPU"
+    )
+    raise BuildError(
+        f"--target is {target}: {name} {library.version} cannot build for it on this machine (it can for: {possible}). "
+        f"{advice}: edgellm build CHECKPOINT ENGINE_DIR without --target."
+    )
+
+
+def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
+    """Raise CheckpointError where `tokenizer.json` is missing, cannot be read or has ids beyond the vocabulary."""
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: expected the tokenizer in the format of the tokenizers library. Convert an older one "
+            "with transformers: AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}. Copy it anew from its source") from error
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has token ids up to {largest}, but the model's vocabulary has {vocab_size} entries: the tokenizer "
+            "belongs to another model"
+        )
+
+
+def plan_bytes_bound(
+    config: DecoderConfig, shapes: Sequence[EngineShape], platforms: int, vision: VisionConfig | None = None
+) -> int:
+    """A generous estimate of the size of the plans of all shapes for so many platforms, in bytes."""
+    depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
+    layers = sum(depths[shape.model] for shape in shapes)
+    return platforms * (len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER)
+
+
+def check_disk_space(folder: Path, needed: int) -> None:
+    """Raise BuildError where `needed` bytes and a little more are not free in the nearest existing parent."""
+    lack = lack_of_space(folder, needed)
+    if lack is not None:
+        raise BuildError(
+            f"{lack} for the engine directory. Free some space, choose another disk, or take --weights link"
+        )

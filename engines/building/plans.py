@@ -1,0 +1,154 @@
+"""Plans of several shapes built side by side, each by a process of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.descriptions import ModelConfig
+from edgellm.engines.errors import BuildError
+from edgellm.engines.model.memory_plan import available_memory
+from edgellm.engines.plan_worker import read_answer, request_line
+from edgellm.engines.processor_cores import usable_cores
+from edgellm.engines.backends.tensorrt_operations import build_plan
+
+_MOST_WORKERS = 4
+#: A worker took 370 MB for Llama-3.2-1B's shapes; more is left free, as a device that runs out of memory freezes.
+_WORKER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class PlanBytes:
+    """A built plan, the seconds that it took, and the peak memory in bytes of the processes that build, together."""
+
+    shape: EngineShape
+    data: bytes
+    seconds: float
+    workers_peak_bytes: int
+
+
+def build_plans(
+    models: Mapping[str, ModelConfig],
+    shapes: Sequence[EngineShape],
+    dtype: str,
+    attention: str,
+    target: str,
+    is_in_vain: Callable[[], bool] = lambda: False,
+    workers: int | None = None,
+) -> Generator[PlanBytes, None, None]:
+    """Build a plan of each shape for the compute capability `target`; they come as they are done.
+
+    `models` has the configuration by `EngineShape.model`. `workers` processes build (0: this process does; None: as
+    many as cores and memory allow, up to 4). They are ended when the caller leaves the iteration, and it ends early
+    once `is_in_vain` says so. Raises BuildError.
+    """
+    count = _worker_count() if workers is None else workers
+    if count == 0:
+        for shape in shapes:
+            if is_in_vain():
+                return
+            started = time.perf_counter()
+            plan = build_plan(models[shape.model], shape, dtype, attention, target)
+            yield PlanBytes(shape, plan, time.perf_counter() - started, 0)
+        return
+    requests: queue.SimpleQueue[tuple[EngineShape, bytes]] = queue.SimpleQueue()
+    for shape in shapes:
+        requests.put((shape, request_line(models[shape.model], shape, dtype, attention, target)))
+    results: queue.SimpleQueue[PlanBytes | BaseException] = queue.SimpleQueue()
+    pool = [_Worker(requests, results) for _ in range(min(count, len(shapes)))]
+    try:
+        for worker in pool:
+            worker.start()
+        remaining = len(shapes)
+        while remaining and not is_in_vain():
+            try:
+                result = results.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            remaining -= 1
+            peak = sum(worker.peak_bytes for worker in pool)
+            yield PlanBytes(result.shape, result.data, result.seconds, peak)
+    finally:
+        for worker in pool:
+            worker.end()
+
+
+class _Worker:
+    """A building process, and the thread that talks to it."""
+
+    def __init__(self, requests: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
+        self.peak_bytes = 0
+        self._requests, self._results = requests, results
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="edgellm-plans", daemon=True)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+
+    def start(self) -> None:
+        """Start process and thread. Ctrl-C is for the parent alone, which then ends the process."""
+        folders = [str(Path(entry).absolute()) for entry in sys.path if entry]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from edgellm.engines.plan_worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd="/",  # a folder of the user's could hide a module
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+            start_new_session=True,
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the process, at work or not, and wait for the thread."""
+        if self._process is not None:
+            self._process.kill()
+            self._thread.join()
+            self._process.communicate()
+        self._log.close()
+
+    def _run(self) -> None:
+        assert self._process is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
+        while True:
+            try:
+                shape, line = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                requests.write(line)
+                requests.flush()
+                data, seconds, self.peak_bytes = read_answer(answers)
+                self._results.put(PlanBytes(shape, data, seconds, self.peak_bytes))
+            except (EOFError, OSError):
+                self._results.put(BuildError(f"The process that built {shape.name} ended: {self._last_words()}"))
+                return
+            except BaseException as error:  # it belongs to the thread that asked
+                self._results.put(error)
+                return
+
+    def _last_words(self) -> str:
+        code = self._process.wait() if self._process else None
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "it said nothing"
+        killed = " (killed, perhaps for want of memory)" if code == -9 else ""
+        return f"exit code {code}{killed}, {reason}"
+
+
+def _worker_count() -> int:
+    """As many as cores and free memory allow; 0 where this is not plain Python, which alone can be started again."""
+    name = Path(sys.executable or "").name
+    if not name.startswith("python") or getattr(sys, "frozen", False):
+        return 0
+    return max(1, min(_MOST_WORKERS, usable_cores(), (available_memory() or 0) // _WORKER_BYTES))

@@ -1,0 +1,1 @@
+"""Published weights: safetensors, pickled PyTorch files, and what is made of them."""

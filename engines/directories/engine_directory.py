@@ -1,0 +1,296 @@
+"""The engine directory: a model's published files, what it was built for, and the digests of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.descriptions import ModelConfig
+from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.directories.engine_parts import (DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER, EngineAdapter, EngineDraft, EngineVision, choice, is_weight_file, parse_adapters, parse_draft, parse_files, parse_vision)
+from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.atomic_write import write_atomically
+
+DESCRIPTION_NAME = "edgellm.json"
+FORMAT_VERSION = 1
+DTYPES = ("float16", "bfloat16", "float32")
+ATTENTION_SETTINGS = ("auto", "native", "composed")
+
+#: Published files that an engine directory takes along, where the checkpoint has them. The first is required.
+PUBLISHED_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "system_prompt.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+#: How a vision encoder wants its images: one of them is required, and the first that is there counts.
+PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+WEIGHT_INDEX = "model.safetensors.index.json"
+
+#: What else a directory may have, and the option that builds it.
+_PARTS = {
+    "draft": ("draft model", "--draft DRAFT_CHECKPOINT"),
+    "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
+}
+_KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
+_DRAFT_KEY, _LORA_KEY, _VISION_KEY = "draft", "lora", "vision"
+
+
+@dataclass(frozen=True, eq=False)
+class EngineDirectory:
+    """What `edgellm.json` says. `dtype` is the compute dtype of the engines, `files` the digests by file name.
+
+    `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
+    `description_sha256` the digest of `edgellm.json` itself. With a `draft`, `config.feature_layers` are those that it
+    takes. `adapters` are LoRA adapters by name. With a `vision` encoder the model takes images.
+    """
+
+    path: Path
+    config: DecoderConfig
+    dtype: str
+    attention: str
+    limits: EngineLimits
+    files: Mapping[str, FileDigest]
+    created_with: str
+    description_sha256: str
+    draft: EngineDraft | None = None
+    adapters: Mapping[str, EngineAdapter] = field(default_factory=dict)
+    vision: EngineVision | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
+        """Read a directory and check its files against their digests; EngineDirectoryError lists what differs.
+
+        Weight files that are as they were when last hashed are trusted, unless `verify`.
+        """
+        directory = cls.read(path)
+        differences = directory.differences(verify)
+        if differences:
+            listed = "\n".join(f"  {difference}" for difference in differences)
+            raise EngineDirectoryError(
+                f"{directory.path} differs from what its {DESCRIPTION_NAME} describes:\n{listed}\n"
+                "Copy the directory anew or build it again: edgellm build --force CHECKPOINT ENGINE_DIR"
+            )
+        return directory
+
+    @classmethod
+    def read(cls, path: str | Path) -> EngineDirectory:
+        """Read `edgellm.json` alone and check it strictly; raises EngineDirectoryError."""
+        path = Path(path)
+        description = path / DESCRIPTION_NAME
+        if not path.is_dir():
+            found = "is not a directory" if path.exists() else "does not exist"
+            raise EngineDirectoryError(f"{path} {found}. Expected an engine directory, as edgellm build makes it")
+        if not description.exists():
+            hint = "edgellm build CHECKPOINT ENGINE_DIR"
+            if (path / "config.json").exists():
+                raise EngineDirectoryError(
+                    f"{path} has no {DESCRIPTION_NAME}: it is a checkpoint, not an engine directory. "
+                    f"Make one of it: {hint.replace('CHECKPOINT', str(path))}"
+                )
+            raise EngineDirectoryError(f"{path} has no {DESCRIPTION_NAME}. Make an engine directory: {hint}")
+        try:
+            data = description.read_bytes()
+        except OSError as error:
+            raise EngineDirectoryError(f"{description} cannot be read: {error.strerror or error}") from error
+        return _parse(path, data)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self.config.eos_token_ids
+
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """Names of the safetensors files."""
+        return tuple(name for name in self.files if is_weight_file(name))
+
+    @property
+    def plans_path(self) -> Path:
+        """The folder of the plans; it may not exist."""
+        return self.path / "plans"
+
+    def checkpoint(self) -> Checkpoint:
+        """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
+        return Checkpoint.open(self.path)
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The configuration of each model that has engines, by `EngineShape.model`."""
+        models: dict[str, ModelConfig] = {"base": self.config}
+        if self.draft is not None:
+            models["draft"] = self.draft.config
+        if self.vision is not None:
+            models["vision"] = self.vision.config
+        return models
+
+    def model_config(self, model: str) -> ModelConfig:
+        """The configuration of "base", "draft" or "vision"; EngineDirectoryError where there is no such model."""
+        if model not in self.models:
+            what, option = _PARTS[model]
+            raise EngineDirectoryError(
+                f"{self.path} has no {what}. Build one with it: edgellm build CHECKPOINT ENGINE_DIR {option}"
+            )
+        return self.models[model]
+
+    def differences(self, verify: bool = False, hash_weights: bool = True) -> list[str]:
+        """One line for each file that is missing, foreign or not what was described.
+
+        Without `verify`, remembered digests of large unchanged files are trusted; without `hash_weights`, a weight
+        file with no remembered digest is checked by its size alone.
+        """
+        found = _differences(self.path, self.files, "", verify, hash_weights)
+        if self.draft is not None:
+            found += _differences(self.draft.path, self.draft.files, f"{DRAFT_FOLDER}/", verify, hash_weights)
+        elif (self.path / DRAFT_FOLDER).exists():
+            found.append(f"{DRAFT_FOLDER}/: not described")
+        if self.vision is not None and self.vision.files is not None:
+            found += _differences(self.vision.path, self.vision.files, f"{VISION_FOLDER}/", verify, hash_weights)
+        elif (self.path / VISION_FOLDER).exists():
+            found.append(f"{VISION_FOLDER}/: not described")
+        for name, adapter in self.adapters.items():
+            found += _differences(adapter.path, adapter.files, f"{LORA_FOLDER}/{name}/", verify, hash_weights)
+        foreign = [name for name in adapter_names(self.path) if name not in self.adapters]
+        return found + [f"{LORA_FOLDER}/{name}/: not described" for name in foreign]
+
+
+def _differences(
+    folder: Path, files: Mapping[str, FileDigest], prefix: str, verify: bool, hash_weights: bool
+) -> list[str]:
+    """What differs in one folder; `prefix` is put before the names."""
+    found = []
+    for name, expected in files.items():
+        path = folder / name
+        shown = f"{prefix}{name}"
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                found.append(f"{shown}: {size:,} bytes, expected {expected.size:,}")
+                continue
+            if is_weight_file(name) and not (verify or hash_weights):
+                digest = recall_digest(path) or expected
+            else:
+                digest = current_digest(path, trust_memory=not verify)
+        except FileNotFoundError:
+            found.append(f"{shown}: missing")
+        except OSError as error:
+            found.append(f"{shown}: cannot be read ({error.strerror or error})")
+        else:
+            if digest.sha256 != expected.sha256:
+                found.append(f"{shown}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
+    foreign = [name for name in described_file_names(folder) if name not in files]
+    return found + [f"{prefix}{name}: not described, but it would be read" for name in foreign]
+
+
+def described_file_names(path: Path) -> list[str]:
+    """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
+    published = [name for name in (*PUBLISHED_FILES, WEIGHT_INDEX) if (path / name).exists()]
+    return published + sorted(file.name for file in path.glob("model*.safetensors"))
+
+
+def adapter_names(path: Path) -> list[str]:
+    """Names of the folders of LoRA adapters in an engine directory, sorted."""
+    folder = path / LORA_FOLDER
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def description_bytes(
+    config: DecoderConfig,
+    dtype: str,
+    attention: str,
+    limits: EngineLimits,
+    files: Mapping[str, FileDigest],
+    draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
+    adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
+    vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None = None,
+) -> bytes:
+    """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
+    and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
+    values: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "created_with": edgellm_version(),
+        "config": plain_values(config),
+        "dtype": dtype,
+        "attention": attention,
+        "limits": plain_values(limits),
+        "files": _file_values(files),
+    }
+    if draft is not None:
+        values[_DRAFT_KEY] = {"config": plain_values(draft[0]), "files": _file_values(draft[1])}
+    if adapters:
+        values[_LORA_KEY] = {name: {"rank": rank, "files": _file_values(own)} for name, (rank, own) in adapters.items()}
+    if vision is not None:
+        values[_VISION_KEY] = {"config": plain_values(vision[0])}
+        if vision[1] is not None:
+            values[_VISION_KEY]["files"] = _file_values(vision[1])
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _file_values(files: Mapping[str, FileDigest]) -> dict[str, Any]:
+    return {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in files.items()}
+
+
+def write_description(path: Path, data: bytes) -> None:
+    """Write `edgellm.json` into a directory, whole or not at all; raises OSError."""
+    write_atomically(path / DESCRIPTION_NAME, data)
+
+
+def edgellm_version() -> str:
+    """The installed version of EdgeLLM."""
+    try:
+        return metadata.version("edgellm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _parse(path: Path, data: bytes) -> EngineDirectory:
+    advice = "Build the directory again: edgellm build --force CHECKPOINT ENGINE_DIR"
+    values = JSONObject.parse(data, str(path / DESCRIPTION_NAME), EngineDirectoryError, advice)
+    version = values.get("format_version", "int")
+    if version != FORMAT_VERSION:
+        raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY)
+    draft, limits = None, values.object("limits").dataclass(EngineLimits)
+    config = values.object("config").dataclass(DecoderConfig)
+    if _DRAFT_KEY in values.values:
+        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
+    if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
+        raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
+    vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
+    if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
+        raise values.error(
+            "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
+        )
+    adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
+    if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
+        adapter.rank > limits.max_lora_rank for adapter in adapters.values()
+    ):
+        raise values.error("'lora' and 'limits' disagree on the adapters or their ranks")
+    return EngineDirectory(
+        path=path,
+        config=config,
+        dtype=choice(values, "dtype", DTYPES),
+        attention=choice(values, "attention", ATTENTION_SETTINGS),
+        limits=limits,
+        files=parse_files(values.object("files")),
+        adapters=adapters,
+        created_with=values.get("created_with", "str"),
+        description_sha256=hash_bytes(data),
+        draft=draft,
+        vision=vision,
+    )

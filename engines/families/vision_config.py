@@ -1,0 +1,286 @@
+"""How the `config.json` of a multimodal checkpoint becomes a `VisionConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.model.vision import VisionConfig
+
+__all__ = ["VisionConfig", "read_vision_config"]
+
+#: What the families' published configurations leave out, by their names.
+_QWEN2_5_DEFAULTS = {
+    "depth": 32,
+    "hidden_act": "silu",
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN3_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_TOWER_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "clip_vision_model": {**_TOWER_DEFAULTS, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip_vision_model": {
+        **_TOWER_DEFAULTS,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
+}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+#: The norms of Qwen's encoders have it fixed in their code.
+_QWEN_EPSILON = 1e-6
+_LARGEST_DEPTH = 4096
+_LARGEST_SIDE = 256  # patches of a fixed image; published ones have up to 37
+_LLAMA_HIDDEN_SIZE = 4096
+
+
+def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> VisionConfig | None:
+    """The vision encoder that a checkpoint's `config.json` describes; None for a text-only model.
+
+    `dtype` ("float16", "bfloat16" or "float32") is what the tensors have, used where the file does not say. The
+    prefixes of tensor names are those of the newest layout; `vision_checkpoint.read_vision` sets them as a checkpoint
+    has them. Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields that are
+    missing, of a wrong type or inconsistent; either lists all problems.
+    """
+    family = config.get("model_type")
+    if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
+        return None
+    top = ConfigFields(dict(config), None, str(family))
+    vision = _READERS[family](top, dtype)
+    top.raise_problems()
+    return vision
+
+
+def _read_qwen2_5(top: ConfigFields, dtype: str | None) -> VisionConfig:
+    fields, common = _read_qwen(top, dtype, _QWEN2_5_DEFAULTS, ("silu",))
+    merge, patch = common["spatial_merge_size"], common["patch_size"]
+    window = fields.size("window_size")
+    if merge and patch and (window % patch or window // patch % merge or not window):
+        fields.wrong.append(
+            f"window_size is {window}, expected a multiple of patch_size {patch} times spatial_merge_size {merge}"
+        )
+    layers = _layers(fields, "fullatt_block_indexes", common["num_layers"])
+    return _checked(top, fields, VisionConfig(**common, window_size=window, full_attention_layers=layers))
+
+
+def _read_qwen3(top: ConfigFields, dtype: str | None) -> VisionConfig:
+    fields, common = _read_qwen(top, dtype, _QWEN3_DEFAULTS, ("silu", "gelu", "gelu_tanh", "quick_gelu"))
+    positions = fields.size("num_position_embeddings")
+    if round(positions**0.5) ** 2 != positions:
+        fields.wrong.append(f"num_position_embeddings is {positions}, expected the square of a whole number")
+    layers = _layers(fields, "deepstack_visual_indexes", common["num_layers"])
+    return _checked(top, fields, VisionConfig(**common, num_position_embeddings=positions, deepstack_layers=layers))
+
+
+def _read_qwen(
+    top: ConfigFields, dtype: str | None, defaults: Mapping[str, Any], activations: tuple[str, ...]
+) -> tuple[ConfigFields, dict[str, Any]]:
+    """The fields of `vision_config`, and what Qwen's encoders have in common as arguments of `VisionConfig`."""
+    raw = dict(top.values["vision_config"])
+    raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
+    fields = _with_defaults(raw, defaults, f"{top.family}: vision_config")
+    rope = raw.get("rope_parameters")
+    theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta <= 0:
+        fields.wrong.append(f"rope_parameters.rope_theta is {shown(theta)}, expected a number above 0")
+        theta = 10000.0
+    text = _text_hidden_size(top)
+    out_hidden_size = fields.size("out_hidden_size", text or None)
+    if text and out_hidden_size and out_hidden_size != text:
+        fields.wrong.append(f"out_hidden_size is {out_hidden_size}, but the language model's hidden_size is {text}")
+    common: dict[str, Any] = {
+        **_dimensions(fields, depth="depth", heads="num_heads", channels="in_channels"),
+        "family": top.family,
+        "dtype": _dtype(top, dtype),
+        "temporal_patch_size": fields.size("temporal_patch_size"),
+        "spatial_merge_size": fields.size("spatial_merge_size"),
+        "out_hidden_size": out_hidden_size,
+        "activation": _activation(fields, "hidden_act", activations),
+        "norm_eps": _QWEN_EPSILON,
+        "image_token_id": _token_id(top, "image_token_id", 1),
+        "vision_start_token_id": _token_id(top, "vision_start_token_id"),
+        "vision_end_token_id": _token_id(top, "vision_end_token_id"),
+        "tensor_prefix": "model.visual.",
+        "projector_prefix": "model.visual.",
+        "rope_theta": float(theta),
+    }
+    head_dim = common["hidden_size"] // max(1, common["num_heads"])
+    if head_dim % 4:
+        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
+    return fields, common
+
+
+def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
+    raw = dict(top.values["vision_config"])
+    tower = raw.get("model_type", "clip_vision_model")
+    if tower not in _TOWERS:
+        top.unsupported.append(f"vision_config.model_type is {shown(tower)}, supported are {', '.join(_TOWERS)}")
+        tower = "clip_vision_model"
+    fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
+    dimensions = _dimensions(fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
+    strategy = top.values.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        top.wrong.append(f"vision_feature_select_strategy is {shown(strategy)}, expected default or full")
+    bias = top.values.get("multimodal_projector_bias", True)
+    if not isinstance(bias, bool):
+        top.wrong.append(f"multimodal_projector_bias is {shown(bias)}, expected true or false")
+    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
+    image_size = fields.size("image_size")
+    if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
+        fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {dimensions['patch_size']}")
+    elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > _LARGEST_SIDE:
+        fields.wrong.append(f"image_size is {image_size}: expected at most {_LARGEST_SIDE} patches a side")
+    config = VisionConfig(
+        **dimensions,
+        family=top.family,
+        dtype=_dtype(top, dtype),
+        temporal_patch_size=1,
+        spatial_merge_size=1,
+        out_hidden_size=_text_hidden_size(top),
+        activation=_activation(fields, "hidden_act"),
+        norm_eps=fields.positive("layer_norm_eps"),
+        image_token_id=_token_id(top, key, 1),
+        tensor_prefix="model.vision_tower.",
+        projector_prefix="model.multi_modal_projector.",
+        image_size=image_size,
+        class_token=tower == "clip_vision_model",
+        feature_layers=_feature_layers(top, dimensions["num_layers"]),
+        drops_first_row=strategy == "default",
+        projector_activation=_activation(top, "projector_hidden_act", default="gelu"),
+        projector_bias=bool(bias),
+    )
+    if not config.out_hidden_size:
+        top.wrong.append("text_config.hidden_size is missing, expected that of the language model")
+    return _checked(top, fields, config)
+
+
+_READERS = {"qwen2_5_vl": _read_qwen2_5, "qwen3_vl": _read_qwen3, "llava": _read_llava}
+
+
+def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> ConfigFields:
+    given = {key: value for key, value in values.items() if value is not None}
+    return ConfigFields({**defaults, **given}, None, family)
+
+
+def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
+    """Sizes that every encoder has, under the family's names."""
+    sizes = {
+        "hidden_size": fields.size("hidden_size"),
+        "intermediate_size": fields.size("intermediate_size"),
+        "num_layers": fields.size(depth, largest=_LARGEST_DEPTH),
+        "num_heads": fields.size(heads),
+        "in_channels": fields.size(channels),
+        "patch_size": fields.size("patch_size"),
+    }
+    if sizes["num_heads"] and sizes["hidden_size"] % sizes["num_heads"]:
+        fields.wrong.append(f"hidden_size {sizes['hidden_size']} is not a multiple of {heads} {sizes['num_heads']}")
+    if sizes["in_channels"] not in (0, 3):
+        fields.unsupported.append(f"{channels} is {sizes['in_channels']}, supported are images of 3 channels")
+    return sizes
+
+
+def _activation(
+    fields: ConfigFields, key: str, supported: tuple[str, ...] | None = None, default: str | None = None
+) -> str:
+    value = fields.values.get(key, default)
+    name = _ACTIVATIONS.get(value) if isinstance(value, str) else None
+    if name is None or name not in (supported or _ACTIVATIONS.values()):
+        known = ", ".join(published for published, one in _ACTIVATIONS.items() if one in (supported or (one,)))
+        fields.unsupported.append(f"{key} is {shown(value)}, supported are {known}")
+        return "gelu"
+    return name
+
+
+def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
+    """Distinct layer indices in ascending order: outputs are told apart by their place in this list."""
+    value = fields.values.get(key)
+    if (
+        not isinstance(value, list)
+        or not all(is_integer(index) and 0 <= index < depth for index in value)
+        or value != sorted(set(value))
+    ):
+        fields.wrong.append(f"{key} is {shown(value)}, expected ascending layer indices from 0 to {depth - 1}")
+        return ()
+    return tuple(value)
+
+
+def _feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
+    """`vision_feature_layer` counted from the first hidden state: 0 enters the first layer, `depth` leaves the last."""
+    value = top.values.get("vision_feature_layer", -2)
+    listed = value if isinstance(value, list) else [value]
+    if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
+        top.wrong.append(
+            f"vision_feature_layer is {shown(value)}, expected one index or several from {-depth - 1} to {depth}"
+        )
+        return (depth,)
+    return tuple(index % (depth + 1) for index in listed)
+
+
+def _text_hidden_size(top: ConfigFields) -> int:
+    """Of the language model: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
+
+    LLaVA's leave it out where it is the 4096 of Llama 7B.
+    """
+    text = top.values.get("text_config")
+    value = text.get("hidden_size") if isinstance(text, dict) else None
+    value = top.values.get("hidden_size") if value is None else value
+    if value is None and top.family == "llava" and isinstance(text, dict):
+        return _LLAMA_HIDDEN_SIZE
+    return value if is_integer(value) and value > 0 else 0
+
+
+def _token_id(top: ConfigFields, key: str, smallest: int = 0) -> int:
+    value = top.values.get(key)
+    if not is_integer(value) or value < smallest:
+        found = f"is {shown(value)}" if key in top.values else "is missing"
+        top.wrong.append(f"{key} {found}, expected a token id of at least {smallest}")
+        return smallest
+    return value
+
+
+def _dtype(top: ConfigFields, fallback: str | None) -> str:
+    text = top.values.get("text_config")
+    if top.values.get("dtype") is None and top.values.get("torch_dtype") is None and isinstance(text, dict):
+        declared = text.get("dtype") or text.get("torch_dtype")
+        fallback = declared if isinstance(declared, str) else fallback
+    return top.dtype(fallback)
+
+
+def _checked(top: ConfigFields, fields: ConfigFields, config: VisionConfig) -> VisionConfig:
+    """The configuration; what is wrong in `vision_config` is noted with the rest."""
+    top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
+    top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
+    return config

@@ -1,0 +1,182 @@
+"""LoRA adapters (Hu et al. 2021) as PEFT saves them: a directory with `adapter_config.json` and safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.directories.digests import current_digest
+from edgellm.engines.errors import AdapterError, CheckpointError
+from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
+from edgellm.engines.lora.weights import adapted_projections
+from edgellm.engines.checkpoints.tensors import STORAGE, float32_into
+from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.tensor_names import language_model_name
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+#: The files of an adapter.
+ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME)
+LARGEST_RANK = 1024
+
+_PICKLED_NAME = "adapter_model.bin"
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class LoraPair:
+    """The two matrices of one linear layer: `a` [r, K] and `b` [N, r] as published, in `dtype` (bfloat16 as uint16)."""
+
+    a: np.ndarray
+    b: np.ndarray
+    dtypes: tuple[str, str]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a.shape[0]
+
+    def matrices(self) -> tuple[np.ndarray, np.ndarray]:
+        """`a` and `b` times the scale, float32."""
+        a, b = (_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
+        return a, b * np.float32(self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter in host memory. `pairs` by module, such as `model.layers.0.self_attn.q_proj`.
+
+    `digest` is the SHA-256 of its files, 64 hexadecimal digits: what was computed with the adapter is bound to it.
+    """
+
+    path: Path
+    pairs: Mapping[str, LoraPair]
+    digest: str
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a pair."""
+        return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all matrices in bytes."""
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
+
+    @classmethod
+    def read(cls, path: str | Path, config: DecoderConfig, max_rank: int | None = None) -> LoraAdapter:
+        """Read an adapter for a model of dimensions `config`, of a rank up to `max_rank`.
+
+        AdapterError lists everything that is wrong with it: settings that are not supported, tensors that are missing,
+        unknown or of another shape than the settings and the model ask for, values that are not finite.
+        """
+        path = Path(path)
+        _check_files(path)
+        settings = LoraConfig.read(path)
+        problems = list(settings.problems)
+        try:
+            file = SafetensorsFile(path / WEIGHTS_NAME)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from error
+        try:
+            pairs = _read_pairs(file, settings, config, problems)
+        finally:
+            file.close()
+        rank = max((pair.rank for pair in pairs.values()), default=0)
+        if max_rank is not None and rank > max_rank:
+            problems.append(
+                f"its rank is {rank}, but the engines take up to {max_rank}: build them with --max-lora-rank {rank}"
+            )
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise AdapterError(
+                f"{path} cannot be used as an adapter of this model ({len(problems)} problems):\n{listed}\n"
+                "Take an adapter that was trained with PEFT for this very model."
+            )
+        return cls(path, pairs, adapter_digest({name: current_digest(path / name).sha256 for name in ADAPTER_FILES}))
+
+
+def adapter_digest(digests: Mapping[str, str]) -> str:
+    """The digest of an adapter whose files, by name, have these SHA-256."""
+    listed = "\n".join(f"{name} {digests[name]}" for name in ADAPTER_FILES)
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def _check_files(path: Path) -> None:
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise AdapterError(f"{path} {found}: expected the directory of an adapter, with {' and '.join(ADAPTER_FILES)}")
+    if (path / WEIGHTS_NAME).exists() or not (path / _PICKLED_NAME).exists():
+        return
+    raise AdapterError(
+        f"{path} has its weights pickled ({_PICKLED_NAME}), which is not read. Convert them: edgellm convert "
+        f"{path / _PICKLED_NAME} NEW_DIR, then name NEW_DIR/model.safetensors {WEIGHTS_NAME} and put {CONFIG_NAME} "
+        "beside it"
+    )
+
+
+def _read_pairs(
+    file: SafetensorsFile, settings: LoraConfig, config: DecoderConfig, problems: list[str]
+) -> dict[str, LoraPair]:
+    """The pairs that are right; what is not goes to `problems`."""
+    sizes = {
+        module: (rows, each.inputs)
+        for each in adapted_projections(decoder_weights(config))
+        for module, rows in each.modules
+    }
+    expected = [module for module in sizes if settings.adapts(module)]
+    if not expected and not settings.problems:
+        problems.append("'target_modules' matches no linear layer of the model")
+    found: dict[tuple[str, str], TensorInfo] = {}
+    for name, info in file.tensors.items():
+        match = _TENSOR.fullmatch(name)
+        module = "" if match is None else language_model_name(match[1])
+        if match is None or module not in sizes:
+            problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
+        elif module in expected:
+            found[module, match[2]] = info
+        elif expected:
+            problems.append(f"unexpected: {name} is not among the targets of {CONFIG_NAME}")
+    pairs = {}
+    for module in expected:
+        rank, (rows, columns) = settings.rank_of(module), sizes[module]
+        a, b = (
+            _read_matrix(file, found.get((module, kind)), f"{module}.lora_{kind}", shape, problems)
+            for kind, shape in (("A", (rank, columns)), ("B", (rows, rank)))
+        )
+        if rank > LARGEST_RANK:
+            problems.append(f"{module} has the rank {rank}: expected at most {LARGEST_RANK}")
+        elif a is not None and b is not None:
+            pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(module))
+    return pairs
+
+
+def _read_matrix(
+    file: SafetensorsFile, info: TensorInfo | None, what: str, shape: tuple[int, int], problems: list[str]
+) -> tuple[np.ndarray, str] | None:
+    """A copy of the tensor in its own dtype, or None where a problem was found."""
+    if info is None:
+        problems.append(f"missing: {what} {list(shape)}")
+    elif info.shape != shape:
+        problems.append(f"wrong shape: {what} is {list(info.shape)}, expected {list(shape)}")
+    elif info.dtype not in STORAGE:
+        problems.append(f"wrong dtype: {what} is {info.dtype}, expected one of {', '.join(STORAGE)}")
+    else:
+        values = file.bytes_of(info).view(STORAGE[info.dtype]).reshape(shape).copy()
+        if np.isfinite(_float32(values, info.dtype)).all():
+            return values, info.dtype
+        problems.append(f"not finite: {what} has infinities or NaN among its values")
+    return None
+
+
+def _float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    result = np.empty(values.shape, np.float32)
+    float32_into(values, dtype, result)
+    return result

@@ -1,0 +1,215 @@
+"""`adapter_config.json` of PEFT: what a LoRA adapter says about itself, with all that is wrong with it.
+
+Rank, scale and targets follow the rules of PEFT's `LoraConfig`: `target_modules` names the ends of module names, or is
+a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern` that matches a module's name or
+its end replaces `r` and `lora_alpha`; the scale is alpha / r, with `use_rslora` alpha / sqrt(r) (Kalajdzievski 2023).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.errors import AdapterError
+from edgellm.engines.directories.strict_json import JSONObject
+
+CONFIG_NAME = "adapter_config.json"
+
+#: Features that change what is computed and are not implemented: what each is, where its value is not empty.
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules trained beside the adapter",
+    "lora_bias": "biases in lora_B",
+    "fan_in_fan_out": "transposed base weights",
+    "layer_replication": "replicated layers",
+    "trainable_token_indices": "trained token embeddings",
+    "target_parameters": "adapters of parameters rather than of linear layers",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+}
+#: Keys that say how the adapter was trained or saved, or that are read below.
+_KNOWN = (
+    *("peft_type", "peft_version", "task_type", "auto_mapping", "runtime_config", "inference_mode"),
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    *("megatron_config", "megatron_core", "qalora_group_size"),
+)
+#: Initializations that move part of the base weights into the adapter, which then fits no other base.
+_MUTATING = re.compile(r"(pissa.*|olora|loftq|corda|lora_ga)")
+_OUTSIDE = ("lm_head", "embed_tokens")
+_LARGEST_NUMBER = 1e30
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+
+#: A file's regular expressions must not be able to keep the matcher busy: no repetition of a group, few in all.
+_LONGEST_PATTERN, _MOST_REPETITIONS = 1000, 8
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """An adapter's targets, ranks and scales. `problems` are what forbids its use, in words."""
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    targets: tuple[str, ...] | str
+    excluded: tuple[str, ...] | str
+    layers: tuple[int, ...] | None
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    problems: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> LoraConfig:
+        """Parse the file in `folder`; AdapterError where it is missing or not a JSON object."""
+        advice = "Expected an adapter as PEFT's save_pretrained writes it"
+        values = JSONObject.read(folder / CONFIG_NAME, AdapterError, advice).values
+        return _parse(values)
+
+    def rank_of(self, module: str) -> int:
+        """The rank of the pair for a module."""
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of the pair is multiplied by."""
+        rank = self.rank_of(module)
+        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def adapts(self, module: str) -> bool:
+        """Whether the adapter must have a pair for a module, such as `model.layers.0.self_attn.q_proj`."""
+        if self.excluded and _selects(self.excluded, module):
+            return False
+        if isinstance(self.targets, str):
+            return self.targets == "all-linear" or _selects(self.targets, module)
+        if module in self.targets:
+            return True
+        return _selects(self.targets, module) and (self.layers is None or _layer_of(module) in self.layers)
+
+
+def _parse(values: dict[str, Any]) -> LoraConfig:
+    problems = _unsupported_settings(values)
+
+    def take(key: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+        value = values.get(key, default)
+        if is_valid(value):
+            return value
+        problems.append(f"{key!r} is {value!r:.60}, expected {expected}")
+        return default
+
+    rank = take("r", 8, "a whole number of at least 1", _is_rank)
+    alpha = take("lora_alpha", 8, "a number", _is_number)
+    stabilized = take("use_rslora", False, "true or false", lambda value: value in (None, True, False))
+    targets = take("target_modules", [], "a list of names, or a regular expression", _is_selection) or []
+    excluded = take("exclude_modules", None, "a list of names, or a regular expression", _is_selection) or []
+    layers = take("layers_to_transform", None, "a list of layer numbers", _is_layers)
+    ranks = take("rank_pattern", {}, "ranks by pattern", lambda value: _is_pattern_map(value, _is_rank)) or {}
+    alphas = take("alpha_pattern", {}, "numbers by pattern", lambda value: _is_pattern_map(value, _is_number)) or {}
+    if not targets:
+        problems.append("'target_modules' is empty: the adapter would change nothing")
+    for name in () if isinstance(targets, str) else sorted(targets):
+        if name.rsplit(".", 1)[-1] in _OUTSIDE:
+            problems.append(f"'target_modules' has {name!r}: adapters of embedding and head are not supported")
+    patterns = [text for text in (targets, excluded) if isinstance(text, str)] + [*ranks, *alphas]
+    refused = [problem for text in patterns if (problem := _pattern_problem(text))]
+    if refused:  # none of them is to be matched
+        targets, excluded, ranks, alphas = [], [], {}, {}
+    return LoraConfig(
+        rank,
+        float(alpha),
+        bool(stabilized),
+        targets if isinstance(targets, str) else tuple(targets),
+        excluded if isinstance(excluded, str) else tuple(excluded),
+        (layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        dict(ranks),
+        {key: float(value) for key, value in alphas.items()},
+        tuple(problems + refused),
+    )
+
+
+def _unsupported_settings(values: dict[str, Any]) -> list[str]:
+    """What asks for more than LoRA of linear layers."""
+    problems = []
+    if values.get("peft_type") != "LORA":
+        found = values.get("peft_type")
+        problems.append(f"'peft_type' is {found!r:.60}, expected 'LORA': other kinds are not supported")
+    for key, meaning in _UNSUPPORTED.items():
+        if values.get(key) not in _EMPTY:
+            problems.append(f"{key!r} is {values[key]!r:.60}: {meaning} is not supported")
+    for key in sorted(set(values).difference(_KNOWN, _UNSUPPORTED)):
+        if values[key] not in _EMPTY:
+            problems.append(f"{key!r:.60} is {values[key]!r:.60}: this setting is not known, so it is not supported")
+    if values.get("bias", "none") != "none":
+        problems.append(f"'bias' is {values['bias']!r:.60}, expected 'none': trained biases are not supported")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and _MUTATING.fullmatch(start.lower()):
+        problems.append(
+            f"'init_lora_weights' is {start!r:.60}, which changes the base weights: save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes it fit the original base"
+        )
+    if values.get("layers_pattern") not in (*_EMPTY, "layers", ["layers"]):
+        problems.append(f"'layers_pattern' is {values['layers_pattern']!r:.60}, expected 'layers'")
+    return problems
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _is_selection(value: Any) -> bool:
+    return value is None or isinstance(value, str) or _is_names(value)
+
+
+def _is_layers(value: Any) -> bool:
+    values = value if isinstance(value, list) else [0 if value is None else value]
+    return all(type(layer) is int and layer >= 0 for layer in values)
+
+
+def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(is_valid, value.values())))
+
+
+def _pattern_problem(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"the pattern {pattern!r:.80} is not a regular expression: {error}"
+    repetitions = sum(pattern.count(sign) for sign in "*+{")
+    if len(pattern) > _LONGEST_PATTERN or repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(pattern):
+        return f"the pattern {pattern!r:.80} is too involved: expected few repetitions, and none of a group"
+    return None
+
+
+def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _selects(selection: Iterable[str] | str, module: str) -> bool:
+    if isinstance(selection, str):
+        return re.fullmatch(selection, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in selection)
+
+
+def _layer_of(module: str) -> int:
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+    return int(match[1]) if match else -1

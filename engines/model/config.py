@@ -1,0 +1,264 @@
+"""What a decoder-only language model looks like, whatever its family calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from edgellm.engines.directories.strict_json import ADDED_LATER
+
+_KEY_RANGES = (1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Dimensions and switches of a decoder, read from a checkpoint's `config.json` by its family.
+
+    `dtype` is the checkpoint's own ("float16", "bfloat16" or "float32"). `rope_scaling` is the published dictionary
+    (None: unscaled); `rotary_dim` is the part of `head_dim` that is rotated. `feature_layers` names the layers whose
+    input is output as `hidden_states` (none: no such output), `num_layers` standing for the last hidden state after the
+    final norm; drafting sets it.
+
+    A model that sees has an `image_token_id`, which stands for each token of an image; `spatial_merge_size` patches in
+    height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies follow the
+    position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs of the
+    first `deepstack_layers` layers features of the images are added.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    dtype: str
+    tie_word_embeddings: bool
+    rope_scaling: dict[str, Any] | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    feature_layers: tuple[int, ...] = field(default=())
+    image_token_id: int | None = field(default=None, metadata=ADDED_LATER)
+    spatial_merge_size: int = field(default=1, metadata=ADDED_LATER)
+    mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    mrope_interleaved: bool = field(default=False, metadata=ADDED_LATER)
+    deepstack_layers: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads (or of all value heads) together."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One weight as an engine takes it: a buffer that one or several checkpoint tensors fill, one behind the other.
+
+    `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The fixed shapes of one engine: its phase, B sequences, T tokens of each, L key rows read, C rows held.
+
+    `selected` is how many of the T rows get logits. `model` is "base" or "draft"; `phase` "prefill", "decode" or
+    "verify" of the base, "prefill", "accept" or "propose" of the draft. An engine with LoRA adapters takes
+    `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
+    `base.decode-b1-t1-l1024.lora`.
+
+    Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
+    `vision.encode-p1024`.
+    """
+
+    phase: str
+    batch: int
+    tokens: int
+    key_range: int
+    kv_rows: int
+    selected: int = 1
+    model: str = field(default="base", metadata=ADDED_LATER)
+    lora_slots: int = field(default=0, metadata=ADDED_LATER)
+    lora_rank: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def name(self) -> str:
+        """The stem of the plan's file name."""
+        if self.model == "vision":
+            return f"{self.model}.{self.phase}-p{self.tokens}"
+        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        return f"{name}.lora" if self.lora_slots else name
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine directory is built for.
+
+    `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
+    of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
+    `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
+    without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
+    without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
+    `VisionConfig.patches_within`).
+    """
+
+    max_batch: int = 1
+    prefill_chunk: int = 512
+    kv_capacity: int = 4096
+    draft_top_k: int = field(default=0, metadata=ADDED_LATER)
+    draft_steps: int = field(default=0, metadata=ADDED_LATER)
+    verify_tree_size: int = field(default=0, metadata=ADDED_LATER)
+    max_lora_rank: int = field(default=0, metadata=ADDED_LATER)
+    lora_slots: int = field(default=0, metadata=ADDED_LATER)
+    image_rows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are engines with LoRA adapters."""
+        return self.lora_slots > 0
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank that adapters are padded to: a multiple of 8, which matrix units want."""
+        return _rounded_up(self.max_lora_rank, 8)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there are engines of a draft model."""
+        return self.draft_steps > 0
+
+    @property
+    def tree_rows(self) -> int:
+        """KV rows beyond the committed ones that a round may write, base or draft, rounded up to 16; 0 without a draft.
+
+        The base writes the verified nodes, `propose` K rows in each step but the first, `accept` the tokens of a round.
+        """
+        if not self.has_draft:
+            return 0
+        rows = max(self.verify_sizes[-1], (self.draft_steps - 1) * self.draft_top_k, self.accept_tokens)
+        return _rounded_up(rows, 16)
+
+    @property
+    def kv_rows(self) -> int:
+        """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
+        return self.kv_capacity + max(self.prefill_chunk, self.tree_rows)
+
+    @property
+    def prefill_chunks(self) -> tuple[int, ...]:
+        """The chunk sizes that engines exist for, ascending; the largest is `prefill_chunk`."""
+        return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
+
+    @property
+    def key_ranges(self) -> tuple[int, ...]:
+        """How many KV rows attention reads, ascending; the largest covers every row a query may see."""
+        return tuple(size for size in _KEY_RANGES if size < self.kv_capacity) + (self.kv_capacity,)
+
+    @property
+    def tree_key_ranges(self) -> tuple[int, ...]:
+        """The key ranges of `verify`, `propose` and `accept`: the largest covers a tree at the end of the context."""
+        return self.key_ranges[:-1] + (self.kv_capacity + self.tree_rows,)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes that decode engines exist for."""
+        return tuple(size for size in (1, 2, 4, 8) if size < self.max_batch) + (self.max_batch,)
+
+    @property
+    def verify_sizes(self) -> tuple[int, ...]:
+        """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
+        if not self.has_draft:
+            return ()
+        return tuple(size for size in (8, 16, 32) if size < self.verify_tree_size) + (
+            _rounded_up(self.verify_tree_size, 8),
+        )
+
+    @property
+    def propose_widths(self) -> tuple[int, ...]:
+        """Tokens of the propose engines, ascending: a chain's and a tree's. Empty where one step is all."""
+        return tuple(sorted({1, self.draft_top_k})) if self.draft_steps > 1 else ()
+
+    @property
+    def accept_tokens(self) -> int:
+        """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
+        return self.draft_steps + 1
+
+    def with_adapters(self, shape: EngineShape) -> EngineShape:
+        """The engine of the base that does what `shape` does and applies LoRA adapters."""
+        return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
+
+    def adapter_engine_shapes(self) -> list[EngineShape]:
+        """The base's engines with LoRA adapters: one for each without. The draft model has none."""
+        if not self.has_lora:
+            return []
+        return [self.with_adapters(shape) for shape in self.engine_shapes() if shape.model == "base"]
+
+    def all_engine_shapes(self) -> list[EngineShape]:
+        """Every engine of a directory, those with LoRA adapters included."""
+        return self.engine_shapes() + self.adapter_engine_shapes()
+
+    def engine_shapes(self) -> list[EngineShape]:
+        """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
+        draft accept, propose, prefill; of the vision encoder encode."""
+        shapes = [
+            EngineShape("decode", batch, 1, key_range, self.kv_rows)
+            for batch in self.batches
+            for key_range in self.key_ranges
+        ]
+        shapes += self._prefill_shapes("base")
+        shapes += [vision_shape(rows) for rows in self.image_rows]
+        if not self.has_draft:
+            return shapes
+        for batch in self.batches:
+            for key_range in self.tree_key_ranges:
+                shapes += [
+                    EngineShape("verify", batch, size, key_range, self.kv_rows, size) for size in self.verify_sizes
+                ]
+                shapes.append(EngineShape("accept", batch, self.accept_tokens, key_range, self.kv_rows, 1, "draft"))
+                shapes += [
+                    EngineShape("propose", batch, width, key_range, self.kv_rows, width, "draft")
+                    for width in self.propose_widths
+                ]
+        return shapes + self._prefill_shapes("draft")
+
+    def _prefill_shapes(self, model: str) -> list[EngineShape]:
+        return [
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model)
+            for chunk in self.prefill_chunks
+            for key_range in self.key_ranges
+            if chunk <= key_range
+        ]
+
+
+def vision_shape(rows: int) -> EngineShape:
+    """The vision engine of so many rows of patches."""
+    return EngineShape("encode", 1, rows, rows, rows, model="vision")
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def key_range_for(length: int, ranges: tuple[int, ...], fixed_shapes: bool, step: int = 64) -> int:
+    """How many KV rows an engine reads whose last query stands at row length - 1: one of `ranges`, or any multiple of
+    `step` where shapes are free."""
+    if not fixed_shapes:
+        return min(-(-length // step) * step, ranges[-1])
+    return next((size for size in ranges if size >= length), ranges[-1])

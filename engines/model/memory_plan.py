@@ -1,0 +1,110 @@
+"""How much memory a model takes, computed before any of it is allocated."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.lora.weights import adapted_projections, adapter_bytes
+from edgellm.kernels.arrays import ITEM_SIZES
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass
+class MemoryPlan:
+    """Named amounts of memory in bytes."""
+
+    items: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Sum of all items in bytes."""
+        return sum(self.items.values())
+
+    def describe(self) -> str:
+        """One line an item, in MiB, with the total."""
+        rows = [*self.items.items(), ("total", self.total)]
+        return "\n".join(f"  {name:<28}{size / MEBIBYTE:>10.1f} MiB" for name, size in rows)
+
+
+def kv_cache_shape(config: DecoderConfig, limits: EngineLimits) -> tuple[int, int, int, int]:
+    """Shape of one layer's key cache (or value cache): [B, n_kv, rows, D]."""
+    return (limits.max_batch, config.num_kv_heads, limits.kv_rows, config.head_dim)
+
+
+def plan_memory(
+    config: DecoderConfig,
+    limits: EngineLimits,
+    specs: Sequence[WeightSpec],
+    dtype: str,
+    scratch: int = 0,
+    draft: DraftConfig | None = None,
+    adapters: bool = False,
+    beside: Mapping[str, int] | None = None,
+) -> MemoryPlan:
+    """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
+
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters, and `beside` what a vision encoder
+    takes, in bytes by name.
+    """
+    item = ITEM_SIZES[dtype]
+    weights = sum(math.prod(spec.shape) for spec in specs) * item
+    caches = 2 * config.num_layers * math.prod(kv_cache_shape(config, limits)) * item
+    tokens = max(limits.max_batch, limits.prefill_chunk)
+    step = tokens * ((config.hidden_size + config.rotary_dim) * item + max(limits.key_ranges) + ITEM_SIZES["int32"])
+    if config.deepstack_layers:  # and their zeros
+        step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
+    sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
+    rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
+    items = {
+        "weights": weights,
+        "KV caches": caches,
+        "step buffers": step + rotary,
+        "logits and sampling": sampling,
+    }
+    if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
+        items["slot exchange"] = math.prod(kv_cache_shape(config, limits)[1:]) * item
+    if draft is not None:
+        items |= _plan_draft_memory(draft, limits, dtype)
+    if adapters:
+        items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
+    return MemoryPlan(items | dict(beside or {}) | {"engine scratch": scratch})
+
+
+def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:
+    """What a draft adds; a tree's tokens, features, masks and logits exist for every slot at once."""
+    item, wide, slots = ITEM_SIZES[dtype], ITEM_SIZES["float32"], limits.max_batch
+    hidden, feature, nodes = draft.hidden_size, draft.feature_size, limits.verify_sizes[-1]
+    inputs = feature + hidden + draft.decoder.rotary_dim
+    rows = limits.prefill_chunk + slots * (nodes + limits.draft_top_k + 2 * limits.accept_tokens)
+    masks = slots * (nodes + limits.draft_top_k + limits.accept_tokens) * limits.tree_key_ranges[-1]
+    logits = 2 * nodes * draft.decoder.vocab_size + (limits.draft_top_k + 1) * draft.draft_vocab_size
+    rotary = limits.kv_rows * draft.decoder.rotary_dim
+    weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
+    caches = 2 * draft.decoder.num_layers * math.prod(kv_cache_shape(draft.decoder, limits))
+    exchange = math.prod(kv_cache_shape(draft.decoder, limits)[1:]) if slots > 1 else 0
+    return {
+        "draft weights": weights * item,
+        "draft KV caches": caches * item,
+        "draft buffers": (rows * inputs + exchange) * item + masks + (slots * logits + rotary) * wide,
+    }
+
+
+def available_memory() -> int | None:
+    """Bytes of RAM that can be allocated without swapping, where the system tells."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or None

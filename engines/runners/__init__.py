@@ -1,0 +1,1 @@
+"""A base model that runs: its KV caches, slots, sampling state, images and captured steps."""

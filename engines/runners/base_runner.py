@@ -1,0 +1,379 @@
+"""Runs the base model's engines: prefill of one slot, decode steps of the leading slots, on either backend.
+
+State lives in device arrays that kernels advance, so a decode step is one captured launch: embedding lookup, positions
+and mask, the engine, selection of the token, advance. The host only reads the tokens, from memory that it sees.
+Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.engines.adapted_runner import AdaptedRunner
+from edgellm.engines.arriving_rows import ArrivingRows
+from edgellm.engines.backends.base import Backend, Engine, Readback, Transfer, uploaded
+from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape, key_range_for
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.emitted_tokens import EmittedRings
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.lora.slots import AdapterSlots, require_adapters
+from edgellm.engines.model.memory_plan import kv_cache_shape, plan_memory
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.runners.sampling_state import SamplingState, SamplingValues
+from edgellm.engines.runners.rows import SlotRows
+from edgellm.engines.step_buffers import StepBuffers
+from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.interface import SequenceState
+
+_PHASES = ("prefill", "decode")
+
+
+class FeatureUser(Protocol):
+    """What goes along with the base model and takes its features, as a draft model does."""
+
+    def take_chunk(
+        self,
+        slot: int,
+        prompt_ids: np.ndarray,
+        position: int,
+        tokens: int,
+        features: Array,
+        images: PromptImages | None,
+    ) -> None:
+        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N], with `images`, from `position` on."""
+
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
+        """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
+
+
+class BaseEngineRunner(AdaptedRunner):
+    """Owns engines, weights, KV caches and device state of one base model.
+
+    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does what
+    a vision encoder takes `beside` (bytes by name). A `feature_user` is given what the engines put out for it; what it
+    needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less row),
+    `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
+    an idle one).
+
+    With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
+    run where a sequence has an adapter. `adapters` (None without) adds and removes them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        limits: EngineLimits,
+        checkpoint: Checkpoint,
+        progress: Callable[[int, int], None] | None = None,
+        draft: DraftConfig | None = None,
+        feature_user: FeatureUser | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
+    ) -> None:
+        self.backend, self.config, self.limits = backend, config, limits
+        self._feature_user = feature_user
+        if adapters is not None:
+            require_adapters(limits)
+        shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
+        #: Of phases prefill and decode.
+        self.engines = LoadedEngines(
+            backend, [shape for shape in shapes if shape.model == "base" and shape.phase in _PHASES]
+        )
+        specs = decoder_weights(config)
+        self.memory_plan = plan_memory(
+            config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None, beside
+        )
+        backend.check_memory(self.memory_plan)
+        self.weights = backend.load_weights(checkpoint, specs, progress)
+        self.embedding = self.weights[EMBEDDING]
+        self.rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        cache = kv_cache_shape(config, limits)
+        self.caches = {
+            f"{kind}_cache_{index}": backend.zeros(cache, "compute")
+            for index in range(config.num_layers)
+            for kind in ("k", "v")
+        }
+        self.adapters: AdapterSlots | None = None
+        if adapters is not None:
+            self.adapters = AdapterSlots(backend, config, limits)
+            for name, adapter in adapters.items():
+                self.adapters.add(name, adapter)
+        self._allocate_state()
+        #: The KV rows of the slots; idle ones may be exchanged and copied.
+        self.rows = SlotRows(backend, list(self.caches.values()), self._start)
+        self._steps = CapturedSteps(backend)
+        self.lengths = [0] * limits.max_batch
+        self._arriving: ArrivingRows | None = None
+
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
+        """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token.
+
+        Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
+        context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
+        unchanged.
+        """
+        ids = np.asarray(prompt_ids, np.int64)
+        count, capacity = len(ids), self.limits.kv_capacity
+        if not 0 < count < capacity:
+            raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
+        if not 0 <= reused < count:
+            raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            last = self.config.vocab_size - 1
+            wrong = ids[(ids < 0) | (ids > last)][0]
+            raise EngineError(f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer")
+        ids = ids.astype(np.int32)
+        self._image_inputs.check(ids, images)
+        one = slice(slot, slot + 1)
+        self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
+        position = reused
+        for tokens, chunk in self._plan_chunks(count - reused):
+            self._prefill(slot, ids[position : position + tokens], position, chunk, images)
+            if self._feature_user is not None:
+                self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
+            position += tokens
+        self.await_rows()
+        self.sampling.set(slot, sampling, prompt_ids)
+        for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
+            self.backend.upload(array[one], np.asarray([value], np.int32))
+        self._select(one, self.sampling.plain(one), self._buffers.row_features(tokens - 1))
+        self.lengths[slot] = count
+        first = self._emitted.read(one, one)
+        return first if images is None else self.image_rows.checked(slot, first)
+
+    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
+        """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `caches` in
+        their order, then perhaps others', each with its transfer. What `start` enqueues next waits for them, layer by
+        layer where the engine can."""
+        self._arriving = ArrivingRows(self.backend, rows)
+
+    def await_rows(self) -> None:
+        """Let everything that is enqueued from now on wait for the rows that are expected."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait_for_all()
+
+    def decode(self, batch: int) -> Readback:
+        """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
+
+        Raises EngineError where a sequence has no KV row left.
+        """
+        longest = max(self.lengths[:batch]) + 1
+        if longest > self.limits.kv_rows:
+            raise EngineError(
+                f"the KV cache of {self.limits.kv_rows} rows is full: stop the sequence, or build with a larger "
+                "--kv-capacity"
+            )
+        bucket = min(size for size in self.limits.batches if size >= batch)
+        slots = slice(0, batch)
+        key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
+        self._steps.run(key, self._stages(key))
+        for slot in range(batch):
+            self.lengths[slot] += 1 if self.lengths[slot] else 0
+        return self._emitted.read(slots, slice(0, bucket))
+
+    def capture_steps(self) -> list[str]:
+        """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
+
+        No slot may have a sequence. It is for backends of fixed shapes: elsewhere there are too many kinds.
+        """
+        uncaptured = []
+        for key in product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds):
+            every = slice(0, key[0])
+            self._steps.run(key, self._stages(key))
+            self._emitted.read(every, every).wait()
+            uncaptured += self._steps.capture(key, self._stages(key))
+        return uncaptured
+
+    def _stages(self, key: tuple[int, int, bool, bool]) -> Stages:
+        """The one stage of a decode step: for so many sequences, over so many rows, drawn plainly, with adapters."""
+        batch, rows, plain, adapts = key
+        kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
+        return {f"plain decode of {batch} sequences, {rows} rows, {kind}": lambda: self._decode_step(*key)}
+
+    def force_token(self, slot: int, token_id: int) -> None:
+        """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
+        self.backend.upload(self._token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
+
+    def stop(self, slot: int) -> None:
+        """Leave `slot` idle; its KV rows stay."""
+        self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
+        self.set_adapter(slot, None)
+        self.lengths[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
+        rows that `target` held.
+
+        Everything must have been waited for.
+        """
+        self.rows.swap(source, target)
+        state = self.sequences(slice(0, self.limits.max_batch))
+        for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
+            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        self.sampling.move(source, target)
+        if self.adapters is not None:
+            self.adapters.move(source, target)
+        self.lengths[target] = self.lengths[source]
+        self.stop(source)
+
+    def logits(self, slot: int) -> np.ndarray:
+        """The logits [V] float32 of the slot's latest step (waits for it)."""
+        return self.backend.read(self._logits[slot : slot + 1]).wait()[0]
+
+    def close(self) -> None:
+        """Free everything, also where the backend reports a failure of earlier work, which is raised."""
+        try:
+            self.backend.synchronize()
+        finally:
+            self._feature_user = None  # which holds this runner: both go at once, and in this thread
+            self._steps.clear()
+            self.engines.clear()
+            self.weights.clear()
+            self.caches.clear()
+            if self.adapters is not None:
+                self.adapters.clear()
+            self.backend.close()
+
+    def _allocate_state(self) -> None:
+        backend, config, limits = self.backend, self.config, self.limits
+        slots, vocab = limits.max_batch, config.vocab_size
+        self._buffers = StepBuffers(backend, config, limits)
+        self._token_ids = backend.zeros((slots, 1), "int32")
+        self._start = backend.zeros((slots,), "int32")
+        self.offsets = backend.zeros((slots,), "int32")
+        self._positions = backend.zeros((slots,), "int32")
+        self._active = backend.zeros((slots,), "int32")
+        self._tokens = backend.zeros((slots,), "int32")
+        self._emitted = EmittedRings(backend, slots)
+        self._logits = backend.zeros((slots, vocab), "float32")
+        self.image_rows = ImageRows(backend, slots)
+        self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+
+    def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
+        """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
+        largest = self.limits.prefill_chunk
+        chunks = [(largest, largest)] * (count // largest)
+        rest = count % largest
+        if rest:
+            fits = min(size for size in self.limits.prefill_chunks if size >= rest)
+            chunks.append((rest, fits if self.backend.fixed_shapes else rest))
+        return chunks
+
+    def _key_range(self, length: int) -> int:
+        """How many KV rows the engine must read when the last query stands at row length - 1."""
+        return key_range_for(length, self.limits.key_ranges, self.backend.fixed_shapes)
+
+    def _engine(self, shape: EngineShape, slots: slice) -> Engine:
+        """The engine for a shape, bound to the KV rows and logits of the slots."""
+
+        def of_slots() -> dict[str, Array]:
+            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape)
+            for name, cache in self.caches.items():
+                bindings[name] = bindings[f"present_{name}"] = cache[slots]
+            return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
+
+        def constant() -> dict[str, Array]:
+            return self.engine_weights() | self._step_inputs(shape)
+
+        keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
+        return self.engines.bound(shape, slots, of_slots, constant, keep)
+
+    def engine_weights(self) -> dict[str, Array]:
+        """All weights but an embedding table that only the lookup kernel reads."""
+        if self.config.tie_word_embeddings:
+            return self.weights
+        return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
+
+    def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
+        """What an engine is fed with beside weights and caches."""
+        start = self._buffers.prefill_start if shape.phase == "prefill" else self._start[: shape.batch]
+        return self._buffers.inputs(shape, start) | self._image_inputs.engine_inputs(shape)
+
+    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
+        """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
+        padded = np.full((1, chunk), -1, np.int32)
+        padded[0, : len(ids)] = ids
+        token_ids = leading(self._buffers.prefill_ids, (1, chunk))
+        self.backend.upload(token_ids, padded)
+        self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
+        self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
+        one = slice(slot, slot + 1)
+        plain = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
+        shape = self.engine_shape(plain, one)
+        engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
+        kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
+        kernels.prepare_attention(
+            inputs["kvcache_start_index"],
+            self.offsets[one],
+            self.rotary,
+            inputs["rope_rotary_cos_sin"],
+            inputs["attention_mask"],
+        )
+        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, inputs)
+        by_layer = getattr(engine, "enqueue_by_layer", None)
+        arriving = self._arriving
+        if arriving is not None and by_layer is not None:
+            by_layer(lambda index: arriving.wait_for(f"v_cache_{index}"))  # which comes after the layer's keys
+        else:
+            self.await_rows()
+            engine.enqueue()
+
+    def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> None:
+        """One token for each of the leading slots, from device state to device state."""
+        slots = slice(0, batch)
+        shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
+        if adapts:
+            shape = self.limits.with_adapters(shape)
+        engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
+        mask = inputs["attention_mask"]
+        self.backend.kernels.prepare_step(
+            self.embedding,
+            self._token_ids[slots],
+            inputs["inputs_embeds"],
+            inputs["kvcache_start_index"],
+            self.offsets[slots],
+            self.rotary,
+            inputs["rope_rotary_cos_sin"],
+            mask if engine.reads_attention_mask else leading(self._buffers.mask, (batch, 1, 1, 0)),
+        )
+        engine.enqueue()
+        self._select(slots, plain, self._buffers.features(batch, 1))
+
+    def _select(self, slots: slice, plain: bool, features: Array) -> None:
+        """Choose the slots' tokens from their logits and advance their state; `features` [n, 1, F] led to them."""
+        self.sampling.select(slots, self._logits[slots], self._tokens[slots], self.sequences(slots), plain)
+        if self._feature_user is not None:
+            self._feature_user.take_tokens(slots, self._tokens[slots], features)
+
+    def sequences(self, slots: slice) -> SequenceState:
+        """The state of the slots."""
+        return SequenceState(
+            self._active[slots],
+            self._token_ids[slots],
+            self._start[slots],
+            self._positions[slots],
+            self.sampling.token_counts[slots],
+            self._emitted.index[slots],
+            self._emitted.tokens[slots],
+        )

@@ -1,0 +1,101 @@
+"""Steps that are run again and again: first as they are, then captured, as a whole or else stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from edgellm.engines.backends.base import Backend
+
+#: Named parts of a step, in the order in which they run.
+Stages = Mapping[str, Callable[[], None]]
+
+
+class CapturedSteps:
+    """Runs steps by key and keeps their captures.
+
+    The first run of a key is uncaptured: it loads code, which a capture must not do. The second captures all stages as
+    one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. `seconds` adds up the
+    time of each stage by name, on a backend that computes at once. With `around`, which gives what is to surround a
+    stage of a name, stages are captured one by one.
+    """
+
+    around: Callable[[str], AbstractContextManager[None]] | None = None
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._warm: set[Hashable] = set()
+        self._launches: dict[Hashable, list[Callable[[], None]]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def run(self, key: Hashable, stages: Stages) -> None:
+        """Run the stages of the step that `key` names."""
+        if self._backend.computes_at_once:
+            self._run_timed(stages)
+            return
+        if self.around is not None:
+            self._run_surrounded(key, stages, self.around)
+            return
+        if key in self._warm and key not in self._launches:
+            self._launches[key] = self._capture(key, stages)
+        for launch in self._launches.get(key, stages.values()):
+            launch()
+        self._warm.add(key)
+
+    def capture(self, key: Hashable, stages: Stages) -> list[str]:
+        """Run and capture the step that `key` names now, if it was not; the names of stages that cannot be captured.
+
+        What it runs on must be there, as for `run`.
+        """
+        if key not in self._launches:
+            if key not in self._warm:
+                for stage in stages.values():
+                    stage()
+                self._warm.add(key)
+            self._launches[key] = self._capture(key, stages)
+        launches = self._launches[key]
+        return [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+
+    @property
+    def captures(self) -> Mapping[Hashable, Sequence[Callable[[], None]]]:
+        """What runs for each key that was captured: one launch of all its stages, or one of each."""
+        return self._launches
+
+    def clear(self) -> None:
+        """Let go of all captures."""
+        self._launches.clear()
+
+    def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
+        def whole() -> None:
+            for stage in stages.values():
+                stage()
+
+        if len(stages) > 1:
+            captured = self._backend.capture(whole, f"the step {key}")
+            if captured is not whole:
+                return [captured]
+        return self._capture_each(key, stages)
+
+    def _run_surrounded(
+        self, key: Hashable, stages: Stages, around: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        if key in self._warm and ("stages", key) not in self._launches:
+            self._launches["stages", key] = self._capture_each(key, stages)
+        launches = self._launches.get(("stages", key), list(stages.values()))
+        for name, launch in zip(stages, launches, strict=True):
+            with around(name):
+                launch()
+        self._warm.add(key)
+
+    def _capture_each(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
+        return [self._backend.capture(stage, f"{name} of the step {key}") for name, stage in stages.items()]
+
+    def _run_timed(self, stages: Stages) -> None:
+        around = self.around or (lambda name: nullcontext())
+        for name, stage in stages.items():
+            with around(name):
+                before = time.perf_counter()
+                stage()
+                spent = time.perf_counter() - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent

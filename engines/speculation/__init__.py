@@ -1,0 +1,1 @@
+"""Drafting with EAGLE heads: plans, the draft model, verification of trees, rounds."""

@@ -1,0 +1,215 @@
+"""What one round drafts and verifies: the shape of the tree, and the rule of acceptance.
+
+Candidates are numbered alike everywhere: the K children of the root are 0..K-1; for each level d >= 2, child `rank` of
+the node in slot s of the frontier of level d-1 is K + (d-2) K^2 + s K + rank. A dynamic tree leaves frontier and
+selection to the scores (EAGLE-2); a static one (a tree of choices, a chain) fixes both in advance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.errors import EngineError
+from edgellm.kernels.draft_tree_interface import candidate_count, level_start
+
+KINDS = ("tree", "chain", "choices")
+ACCEPTANCES = ("exact", "typical")
+#: The stages of a round in their order.
+DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE = "draft accept", "draft proposal", "base verify", "acceptance"
+
+#: A node of a static tree, as the ranks of the choices that lead to it from the root.
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """One way to draft and verify. Hashable: captured graphs are kept by it.
+
+    `top_k` K is the width of a level, `steps` D the number of levels, `tree_size` V the number of verified nodes, the
+    root included. `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
+    drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
+    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Build one with `tree`, `chain` or `choices_plan`.
+    """
+
+    kind: str
+    top_k: int
+    steps: int
+    tree_size: int
+    choices: tuple[Choice, ...] = ()
+    sampled: bool = False
+    acceptance: str = "exact"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise EngineError(f"the drafting kind is {self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.acceptance not in ACCEPTANCES:
+            raise EngineError(f"the acceptance is {self.acceptance!r}: expected one of {', '.join(ACCEPTANCES)}")
+        for name, value, least in (
+            ("draft_top_k", self.top_k, 1),
+            ("draft_steps", self.steps, 1),
+            ("verify_tree_size", self.tree_size, 2),
+        ):
+            if value < least:
+                raise EngineError(f"{name} is {value}: expected at least {least}")
+        if self.tree_size > self.candidates + 1:
+            raise EngineError(
+                f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
+                f"{self.steps} has {self.candidates + 1} nodes, the root included"
+            )
+        for name, share in (
+            ("posterior_threshold", self.posterior_threshold),
+            ("posterior_alpha", self.posterior_alpha),
+        ):
+            if not 0 < share <= 1:
+                raise EngineError(f"{name} is {share}: expected a number above 0 and up to 1")
+        if self.sampled and self.kind != "chain":
+            raise EngineError(f"only a chain can be sampled from the draft's distribution, not a {self.kind}")
+        if self.sampled and self.acceptance != "exact":
+            raise EngineError("a sampled chain has its own exact test: typical acceptance does not apply to it")
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the tree's shape is fixed in advance."""
+        return bool(self.choices)
+
+    @property
+    def candidates(self) -> int:
+        """C: how many candidates all levels have together."""
+        return candidate_count(self.steps, self.top_k)
+
+    @property
+    def longest(self) -> int:
+        """W: the most tokens that a round can emit, the bonus token included."""
+        return self.steps + 1
+
+    @property
+    def name(self) -> str:
+        """A short name for tables and messages."""
+        sizes = f"chain {self.steps}"
+        if self.kind != "chain":
+            sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size}"
+        return sizes + (" sampled" if self.sampled else "") + (" typical" if self.acceptance == "typical" else "")
+
+    @cached_property
+    def frontiers(self) -> tuple[tuple[int, ...], ...]:
+        """Of a static tree: the candidates that levels 1 .. D-1 go on from, K of each, -1 in unused slots."""
+        slots, _ = self._numbered
+        levels = []
+        for level in range(1, self.steps):
+            nodes = [node for node in slots if len(node) == level]
+            levels.append((*map(self._candidate, nodes), *[-1] * (self.top_k - len(nodes))))
+        return tuple(levels)
+
+    @cached_property
+    def selection(self) -> tuple[int, ...]:
+        """Of a static tree: the V-1 candidates to verify, ascending."""
+        return tuple(sorted(map(self._candidate, self.choices)))
+
+    def shortened(self, steps: int) -> DraftPlan:
+        """The same plan with at most `steps` levels, which must be at least 1."""
+        if steps >= self.steps:
+            return self
+        choices = tuple(node for node in self.choices if len(node) <= steps)
+        size = len(choices) + 1 if choices else min(self.tree_size, candidate_count(steps, self.top_k) + 1)
+        return replace(self, steps=steps, tree_size=size, choices=choices)
+
+    def fitting(self, room: int) -> DraftPlan | None:
+        """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
+        return self.shortened(room - 1) if room >= 2 else None
+
+    def widened(self, top_k: int) -> DraftPlan:
+        """A static tree for engines of `top_k` nodes a level: the same nodes, numbered for that width."""
+        if not self.is_static or top_k < self.top_k:
+            raise EngineError(f"the plan {self.name} cannot be used with a draft top-k of {top_k}")
+        return replace(self, top_k=top_k)
+
+    def for_engines(self, limits: EngineLimits, fixed_shapes: bool) -> DraftPlan:
+        """The plan as engines of these limits take it; raises EngineError where they cannot.
+
+        With `fixed_shapes` they propose for one node a level or for `draft_top_k` nodes, nothing in between.
+        """
+        self.check(limits)
+        if not fixed_shapes or self.steps == 1 or self.top_k in limits.propose_widths:
+            return self
+        if self.is_static:
+            return self.widened(limits.draft_top_k)
+        raise EngineError(
+            f"draft_top_k is {self.top_k}: the engines propose 1 or {limits.draft_top_k} tokens a level. Take one of "
+            f"these, or build with --draft-top-k {self.top_k}"
+        )
+
+    def deterministic(self) -> DraftPlan:
+        """The same plan with exact acceptance and children that the draft does not draw."""
+        return replace(self, sampled=False, acceptance="exact")
+
+    def check(self, limits: EngineLimits) -> None:
+        """Raise EngineError if engines of these limits cannot serve the plan."""
+        if not limits.has_draft:
+            raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")
+        for name, found, most in (
+            ("draft_top_k", self.top_k, limits.draft_top_k),
+            ("draft_steps", self.steps, limits.draft_steps),
+            ("verify_tree_size", self.tree_size, limits.verify_sizes[-1]),
+        ):
+            if found > most:
+                raise EngineError(
+                    f"{name} is {found} for {self._described}: the engines were built for at most {most}. Use a "
+                    f"smaller one, or build with --{name.replace('_', '-')} {found}"
+                )
+
+    @property
+    def _described(self) -> str:
+        if self.kind == "choices":
+            return f"a tree of {len(self.choices)} choices"
+        return f"a {self.kind}"
+
+    @cached_property
+    def _numbered(self) -> tuple[dict[Choice, int], dict[Choice, int]]:
+        """The frontier slots of the nodes that have children, and the candidate numbers of all."""
+        inner = {node[:-1] for node in self.choices if len(node) > 1}
+        slots: dict[Choice, int] = {}
+        numbers: dict[Choice, int] = {}
+        for level in range(1, self.steps + 1):
+            nodes = [node for node in self.choices if len(node) == level]
+            for node in nodes:
+                parent = slots[node[:-1]] if level > 1 else 0
+                numbers[node] = candidate_index(self.top_k, level, parent, node[-1])
+            for slot, node in enumerate(sorted((n for n in nodes if n in inner), key=numbers.__getitem__)):
+                slots[node] = slot
+        return slots, numbers
+
+    def _candidate(self, node: Choice) -> int:
+        return self._numbered[1][node]
+
+
+def tree(top_k: int, steps: int, tree_size: int, **rule: Any) -> DraftPlan:
+    """A dynamic tree: the K best of a level's candidates go on, the V-1 best of all are verified.
+
+    `tree_size` is cut to the candidates that there are. `rule` sets the fields of acceptance.
+    """
+    if top_k == 1 and tree_size >= 2:
+        return chain(min(steps, tree_size - 1), **rule)
+    most = candidate_count(steps, top_k) + 1 if top_k > 0 and steps > 0 else tree_size
+    return DraftPlan("tree", top_k, steps, min(tree_size, most), **rule)
+
+
+def chain(steps: int, **rule: Any) -> DraftPlan:
+    """The draft's likeliest tokens one after another, or, with `sampled=True`, drawn from its distribution."""
+    choices = tuple((0,) * depth for depth in range(1, steps + 1))
+    return DraftPlan("chain", 1, steps, steps + 1, choices, **rule)
+
+
+def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:
+    """The number of child `rank` of frontier slot `slot` (of level `level` - 1; 0 for the root's children)."""
+    return level_start(level, top_k) + (0 if level == 1 else slot * top_k) + rank
+
+
+def mean_acceptance_length(rounds: int, tokens: int) -> float:
+    """Tokens a round, the bonus token included; NaN without a round."""
+    return tokens / rounds if rounds else math.nan

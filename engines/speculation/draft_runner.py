@@ -1,0 +1,299 @@
+"""Runs the engines of an EAGLE draft model: prefill of one slot, and the accept and propose steps of the leading slots.
+
+The draft has KV caches and a rotary table of its own. Its entry i pairs the base's feature of row i with the token that
+follows, i + 1, at position i. `prefill` and `accept` commit entries; `propose` writes behind them and commits nothing.
+What the base has processed and the draft has not are the pending entries: at least one, whose token is the sequence's
+last (the root of the next tree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend, uploaded
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import EngineLimits, EngineShape, key_range_for
+from edgellm.engines.draft_candidates import CandidateBuffers, Candidates
+from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DraftConfig
+from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.model.memory_plan import kv_cache_shape
+from edgellm.engines.pending_entries import PendingEntries
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.runners.rows import SlotRows
+from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.draft_tree_interface import Expansion
+
+
+@dataclass(frozen=True)
+class DraftRunnerConfig:
+    """Every dimension and limit of a draft runner: the head's own in `draft`, those of its engines in `limits`."""
+
+    draft: DraftConfig
+    limits: EngineLimits
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """[B, n_kv, rows, D] of each of the draft's KV caches."""
+        return kv_cache_shape(self.draft.decoder, self.limits)
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of one slot that a step other than prefill takes."""
+        return max(self.limits.draft_top_k, self.limits.accept_tokens)
+
+
+class EagleDraftEngineRunner:
+    """Owns engines, weights, KV caches and pending entries of a draft model. Not thread-safe.
+
+    `base_weights` are the base runner's, of which the draft takes embedding and head where it has none of its own.
+    Everything is given to the device in order and nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DraftRunnerConfig,
+        checkpoint: Checkpoint,
+        base_weights: dict[str, Array],
+        engines: LoadedEngines,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.backend, self.config = backend, config
+        draft, limits = config.draft, config.limits
+        self._kv_rows, self._key_ranges = limits.kv_rows, limits.key_ranges
+        self._engines = engines
+        own = backend.load_weights(checkpoint, draft_weights(draft), progress)
+        self._weights = {
+            phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
+        }
+        self.embedding = own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding]
+        self.rotary = uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity))
+        mapping = load_draft_to_target(checkpoint, draft)
+        self.draft_to_target = uploaded(backend, mapping)
+        self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
+        self.caches = {
+            f"{kind}_cache_{index}": backend.zeros(config.cache_shape, "compute")
+            for index in range(draft.decoder.num_layers)
+            for kind in ("k", "v")
+        }
+        self.pending = PendingEntries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
+        self.rows = SlotRows(backend, list(self.caches.values()), self.pending.start)
+        self._candidates = CandidateBuffers(backend, limits)
+        self._image_inputs = ImageInputs(backend, draft.decoder, limits, self.rotary)
+        self._allocate_buffers()
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: np.ndarray,
+        features: Array,
+        position: int,
+        chunk: int,
+        images: PromptImages | None = None,
+    ) -> None:
+        """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
+
+        `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
+        is the engine's number of tokens, at least n. `images` are those of the prompt, of which the tokens are from
+        position + 1 on.
+        """
+        count = len(token_ids)
+        if not 0 < count <= chunk:
+            raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
+        padded = np.full((1, chunk), -1, np.int32)
+        padded[0, :count] = token_ids
+        ids = leading(self._prefill_ids, (1, chunk))
+        self.backend.upload(ids, padded)
+        self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
+        self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
+        key_range = key_range_for(position + count, self._key_ranges, self.backend.fixed_shapes)
+        shape = EngineShape("prefill", 1, chunk, key_range, self._kv_rows, model="draft")
+        one = slice(slot, slot + 1)
+        feature_rows = leading(features.reshape(-1), (1, chunk, self.config.draft.feature_size))
+
+        def bindings() -> dict[str, Array]:
+            own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
+            return own | self._bindings(shape, one, self._prefill_start)
+
+        engine = self._engines.bound(shape, one, bindings, keep=False)
+        self._prepare(shape, ids, self._prefill_start, self._offsets[one])
+        tokens = position + 1, position + 1 + count
+        self._image_inputs.write(slot, images, position, tokens, ids, self._views(shape))
+        engine.enqueue()
+
+    def accept(self, batch: int, tokens: int, key_range: int) -> None:
+        """Commit the pending entries of the leading slots; `logits` and hidden states are then those of the last ones.
+
+        `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
+        `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
+        """
+        slots, pending = slice(0, batch), self.pending
+        shape = EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
+
+        def bindings() -> dict[str, Array]:
+            features = leading(pending.features[slots].reshape(-1), (batch, tokens, self.config.draft.feature_size))
+            own = {"hidden_states_input": features, "last_token_ids": pending.last[slots]}
+            return own | self._bindings(shape, slots, pending.start[slots])
+
+        engine = self._engines.bound(shape, slots, bindings)
+        ids = leading(pending.token_ids[slots].reshape(-1), (batch, tokens))
+        self._prepare(shape, ids, pending.start[slots], self._offsets[slots])
+        engine.enqueue()
+
+    def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
+        """The arrays in which the candidates of a plan grow, for the leading slots."""
+        return self._candidates.of(batch, plan)
+
+    def expand(self, batch: int, level: int, candidates: Candidates) -> None:
+        """Write the candidates of `level` from the logits of the accept step (level 1) or of propose step level - 1."""
+        nodes = 1 if level == 1 else candidates.plan.top_k
+        self.backend.draft_tree.expand_frontier(
+            level,
+            not candidates.plan.is_static,
+            self.logits(batch, nodes),
+            self.draft_to_target,
+            candidates.frontiers,
+            candidates.tokens,
+            candidates.scores,
+            candidates.parents,
+            self._workspace,
+        )
+
+    def expansion(self, level: int, candidates: Candidates) -> Expansion | None:
+        """The expansion of `level`, for the kernel that finishes it; None where candidates are drawn."""
+        plan = candidates.plan
+        return None if plan.sampled else Expansion(level, not plan.is_static, self.draft_to_target, self._workspace)
+
+    def propose(self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int) -> None:
+        """Feed the frontier of `level` to the draft, behind the `committed` [B] rows; its logits are then there."""
+        slots, width = slice(0, batch), candidates.plan.top_k
+        shape = EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
+        views = self._views(shape)
+
+        def bindings() -> dict[str, Array]:
+            return {"hidden_states_from_draft": views["fed"]} | self._bindings(shape, slots, self._propose_start[slots])
+
+        engine = self._engines.bound(shape, slots, bindings)
+        self.backend.draft_tree.prepare_proposal(
+            level,
+            not candidates.plan.is_static,
+            committed,
+            self._offsets[slots],
+            self.rotary,
+            self.embedding,
+            self.hidden_states(batch, 1 if level == 1 else width),
+            candidates.tokens,
+            candidates.scores,
+            candidates.parents,
+            candidates.frontiers,
+            views["inputs_embeds"],
+            views["fed"],
+            self._propose_start[slots],
+            views["rope_rotary_cos_sin"],
+            views["attention_mask"],
+            self.expansion(level, candidates),
+        )
+        engine.enqueue()
+
+    def logits(self, batch: int, nodes: int) -> Array:
+        """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
+        return leading(self._logits, (batch, nodes, self.config.draft.draft_vocab_size))
+
+    def hidden_states(self, batch: int, nodes: int) -> Array:
+        """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
+        return leading(self._hidden, (batch, nodes, self.config.draft.hidden_size))
+
+    def use_offsets(self, position_offsets: Array) -> None:
+        """Take each slot's difference of position and row [S] int32 from `position_offsets`, as the base does."""
+        self._offsets = position_offsets
+
+    def use_image_rows(self, image_rows: ImageRows) -> None:
+        """Take images by the base's `image_rows`."""
+        self._image_inputs.rows = image_rows
+
+    def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
+        """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""
+        if self.backend.fixed_shapes or batch > 1:
+            return self.config.limits.accept_tokens
+        return most_pending
+
+    def close(self) -> None:
+        """Let go of weights and caches."""
+        self._weights.clear()
+        self.caches.clear()
+
+    def _allocate_buffers(self) -> None:
+        backend, draft, limits = self.backend, self.config.draft, self.config.limits
+        slots, top_k = limits.max_batch, limits.draft_top_k
+        step_rows = slots * self.config.step_tokens
+        rows = max(step_rows, limits.prefill_chunk)
+        self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
+        self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
+        mask = max(step_rows * max(limits.tree_key_ranges), limits.prefill_chunk * max(limits.key_ranges))
+        self._mask = backend.zeros((mask,), "bool")
+        self._prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
+        self._prefill_start = backend.zeros((1,), "int32")
+        self._prefill_last = backend.zeros((1, 1), "int32")
+        self._propose_start = backend.zeros((slots,), "int32")
+        self._offsets = backend.zeros((slots,), "int32")
+        self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
+        self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
+        self._logits = backend.zeros((slots * top_k * draft.draft_vocab_size,), "float32")
+        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
+        self._workspace = backend.zeros((size,), "uint8")
+        self._shape_views: dict[EngineShape, dict[str, Array]] = {}
+
+    def _views(self, shape: EngineShape) -> dict[str, Array]:
+        """The inputs that kernels fill for a shape, as views of buffers that all shapes share."""
+        views = self._shape_views.get(shape)
+        if views is None:
+            batch, tokens, draft = shape.batch, shape.tokens, self.config.draft
+            views = {
+                "inputs_embeds": leading(self._embeds, (batch, tokens, draft.hidden_size)),
+                "rope_rotary_cos_sin": leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),
+                "attention_mask": leading(self._mask, (batch, 1, tokens, shape.key_range)),
+            }
+            if shape.phase == "propose":
+                views["fed"] = leading(self._fed, (batch, tokens, draft.hidden_size))
+            if shape.phase != "prefill":  # prompts come in any length: not worth keeping
+                self._shape_views[shape] = views
+        return views
+
+    def _bindings(self, shape: EngineShape, slots: slice, start: Array) -> dict[str, Array]:
+        """Everything that all phases bind alike."""
+        bound = self._weights[shape.phase] | self._views(shape)
+        bound.pop("fed", None)
+        bound["kvcache_start_index"] = start
+        bound["logits"] = self.logits(shape.batch, shape.selected)
+        bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
+        for name, cache in self.caches.items():
+            bound[name] = bound[f"present_{name}"] = cache[slots]
+        return bound
+
+    def _prepare(self, shape: EngineShape, token_ids: Array, start: Array, offsets: Array) -> None:
+        views = self._views(shape)
+        self.backend.kernels.prepare_step(
+            self.embedding,
+            token_ids,
+            views["inputs_embeds"],
+            start,
+            offsets,
+            self.rotary,
+            views["rope_rotary_cos_sin"],
+            views["attention_mask"],
+        )
+
+
+def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:
+    """[V] int32: the draft id of each id of the base, -1 where it has none."""
+    inverse = np.full(vocab_size, -1, np.int32)
+    inverse[mapping] = np.arange(len(mapping), dtype=np.int32)
+    return inverse

@@ -1,0 +1,327 @@
+"""Decodes with an EAGLE draft: rounds that draft, verify and accept, mixed with plain steps as the caller likes.
+
+A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
+the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
+slot got, and which. Rounds and plain steps leave the same state behind: they may follow each other in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from itertools import product
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, key_range_for
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
+from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
+from edgellm.engines.speculation.eagle_round import EagleRound
+from edgellm.engines.eagle_steps import SlotProgress, StepReadback
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.engines.speculation.tree import VerifiedTree
+from edgellm.kernels.arrays import Array
+
+_TREE_PHASES = ("verify", "accept", "propose")
+
+
+class EagleRunner:
+    """A base model and its draft, each with its runner (`base`, `draft`).
+
+    `limits.max_batch` slots each hold one sequence, the leading ones are decoded together. Readbacks must be waited for
+    in the order in which they were made. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: DecoderConfig,
+        draft: DraftConfig,
+        limits: EngineLimits,
+        checkpoint: Checkpoint,
+        draft_checkpoint: Checkpoint,
+        progress: Callable[[int, int], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
+    ) -> None:
+        self.backend, self.config, self.limits = backend, config, limits
+        shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
+        self._engines = LoadedEngines(
+            backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
+        )
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self, adapters, beside)
+        self.draft = EagleDraftEngineRunner(
+            backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
+        )
+        if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
+            self.draft.use_offsets(self.base.offsets)
+        if draft.image_embeddings:
+            self.draft.use_image_rows(self.base.image_rows)
+        self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
+        #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
+        #: like the rest. Set it before the first round.
+        self.before_acceptance: Callable[[VerifiedTree], None] | None = None
+        self._steps = CapturedSteps(backend)
+        self._rounds: dict[tuple, EagleRound] = {}
+        self._latest_round: EagleRound | None = None
+        self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
+        self._tree_ranges = limits.tree_key_ranges
+        self._progress = SlotProgress(self.base.lengths)
+
+    @classmethod
+    def open(
+        cls,
+        backend: Backend,
+        directory: EngineDirectory,
+        progress: Callable[[int, int], None] | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
+        beside: Mapping[str, int] | None = None,
+    ) -> EagleRunner:
+        """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
+
+        The base takes `adapters` and counts what is `beside` as `BaseEngineRunner` does; the draft has none. Raises
+        EngineDirectoryError where there is no draft, and what loading raises.
+        """
+        config, draft, limits = directory.model_config("draft"), directory.draft, directory.limits
+        assert isinstance(config, DraftConfig) and draft is not None
+        with closing(directory.checkpoint()) as base_files, closing(draft.checkpoint()) as draft_files:
+            return cls(backend, directory.config, config, limits, base_files, draft_files, progress, adapters, beside)
+
+    def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
+        """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any
+        more). Stages are then launched one by one, not as one graph: a round takes a little longer.
+        """
+        self._steps.around = around
+
+    @property
+    def stage_seconds(self) -> Mapping[str, float]:
+        """Seconds spent so far in each stage of rounds, by name; empty where stages cannot be timed."""
+        return self._steps.seconds
+
+    def start(
+        self,
+        slot: int,
+        prompt_ids: Sequence[int],
+        reused: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> Readback:
+        """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
+        one = slice(slot, slot + 1)
+        self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
+        first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images), None
+        self._progress.start(slot, len(prompt_ids))
+        return first
+
+    def step(self, batch: int, plan: DraftPlan | None) -> StepReadback:
+        """A round of `plan`, or without one a plain step."""
+        return self.decode(batch) if plan is None else self.round(batch, plan)
+
+    def decode(self, batch: int) -> StepReadback:
+        """One token for each of the `batch` leading slots, without drafting; what drafting needs later is kept.
+
+        Raises EngineError where a sequence has no KV row left.
+        """
+        progress = self._progress
+        full = max(progress.pending[:batch]) >= self.limits.accept_tokens
+        if full:
+            self._flush(batch)
+        emitted, self._latest_round = self.base.decode(batch), None
+        return progress.launched(StepReadback(progress, batch, None, emitted, full))
+
+    def round(self, batch: int, plan: DraftPlan) -> StepReadback:
+        """Draft and verify for the `batch` leading slots; what they got is in the readback.
+
+        Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
+        """
+        longest = max(self.base.lengths[:batch])
+        if longest + plan.longest > self.limits.kv_capacity:
+            raise EngineError(
+                f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
+                f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
+            )
+        current = self.prepare_round(batch, plan)
+        self._steps.run(current.key, current.stages)
+        self._latest_round = current
+        emitted = self.backend.read(current.emitted)
+        return self._progress.launched(StepReadback(self._progress, batch, current.plan, emitted, True))
+
+    def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
+        """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
+        themselves, too, in their order."""
+        plan, acceptance = self._served(plan, self.base.sampling.plain(slice(0, batch)))
+        bucket = self._bucket(batch)
+        longest = max(self.base.lengths[:batch])
+        accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
+        ranges = [self._tree_key_range(longest + rows) for rows in self._new_rows(plan, accept_tokens)]
+        return self._round((bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges))
+
+    def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
+        """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
+        stages that cannot be captured. See `BaseEngineRunner.capture_steps`."""
+        failed = self.base.capture_steps()
+        for bucket in self.limits.batches:
+            tokens = self.draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
+            for key_range in self._tree_ranges:
+                names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
+                failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
+            for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
+                served, acceptance = self._served(plan, plain)
+                for ranges in self._round_ranges(served, tokens):
+                    current = self._round((bucket, served, acceptance, adapts, tokens, *ranges))
+                    names = self._steps.capture(current.key, current.stages)
+                    kind = f"{served.name} of {bucket} sequences, {ranges[-1]} rows, {acceptance}"
+                    failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
+        return failed
+
+    def _new_rows(self, plan: DraftPlan, accept_tokens: int) -> tuple[int, int, int]:
+        """How many rows behind the committed ones accept, propose and verify need."""
+        return accept_tokens, (plan.steps - 1) * plan.top_k, self.verification.engine_nodes(plan)
+
+    def _round_ranges(self, plan: DraftPlan, accept_tokens: int) -> list[tuple[int, ...]]:
+        """The key ranges that rounds of a plan come to have as sequences grow."""
+        new_rows = self._new_rows(plan, accept_tokens)
+        changes = {size - rows + 1 for size in self._tree_ranges for rows in new_rows}
+        longest = self.limits.kv_capacity - plan.longest
+        lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
+        found = [tuple(self._tree_key_range(length + rows) for rows in new_rows) for length in lengths]
+        return list(dict.fromkeys(found))
+
+    def _round(self, key: tuple) -> EagleRound:
+        """The round of `EagleRound.key`."""
+        _, plan, acceptance, *_ = key
+        if acceptance != GREEDY:
+            self.base.sampling.refresh_nodes(self.verification.engine_nodes(plan))
+        current = self._rounds.get(key)
+        if current is None:
+            current = self._rounds[key] = EagleRound(self, *key)
+        return current
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """See `BaseEngineRunner.set_adapter`: what the slot's sequence is verified and decoded with."""
+        self.base.set_adapter(slot, name)
+
+    def logits(self, slot: int, count: int) -> np.ndarray:
+        """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
+        once it was waited for; see `EagleRound.logits`."""
+        if self._latest_round is None:
+            return self.base.logits(slot)[np.newaxis]
+        return self._latest_round.logits(slot, count)
+
+    def draft_rows(self, slot: int) -> int:
+        """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
+        token i + 1."""
+        return self._progress.draft_rows[slot]
+
+    def stop(self, slot: int) -> None:
+        """Leave `slot` idle; its KV rows stay."""
+        self.base.stop(slot)
+        self._progress.stop(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
+        rows that `target` held.
+
+        Finished sequences make room this way: the running ones lead. Everything must have been waited for.
+        """
+        self.base.move(source, target)
+        self.draft.rows.swap(source, target)
+        pending = self.draft.pending
+        for array in (pending.features, pending.token_ids, pending.counts, pending.last):
+            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        self._progress.move(source, target)
+        self.stop(source)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange the KV rows of two idle slots."""
+        self.base.rows.swap(first, second)
+        self.draft.rows.swap(first, second)
+
+    def copy_rows(self, source: int, target: int) -> None:
+        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+        self.base.rows.copy(source, target)
+        self.draft.rows.copy(source, target)
+
+    def close(self) -> None:
+        """Free everything, as `BaseEngineRunner.close` does."""
+        try:
+            self.backend.synchronize()
+        finally:
+            self._steps.clear()
+            self._rounds.clear()
+            self._latest_round = None
+            self._engines.clear()
+            self.draft.close()
+            self.base.close()
+
+    def take_chunk(
+        self,
+        slot: int,
+        prompt_ids: np.ndarray,
+        position: int,
+        tokens: int,
+        features: Array,
+        images: PromptImages | None,
+    ) -> None:
+        """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
+        entries = prompt_ids[position + 1 : position + tokens + 1]
+        self.base.await_rows()  # the draft's, too
+        if len(entries):
+            chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
+            self.draft.prefill(slot, entries, features, position, chunk, images)
+
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
+        """See `FeatureUser`: a plain step's feature and token join the pending entries."""
+        pending, state = self.draft.pending, self.base.sequences(slots)
+        self.backend.acceptance.append_pending(
+            features,
+            tokens,
+            state.active,
+            pending.features[slots],
+            pending.token_ids[slots],
+            pending.counts[slots],
+            state.kvcache_start_index,
+            pending.start[slots],
+            pending.last[slots],
+        )
+
+    def _flush(self, batch: int) -> None:
+        """Let the draft take the pending entries, so that there is room for more."""
+        bucket = self._bucket(batch)
+        tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
+        key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
+        self._steps.run(*self._flush_step(bucket, tokens, key_range))
+        counts = self.draft.pending.counts[:bucket]
+        self.backend.upload(counts, np.zeros(bucket, np.int32))
+        self._progress.draft_took_pending(batch)
+
+    def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
+        stages = {DRAFT_ACCEPT: lambda: self.draft.accept(batch, tokens, key_range)}
+        return ("flush", batch, tokens, key_range), stages
+
+    def _bucket(self, batch: int) -> int:
+        """How many slots the engines take for the `batch` leading ones."""
+        return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
+
+    def _served(self, plan: DraftPlan, plain: bool) -> tuple[DraftPlan, str]:
+        """The plan as the engines take it, and how its tokens are accepted; `plain`: all of them by argmax."""
+        key = plan, plain
+        if key not in self._served_plans:
+            served = plan.for_engines(self.limits, self.backend.fixed_shapes)
+            drawn = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
+            self._served_plans[key] = (served.deterministic(), GREEDY) if key[1] else (served, drawn)
+        return self._served_plans[key]
+
+    def _tree_key_range(self, length: int) -> int:
+        return key_range_for(length, self._tree_ranges, self.backend.fixed_shapes)

@@ -1,0 +1,173 @@
+"""`edgellm bench` on a tiny model with a random draft head: figures that can be checked, not speeds."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from edgellm.benchmark.inputs import default_configurations, parse_configurations
+from edgellm.bench_prompts import default_prompts, load_prompts
+from edgellm.benchmark.run import BenchResult, BenchRun, summarize
+from edgellm.benchmark.report import report_lines
+from edgellm.drafting.acceptance import DraftingStatistics
+from edgellm.engines.model.config import EngineLimits
+from edgellm.errors import RequestError
+
+LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one", "task": "count"}\nplain words\n{"turns": ["two", "no"], "category": "count"}\n')
+    return path
+
+
+def test_figures_table_and_plot(edgellm, tiny_draft_engines, prompts, tmp_path):
+    options = ["--prompts", prompts, "--repeat", 2, "--max-tokens", 12]
+    options += ["--configurations", "tree:4/3/12, chain:2,adaptive", "--output", tmp_path / "r.json"]
+    code, out, err = edgellm("bench", tiny_draft_engines, *options, "--plot", tmp_path / "r.svg")
+    assert code == 0, err
+    results = json.loads((tmp_path / "r.json").read_text())
+    found = {values["name"]: values for values in results["configurations"]}
+    assert list(found) == ["plain", "tree:4/3/12", "chain:2", "adaptive"]
+    assert (results["prompts"], results["repeat"], results["sampling"]["max_tokens"]) == (3, 2, 12)
+    assert results["backend"] == "numpy" and "cores, NumPy " in results["machine"]
+    for values in found.values():
+        assert values["outputs"] == {"compared": 6, "equal": 6, "differences": []}
+        assert values["tokens"] == 72 and values["tokens_per_second"] > 0 and len(values["ratio_by_repeat"]) == 2
+        assert set(values["tasks"]) == {"all", "count"}
+    assert found["plain"]["ratio"] == 1.0 and "rounds" not in found["plain"]
+    assert found["tree:4/3/12"]["plain_steps"] <= 6 and "tree 4/3/12" in found["tree:4/3/12"]["plans"]
+    assert found["chain:2"]["rounds"] == sum(found["chain:2"]["plans"].values())
+    assert found["adaptive"]["controller"]["reason"] and found["chain:2"]["controller"] is None
+    assert out.startswith("tiny_draft on the numpy backend: 3 prompts, each answered 2 times with up to 12 tokens")
+    assert "chain:2: all 6 answers equal plain's, token for token" in out and "DIFFER" not in out
+    assert "adaptive chose " in out and "speed against plain, and tokens a round, by task" in out
+    plot = ElementTree.parse(tmp_path / "r.svg")
+    texts = [element.text for element in plot.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"plain", "tree:4/3/12", "chain:2", "adaptive"} <= set(texts)
+
+
+def test_without_a_draft_plain_decoding_is_measured_alone(edgellm, tiny_engines, prompts):
+    code, out, _ = edgellm("bench", tiny_engines, "--prompts", prompts, "--repeat", 1, "--max-tokens", 4)
+    assert code == 0 and "\nplain" in out and "chain" not in out
+    code, _, err = edgellm("bench", tiny_engines, "--configurations", "chain:2")
+    assert code == 1 and "'chain:2' drafts, but the engine directory has no draft model" in err
+
+
+def test_sampled_answers_are_compared_with_one_seed(edgellm, tiny_draft_engines, prompts):
+    options = ("--prompts", prompts, "--repeat", 1, "--max-tokens", 8, "--temperature", 1, "--top-p", 0.9)
+    code, out, _ = edgellm("bench", tiny_draft_engines, *options, "--configurations", "chain:3,chain:3:sampled")
+    assert code == 0 and "chain:3: all 3 answers equal plain's, token for token" in out
+    assert "chain:3:sampled" in out and "DIFFER" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (
+            ("--configurations", "bush:3"),
+            1,
+            "the configuration 'bush:3' is unknown: expected plain, chain:STEPS, tree:",
+        ),
+        (("--configurations", "tree:4/3"), 1, "the configuration 'tree:4/3' is unknown"),
+        (("--configurations", "chain:x"), 1, "the configuration 'chain:x' is unknown"),
+        (("--configurations", "chain:4"), 1, "'chain:4': draft_steps is 4 for a chain: the engines were built for"),
+        (("--configurations", "chain:0"), 1, "'chain:0': draft_steps is 0: expected a whole number of at least 1"),
+        (("--configurations", "tree:4/3/12:sampled"), 1, "only a chain can be sampled"),
+        (("--configurations", "choices:nowhere"), 1, "the choices file nowhere cannot be read"),
+        (("--prompts", "nowhere.txt"), 1, "the prompts file nowhere.txt cannot be read"),
+        (("--plot", "figure.png"), 2, "figure.png is no SVG file"),
+        (("--repeat", 0), 2, "--repeat"),
+        (("--output", "/no/such/folder/r.json", "--configurations", "plain", "--repeat", 1), 1, "cannot be written"),
+    ],
+)
+def test_wrong_options_are_named(edgellm, tiny_draft_engines, options, code, message):
+    found, _, err = edgellm("bench", tiny_draft_engines, "--max-tokens", 2, *options)
+    assert found == code
+    assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty: expected a prompt on each line"),
+        ("fine\n{bad json", "line 2 is not valid JSON"),
+        ('{"task": "x"}', "line 1: expected one of the keys prompt, messages and turns, found none"),
+        ('{"prompt": "a", "turns": ["b"]}', r"found \['prompt', 'turns'\]"),
+        ('{"prompt": 3}', "line 1: the prompt hold no text"),
+        ('{"turns": []}', "line 1: the turns hold no text"),
+        ('{"prompt": "a", "task": 7}', "line 1: the task is 7: expected text"),
+        ('{"messages": [{"role": "judge", "content": "a"}]}', "line 1: message 1 has the role 'judge'"),
+    ],
+)
+def test_wrong_prompts_are_named(tmp_path, text, message):
+    (tmp_path / "prompts.txt").write_text(text)
+    with pytest.raises(RequestError, match=message):
+        load_prompts(tmp_path / "prompts.txt")
+
+
+def test_prompts_of_all_forms(tmp_path, prompts):
+    found = load_prompts(prompts)
+    assert [(prompt.messages[0]["content"], prompt.task) for prompt in found] == [
+        ("one", "count"),
+        ("plain words", "all"),
+        ("two", "count"),
+    ]
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    (tmp_path / "m.jsonl").write_text(json.dumps({"messages": conversation}))
+    assert list(load_prompts(tmp_path / "m.jsonl")[0].messages) == conversation
+    shipped = default_prompts()
+    assert len(shipped) >= 10 and len({prompt.task for prompt in shipped}) >= 3
+
+
+def test_configurations_as_written():
+    names = "chain:3,plain,tree:10/2/20,choices:eagle_25,adaptive,adaptive:4/2/9,chain:2:sampled,tree:10/6/60:typical"
+    found = parse_configurations(names, LIMITS, "numpy", {"posterior_threshold": 0.2, "acceptance": "exact"})
+    plans = [each.drafting and each.drafting.plan(LIMITS).name for each in found]
+    assert plans[0] is None and [each.name for each in found].count("plain") == 1
+    assert plans[1:] == [
+        "chain 3",
+        "tree 10/2/20",
+        "choices 4/5/26",
+        "chain 5",
+        "tree 4/2/9",
+        "chain 2 sampled",
+        "tree 10/6/60 typical",
+    ]
+    assert [each.drafting.adaptive for each in found[1:]] == [False, False, False, True, True, False, False]
+    assert [each.name for each in found if not each.is_lossless] == ["chain:2:sampled", "tree:10/6/60:typical"]
+    assert found[-1].drafting.posterior_threshold == 0.2
+    assert default_configurations(LIMITS) == ["plain", "chain:2", "chain:3", "chain:5", "tree:10/6/60", "adaptive"]
+
+
+def answer_of(name: str, prompt: int, tokens: tuple[int, ...], seconds: float, lengths=None) -> BenchRun:
+    drafting = None
+    if lengths is not None:
+        rounds = sum(lengths)
+        drafting = DraftingStatistics(rounds, 1, 9, 3, lengths, {"chain 2": rounds}, seconds, 0.25, 0.5)
+    return BenchRun(name, "even" if prompt % 2 == 0 else "odd", prompt, 0, tokens, seconds, drafting)
+
+
+def test_figures_add_up():
+    configurations = parse_configurations("chain:2", LIMITS, "numpy", {})
+    runs = [
+        answer_of("plain", 0, (1, 2, 3, 4, 5), 2.0),
+        answer_of("plain", 1, (1, 2, 3), 2.0),
+        answer_of("chain:2", 0, (1, 2, 3, 4, 5), 1.0, (0, 1, 0, 1)),
+        answer_of("chain:2", 1, (1, 9, 3), 0.5, (0, 0, 1)),
+    ]
+    plain, drafted = summarize(BenchResult(runs, {}), configurations)
+    assert (plain["tokens_per_second"], plain["ratio"]) == (1.5, 1.0)
+    assert (drafted["tokens_per_second"], drafted["ratio"]) == (4.0, 4.0 / 1.5)
+    assert drafted["mean_acceptance_length"] == 2.0 and drafted["acceptance_by_position"] == [2 / 3, 1 / 3]
+    assert (drafted["rounds"], drafted["plain_steps"], drafted["plans"]) == (3, 2, {"chain 2": 3})
+    assert (drafted["draft_seconds"], drafted["verify_seconds"]) == (0.5, 1.0)
+    assert drafted["tasks"]["even"]["ratio"] == 2.0 and drafted["tasks"]["odd"]["ratio"] == 4.0
+    assert drafted["outputs"]["differences"] == [{"prompt": 1, "repeat": 0, "token": 1}]
+    results = {"model": "m", "backend": "b", "prompts": 2, "repeat": 1, "configurations": [plain, drafted]}
+    lines = list(report_lines(results | {"sampling": {"max_tokens": 5, "temperature": 0.0}}))
+    assert "chain:2: 1 of 2 answers DIFFER from those of plain, the first (prompt 2) at token 2" in lines

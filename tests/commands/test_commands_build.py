@@ -1,0 +1,141 @@
+"""`edgellm build` as a user types it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgellm.commands.app import create_app
+from edgellm.commands.build import ProgressDisplay
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+
+pytest.importorskip("tensorrt_rtx")
+SMALL = ("--prefill-chunk", "16", "--kv-capacity", "128")
+
+
+def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgellm", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "engines"
+    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_89", "--max-batch", "1", *SMALL)
+    assert result.returncode == 0, result.stderr
+    directory = EngineDirectory.open(target, verify=True)
+    assert directory.limits == EngineLimits(1, 16, 128)
+    for shape in directory.limits.engine_shapes():
+        rows = [line.split() for line in result.stdout.splitlines() if f" {shape.name} " in line]
+        assert [row[0] for row in rows] == ["sm_86", "sm_89"] or [row[0] for row in rows] == ["sm_89", "sm_86"]
+        assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
+    for word in ("weights", "total on disk", "time", "peak host memory"):
+        assert word in result.stdout
+    assert "\r" not in result.stderr
+    assert "plans: done 4 of 4" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("{checkpoint}", "{target}", "--max-batch", "9"), 1, "--max-batch is 9: expected a whole number from 1 to 8"),
+        (("{checkpoint}", "{target}", "--kv-capacity", "4096"), 1, "--kv-capacity is 4096"),
+        (("{checkpoint}", "{target}", "--target", "sm_87"), 1, "JetPack"),
+        (("{checkpoint}", "{target}", "--weights", "move"), 1, "--weights is 'move'"),
+        (("{checkpoint}", "{target}", "--max-batch", "two"), 2, "--max-batch"),
+        (("{target}", "{target}2"), 1, "does not exist"),
+        (("{checkpoint}",), 2, "CHECKPOINT and ENGINE_DIR"),
+        (("{checkpoint}", "--refresh-plans", "{target}"), 2, "--refresh-plans"),
+        (("--refresh-plans", "{checkpoint}"), 1, "it is a checkpoint, not an engine directory"),
+    ],
+)
+def test_wrong_use_ends_with_a_message_and_nothing_made(
+    checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    filled = [argument.format(checkpoint=checkpoint, target=tmp_path / "engines") for argument in arguments]
+    result = CliRunner().invoke(create_app(), ["build", *filled])
+    assert result.exit_code == code
+    assert message in " ".join(result.output.split())
+    assert isinstance(result.exception, SystemExit)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
+    result = edgellm("build", "--refresh-plans", plain_directory, "--target", "sm_89")
+    assert result.returncode == 0, result.stderr
+    assert len(list((plain_directory / "plans").rglob("sm_89-*/*.engine"))) == 2
+    again = edgellm("build", "--refresh-plans", plain_directory, "--target", "sm_89")
+    assert again.stdout.count("kept") == 2
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_signals_leave_nothing_behind(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The limits ask for some twenty plans, so that the build is under way for long enough."""
+    command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(tmp_path / "engines"), "--max-batch", "8"]
+    targets = [word for target in ("sm_80", "sm_86", "sm_89", "sm_120") for word in ("--target", target)]
+    process = subprocess.Popen([*command, *targets], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".engines.partial-*/plans")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal, ProgressDisplay(terminal) as display:
+        display("weights", 1 << 20, 4 << 20)
+        display("plans", 1, 2)
+        display("weights", 4 << 20, 4 << 20)
+        display("plans", 2, 2)
+        terminal.flush()
+    shown = ""
+    with suppress(OSError):  # how a terminal's other end says that it was closed
+        while piece := os.read(reader, 100_000):
+            shown += piece.decode()
+    os.close(reader)
+    assert "weights [#####...............] 1 of 4 MiB" in shown
+    assert "plans [##########..........] 1 of 2" in shown
+    assert "\n" not in shown
+    line: list[str] = []
+    column = 0
+    for character in shown:  # as a terminal does
+        column = 0 if character == "\r" else column + 1
+        if column:
+            line[column - 1 : column] = character
+    assert (column, "".join(line).strip()) == (0, "")
+
+
+def test_progress_elsewhere_is_a_line_a_stage() -> None:
+    stream = io.StringIO()
+    with ProgressDisplay(stream) as display:
+        for done in range(5):
+            display("plans", done, 4)
+    assert stream.getvalue() == "plans ...\nplans: done 4 of 4\n"
+
+
+def test_replaced_directory_needs_force(checkpoint: Path, plain_directory: Path, tmp_path: Path) -> None:
+    refused = edgellm("build", checkpoint, plain_directory, *SMALL)
+    assert refused.returncode == 1
+    assert "--force" in refused.stderr
+    forced = edgellm("build", checkpoint, plain_directory, "--force", "--weights", "link", *SMALL)
+    assert forced.returncode == 0, forced.stderr
+    assert (plain_directory / "model.safetensors").is_symlink()
+    shutil.rmtree(plain_directory)
+    assert (checkpoint / "model.safetensors").exists()

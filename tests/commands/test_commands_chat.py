@@ -1,0 +1,249 @@
+"""`edgellm chat` by pipe, on a real model with random weights and the NumPy backend."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_line import CONTEXT
+
+from edgellm.commands.chat_input import PipedLines, read_message
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.errors import RequestError
+from edgellm.llm import LLM
+from edgellm.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("private_files")
+
+
+@pytest.fixture
+def chat(chat_engines, edgellm):
+    """Pipes lines into `edgellm chat` in this process; returns exit code, standard output and standard error."""
+
+    def call(lines: str | bytes, *options: object, model: Path = chat_engines) -> tuple[int, str, str]:
+        return edgellm("chat", model, *options, stdin=lines)
+
+    return call
+
+
+def conversation(chat_engines, questions: list[str], system: str | None = None, **params) -> list[dict[str, str]]:
+    """What the API answers to the same questions."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with LLM(chat_engines, backend="numpy") as llm:
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": llm.chat(messages, SamplingParams(**params)).text})
+    return messages
+
+
+def answers(messages: list[dict[str, str]]) -> str:
+    return "".join(message["content"] + "\n" for message in messages if message["role"] == "assistant")
+
+
+def test_every_piped_line_is_a_question_of_one_conversation(chat, chat_engines):
+    code, out, err = chat("hello\n\n  \nwhy?\nüber 你好\n", "--max-tokens", 8)
+    assert (code, err) == (0, "")
+    assert out == answers(conversation(chat_engines, ["hello", "why?", "über 你好"], max_tokens=8))
+
+
+def test_messages_of_several_lines(chat, chat_engines):
+    code, out, _ = chat('first\\\nsecond\n"""\nthird\n\n fourth\n"""\n"""one line"""\n', "--max-tokens", 8)
+    questions = ["first\nsecond", "third\n\n fourth", "one line"]
+    assert (code, out) == (0, answers(conversation(chat_engines, questions, max_tokens=8)))
+
+
+def test_commands_change_the_conversation(chat, chat_engines):
+    changes = "/set max_tokens 4\n/set temperature 0.9\n/set seed 5\n"
+    lines = f"/system Be kind.\nhello\n/reset\n{changes}hello\n//slash\n/bye\nnever\n"
+    code, out, err = chat(lines, "--max-tokens", 8)
+    first = conversation(chat_engines, ["hello"], "Be kind.", max_tokens=8)
+    second = conversation(chat_engines, ["hello", "/slash"], "Be kind.", max_tokens=4, temperature=0.9, seed=5)
+    assert (code, out) == (0, answers(first) + answers(second))
+    assert err.splitlines() == [
+        "The system prompt is set; the conversation goes on. /reset starts a new one.",
+        "The conversation is forgotten.",
+        "max_tokens 4",
+        "temperature 0.9",
+        "seed 5",
+    ]
+
+
+def test_system_prompt_is_shown_and_removed(chat):
+    _, _, err = chat('/system\n/system ""\n/system\n', "--system", "You are Pip.")
+    assert err.splitlines()[0] == "You are Pip."
+    assert err.splitlines()[-1] == "There is no system prompt."
+
+
+def test_help_and_settings_are_listed(chat):
+    code, _, err = chat("/help\n/?\n/set\n/set top_p\n")
+    assert code == 0
+    assert err.count("/save FILE") == 2
+    settings = dict(line.split(" ", 1) for line in err.splitlines() if re.match(r"[a-z_]+ \S+$", line))
+    assert settings["temperature"] == "0" and settings["stop"] == "none" and settings["top_p"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/hepl", "/hepl is no command: did you mean /help?; /help lists them"),
+        ("/frobnicate now", "/frobnicate is no command; /help lists them"),
+        ("/set temprature 1", "there is no setting 'temprature': did you mean temperature?"),
+        ("/set top_p 7", "top_p is 7: expected a number above 0 and up to 1"),
+        ("/set seed many", "seed is 'many': expected a whole number from 0"),
+        ("/save", "/save needs the name of a file: /save FILE"),
+        ("/load /no/such/file", "/no/such/file cannot be read: No such file or directory"),
+        ("/save /no/such/folder/file", "/no/such/folder/file cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_commands_give_a_hint_and_the_chat_goes_on(chat, chat_engines, line, message):
+    code, out, err = chat(f"{line}\nhello\n", "--max-tokens", 4)
+    assert err.startswith(f"error: {message}")
+    assert (code, out) == (1, answers(conversation(chat_engines, ["hello"], max_tokens=4)))
+
+
+def test_settings_take_what_people_write(chat):
+    lines = (
+        '/set stop END\n/set stop ["a", "b"]\n/set stop 3\n/set stop none\n/set max_tokens none\n/set ignore_eos true\n'
+    )
+    assert chat(lines)[2].splitlines() == [
+        "stop ['END']",
+        "stop ['a', 'b']",
+        "stop ['3']",
+        "stop none",
+        "max_tokens none",
+        "ignore_eos true",
+    ]
+
+
+def test_saved_conversation_goes_on_where_it_was(chat, chat_engines, tmp_path):
+    path = tmp_path / "talk.json"
+    code, _, err = chat(f"hello\n/save {path}\n", "--max-tokens", 8, "--system", "Be kind.")
+    assert (code, err) == (0, f"Saved 2 messages to {path}.\n")
+    saved = json.loads(path.read_text())
+    assert (saved["system"], saved["model"], saved["settings"]["max_tokens"]) == ("Be kind.", "robot", 8)
+    assert [file.name for file in tmp_path.iterdir() if "talk" in file.name] == ["talk.json"]
+    code, out, err = chat(f"/load {path}\nand?\n")
+    expected = conversation(chat_engines, ["hello", "and?"], "Be kind.", max_tokens=8)
+    assert saved["messages"] == expected[1:3]
+    assert (code, out) == (0, expected[-1]["content"] + "\n")
+    assert err == f"Loaded 2 messages from {path}.\n"
+
+
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+GOOD_FILE = {
+    "format": "edgellm conversation 1",
+    "model": "x",
+    "system": None,
+    "messages": [USER, ASSISTANT],
+    "settings": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100000, "is not JSON"),
+        ([], "no conversation that /save wrote"),
+        (GOOD_FILE | {"format": "other"}, "no conversation that /save wrote"),
+        (GOOD_FILE | {"mesages": []}, "unknown key 'mesages': did you mean messages?"),
+        (GOOD_FILE | {"system": 5}, "system is a int: expected text or null"),
+        (GOOD_FILE | {"messages": "hi"}, "messages is a str"),
+        (GOOD_FILE | {"messages": [USER]}, "has no answer"),
+        (GOOD_FILE | {"messages": [ASSISTANT, USER]}, "message 1 is of assistant"),
+        (GOOD_FILE | {"messages": [{"role": "robot", "content": ""}]}, "has the role 'robot'"),
+        (GOOD_FILE | {"settings": []}, "settings is a list"),
+        (GOOD_FILE | {"settings": {"top_q": 1}}, "unknown key 'top_q': did you mean top_p?"),
+        (GOOD_FILE | {"settings": {"top_p": 5}}, "top_p is 5: expected"),
+    ],
+)
+def test_files_that_are_no_conversation_change_nothing(chat, chat_engines, tmp_path, content, message):
+    path = tmp_path / "bad.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    code, out, err = chat(f"hello\n/load {path}\nand?\n", "--max-tokens", 4)
+    assert message in err and str(path) in err
+    assert (code, out) == (1, answers(conversation(chat_engines, ["hello", "and?"], max_tokens=4)))
+
+
+def test_stats(chat, chat_engines):
+    code, _, err = chat(
+        "/stats\nhello\nwhy?\n/stats\n", "--max-tokens", 6, "--temperature", 0.8, "--seed", 3, "--stats"
+    )
+    assert code == 0
+    assert "no answer yet" in err
+    with LLM(chat_engines, backend="numpy") as llm:
+        first = llm.tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    lines = re.findall(
+        r"\[(\d+) prompt tokens(?: \((\d+) reused\))? \| 6 tokens, ([\d.]+) tokens/s \| first token", err
+    )
+    assert lines[0][0] == str(len(first))
+    assert int(lines[1][1]) >= len(first)
+    assert "ended by length" in err and f"/{CONTEXT}]" in err
+    assert "seed 3" in err and "session: 2 answers, 12 tokens" in err
+    assert "robot (qwen3), numpy backend" in err
+
+
+def test_sampling_defaults_come_from_the_model(chat, chat_engines, tmp_path):
+    """Where generation_config.json asks for sampling; a settings file and the command line go before it."""
+    model = tmp_path / "sampling"
+    checkpoint = chat_engines.parent / "checkpoint"
+    copied = tmp_path / "checkpoint"
+    copied.mkdir()
+    for file in checkpoint.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    published = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (copied / "generation_config.json").write_text(json.dumps(published))
+    build_engine_directory(copied, model, EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=64), [])
+    (tmp_path / "settings.yaml").write_text("sampling: {top_k: 30, top_p: 0.9}\n")
+    _, _, err = chat("/set\n", "--config", tmp_path / "settings.yaml", "--top-p", 0.8, model=model)
+    assert {"temperature 0.6", "top_k 30", "top_p 0.8", "min_p 0"} <= set(err.splitlines())
+    assert "temperature 0" in chat("/set\n")[2].splitlines()
+
+
+def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
+    more = "more\n" * 5  # at least 25 tokens each
+    code, out, err = chat(f"{'x' * 1440}\n{more}/reset\n/set max_tokens 4\nhello\n")
+    lines = err.splitlines()
+    assert lines[0] == f"The context is full ({CONTEXT} tokens), the answer was cut: /reset starts anew."
+    full = [
+        line for line in lines if re.fullmatch(rf"The context is full \(\d+ of {CONTEXT} tokens\): /reset .*", line)
+    ]
+    assert len(full) == len([line for line in lines if line.startswith("error: the prompt has")]) > 0
+    assert lines[-2:] == ["The conversation is forgotten.", "max_tokens 4"]
+    assert code == 1
+    assert out.endswith(answers(conversation(chat_engines, ["hello"], max_tokens=4)))
+
+
+def test_a_question_longer_than_the_context(chat, chat_engines):
+    code, out, err = chat(f"{'x' * 1600}\nhello\n", "--max-tokens", 4)
+    assert "error: the prompt has" in err and f"the context {CONTEXT}" in err
+    assert (code, out) == (1, answers(conversation(chat_engines, ["hello"], max_tokens=4)))
+
+
+def test_invalid_utf8_is_named_by_its_offset(chat):
+    code, _, err = chat(b"hello\nab\xe4c\n", "--max-tokens", 2)
+    assert code == 1
+    assert err == "error: standard input is not UTF-8 text: invalid byte 0xe4 at byte offset 8\n"
+
+
+def test_reading_of_messages():
+    def messages(text: str) -> list[str]:
+        lines, found = PipedLines(io.BytesIO(text.encode())), []
+        while True:
+            try:
+                found.append(read_message(lines))
+            except EOFError:
+                return found
+
+    assert messages("\ufeffa\r\nb\n") == ["a", "b"]
+    assert messages('"""a\nb"""\nc') == ["a\nb", "c"]
+    assert messages('  """\n  a\n"""  \n') == ["  a"]
+    assert messages("a\\\n\\\nb\\") == ["a\n\nb"]
+    assert messages('"""never closed\nx') == ["never closed\nx"]
+    assert messages('""""""\nx') == ["", "x"]
+    with pytest.raises(RequestError, match="offset 2"):
+        read_message(PipedLines(io.BytesIO(b"ab\xff")))

@@ -1,0 +1,55 @@
+"""`edgellm doctor` on the machine that runs the tests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from edgellm.engines.building.builder import describe_in_place
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.backends.gpu import find_gpu
+
+
+def doctor(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgellm", "doctor", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_it_names_every_part_and_checks_the_model(tiny_engines: Path) -> None:
+    result = doctor(tiny_engines)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
+    assert {"system", "GPU", "driver", "TensorRT", "pycuda", "NVRTC", "memory", "cache", "model", "plans"} <= found
+    assert "NumPy: 8 tokens, all logits finite" in result.stdout
+
+
+def test_a_draft_is_named_and_compared_with_plain_decoding(tiny_draft_engines: Path) -> None:
+    result = doctor(tiny_draft_engines)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "EAGLE-3" in result.stdout and "adaptive, up to chain" in result.stdout
+    assert "drafting on numpy: 32 tokens equal those of plain decoding" in result.stdout
+
+
+@pytest.mark.skipif(find_gpu() is not None, reason="a GPU is present")
+def test_without_a_gpu_it_says_so(tiny_engines: Path) -> None:
+    output = doctor(tiny_engines).stdout
+    assert "none found (no NVIDIA driver, or it shows no device): the NumPy backend is used" in output
+    assert "no GPU to compare with" in output
+
+
+def test_weights_that_compute_nonsense_are_found(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_checkpoint, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, damaged / "model.safetensors")
+    describe_in_place(damaged, EngineLimits(1, 16, 96))
+    result = doctor(damaged)
+    assert result.returncode == 1
+    assert "not finite" in result.stdout

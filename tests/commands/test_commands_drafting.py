@@ -1,0 +1,146 @@
+"""The drafting options of `edgellm generate` and `edgellm chat`, on a tiny model with a random draft head."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgellm.commands.console import drafting_in_words
+from edgellm.drafting.acceptance import DraftingStatistics
+
+
+@pytest.fixture
+def answer(edgellm, tiny_draft_engines):
+    """The JSON object of `edgellm generate` with these options."""
+
+    def call(*options: object) -> dict:
+        arguments = ("generate", "hello", "--json", "--model", tiny_draft_engines, "--max-tokens", 30, *options)
+        code, out, err = edgellm(*arguments)
+        assert code == 0, err
+        return json.loads(out)
+
+    return call
+
+
+FIXED = ("--draft-steps", 2, "--draft-top-k", 3, "--verify-tree-size", 8, "--no-adaptive")
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        (FIXED, "tree 3/2/8"),
+        (("--draft-top-k", 1, "--no-adaptive"), "chain 3"),
+        (("--draft-top-k", 4, "--no-adaptive"), "tree 4/3/12"),
+        (("--draft", "--no-adaptive"), "chain 3"),
+    ],
+)
+def test_the_options_say_what_is_drafted(answer, options, plan):
+    plain, drafted = answer("--no-draft"), answer(*options)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["drafting"] is None
+    figures = drafted["drafting"]
+    assert max(figures["plans"], key=figures["plans"].get) == plan
+    assert figures["rounds"] == sum(figures["plans"].values()) == sum(figures["lengths"]) > 0
+    tokens = sum(length * count for length, count in enumerate(figures["lengths"]))
+    assert tokens + figures["plain_steps"] == 29  # all but the prompt's own
+    assert figures["mean_acceptance_length"] == tokens / figures["rounds"]
+    assert figures["draft_seconds"] > 0 and figures["verify_seconds"] > 0
+    assert figures["controller"] is None
+
+
+def test_adaptive_is_the_default_and_says_what_it_chose(answer):
+    figures = answer()["drafting"]
+    report = figures["controller"]
+    assert report["chosen"] in {"plain", "chain 2", "chain 3"}
+    assert report["reason"].startswith(f"{report['chosen']}: ")
+    assert sum(report["rounds"].values()) >= figures["rounds"] + figures["plain_steps"] - 1
+    assert [forecast["name"] for forecast in report["forecasts"]].count("plain") == 1
+
+
+def test_a_tree_of_choices_from_a_file(answer, edgellm, tiny_draft_engines, tmp_path):
+    (tmp_path / "tree.yaml").write_text("- [0]\n- [1]\n- [0, 0]\n")
+    figures = answer("--choices", tmp_path / "tree.yaml", "--no-adaptive")["drafting"]
+    assert "choices 2/2/4" in figures["plans"]
+    (tmp_path / "gaps.yaml").write_text("- [0]\n- [0, 1]\n")
+    code, _, err = edgellm("generate", "x", "--model", tiny_draft_engines, "--choices", tmp_path / "gaps.yaml")
+    assert code == 2 and "gaps.yaml: there is a gap before the choice [0, 1]" in " ".join(err.split())
+
+
+def test_sampled_answers_are_the_same_with_a_draft(answer):
+    sampling = ("--temperature", 1.0, "--top-p", 0.9, "--seed", 4)
+    assert answer(*sampling, *FIXED)["token_ids"] == answer(*sampling, "--no-draft")["token_ids"]
+
+
+def test_typical_acceptance_is_said_to_be_lossy(edgellm, tiny_draft_engines):
+    options = ("--model", tiny_draft_engines, "--max-tokens", 8, "--temperature", 0.8, "--seed", 1)
+    code, out, err = edgellm("generate", "hello", *options, "--acceptance", "typical", "--posterior-threshold", 0.2)
+    assert (code, err) == (0, "Typical acceptance is lossy: answers may be others than without a draft.\n")
+    assert out.strip()
+
+
+def test_settings_come_from_a_file_and_options_win(answer, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("drafting: {kind: chain, draft_steps: 2, adaptive: false}\n")
+    assert set(answer("--config", path)["drafting"]["plans"]) <= {"chain 2", "chain 1"}
+    assert "chain 3" in answer("--config", path, "--draft-steps", 3)["drafting"]["plans"]
+    assert answer("--config", path, "--no-draft")["drafting"] is None
+    path.write_text("drafting: {draft: false}\n")
+    assert answer("--config", path)["drafting"] is None
+    assert answer("--config", path, "--draft")["drafting"] is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--no-draft", "--draft-steps", 2), 2, "--draft-steps is given, and so is --no-draft: expected only one"),
+        (("--choices", "eagle_25", "--draft-top-k", 4), 2, "--draft-top-k is given beside choices"),
+        (("--posterior-alpha", 0.2), 2, "--posterior-alpha is given, but --acceptance is exact"),
+        (("--acceptance", "lenient"), 2, "--acceptance is 'lenient': expected one of exact, typical"),
+        (("--draft-steps", 0), 2, "--draft-steps is 0: expected a whole number of at least 1"),
+        (("--draft-top-k", -3), 2, "--draft-top-k is -3: expected a whole number of at least 1"),
+        (("--choices", "nowhere.yaml"), 2, "the choices file nowhere.yaml cannot be read"),
+        (("--draft-steps", 9), 1, "draft_steps is 9 for a chain: the engines were built for at most 3"),
+        (("--verify-tree-size", 30), 1, "verify_tree_size is 30 for a tree: the engines were built for at most 16"),
+        (("--choices", "eagle_25"), 1, "for a tree of 25 choices: the engines were built for at most"),
+    ],
+)
+def test_wrong_options_are_named(edgellm, tiny_draft_engines, options, code, message):
+    found, out, err = edgellm("generate", "hello", "--model", tiny_draft_engines, *options)
+    assert (found, out) == (code, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("options", [("--draft",), ("--draft-steps", 2), ("--choices", "eagle_25")])
+def test_asking_for_a_draft_where_there_is_none(edgellm, tiny_engines, options):
+    code, _, err = edgellm("generate", "hello", "--model", tiny_engines, *options)
+    assert code == 1 and "has no draft model: build one with it (edgellm build CHECKPOINT" in err
+    code, _, err = edgellm("generate", "hello", "--model", tiny_engines, "--max-tokens", 2, "--no-draft")
+    assert (code, err) == (0, "")
+
+
+def test_settings_of_a_draft_do_no_harm_where_there_is_none(edgellm, tiny_engines, tmp_path):
+    (tmp_path / "settings.yaml").write_text("drafting: {draft_steps: 2}\n")
+    options = ("--model", tiny_engines, "--max-tokens", 2, "--config", tmp_path / "settings.yaml")
+    assert edgellm("generate", "hello", *options)[0] == 0
+
+
+def test_chat_shows_rounds_and_reasons(edgellm, tiny_draft_engines):
+    options = ("--max-tokens", 12, "--stats")
+    code, fixed, err = edgellm("chat", tiny_draft_engines, *options, *FIXED, stdin="hello\n/stats\n")
+    assert code == 0
+    line = err.splitlines()[0]
+    assert "| draft 1." in line and " rounds" in line and "tree 3/2/8, drafting 0." in line and "verifying 0." in line
+    assert "\ndraft: rounds tree 3/2/8 " in err and "draft chosen" not in err
+    code, adaptive, err = edgellm("chat", tiny_draft_engines, *options, stdin="hello\n/stats\n")
+    assert code == 0 and "\ndraft chosen: " in err and "tokens/s; " in err
+    code, plain, err = edgellm("chat", tiny_draft_engines, *options, "--no-draft", stdin="hello\n/stats\n")
+    assert code == 0 and "| draft" not in err and "\ndraft" not in err
+    assert fixed == adaptive == plain
+
+
+def test_statistics_in_words():
+    plain = DraftingStatistics(0, 5, 0, 0, (0,), {}, 0.1, 0.0, 0.0)
+    assert drafting_in_words(plain) == "no draft"
+    one = DraftingStatistics(1, 2, 3, 2, (0, 0, 0, 1), {"chain 3": 1}, 0.1, None, None)
+    assert drafting_in_words(one) == "draft 3.00 tokens/round, 1 round and 2 plain, chain 3"

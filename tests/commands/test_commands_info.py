@@ -1,0 +1,94 @@
+"""`edgellm info` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner, Result
+
+from edgellm.commands.app import create_app
+from edgellm.engines.model.config import EngineLimits
+
+
+def info(*arguments: object) -> Result:
+    return CliRunner().invoke(create_app(), ["info", *map(str, arguments)])
+
+
+def facts(*arguments: object) -> dict:
+    result = info(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def own_directory(built_directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built_directory, tmp_path / "engines"))
+
+
+def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, limits: EngineLimits) -> None:
+    said = facts(built_directory)
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert said["parameters"] == sum(math.prod(values.shape) for values in tensors.values())
+    assert said["memory"]["weights"] == sum(values.nbytes for values in tensors.values())
+    # keys and values, 2 layers, 2 heads of 16, float16, and the rows that a padded last chunk may reach into
+    assert said["memory"]["KV caches"] == 2 * 2 * 2 * 16 * 2 * (limits.kv_capacity + limits.prefill_chunk)
+    assert said["weights"] == {"model.safetensors": (checkpoint / "model.safetensors").stat().st_size}
+    assert said["limits"] == {"max_batch": 1, "prefill_chunk": 16, "kv_capacity": 128}
+    assert said["config"]["eos_token_ids"] == [1]
+    (platform,) = [entry for entry in said["plans"] if entry["platform"].startswith("sm_86-rtx-")]
+    assert (platform["plans"], platform["expected"], platform["problems"]) == (2, 2, [])
+    assert platform["bytes"] == sum(path.stat().st_size for path in (built_directory / "plans").rglob("*.engine"))
+    assert said["differences"] == []
+
+
+def test_text_names_what_matters(built_directory: Path) -> None:
+    result = info(built_directory)
+    assert result.exit_code == 0, result.output
+    for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", "2 of 2", "KV caches"):
+        assert words in result.stdout
+
+
+def test_directory_without_plans_says_how_they_come_to_be(plain_directory: Path) -> None:
+    result = info(plain_directory)
+    assert result.exit_code == 0, result.output
+    assert "first use" in result.stdout
+
+
+def test_verified_directory_says_so(own_directory: Path) -> None:
+    result = info(own_directory, "--verify")
+    assert result.exit_code == 0, result.output
+    assert "every file is as described" in result.stdout
+
+
+def test_verify_names_every_difference(own_directory: Path) -> None:
+    weights = own_directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    (own_directory / "tokenizer_config.json").unlink()
+    plan = next((own_directory / "plans").rglob("*.engine"))
+    plan.write_bytes(plan.read_bytes()[:-1])
+    result = info(own_directory, "--verify")
+    assert result.exit_code == 1
+    assert "model.safetensors: SHA-256" in result.stdout
+    assert "tokenizer_config.json: missing" in result.stdout
+    assert f"{plan} has " in result.stdout
+    assert "--refresh-plans" in result.stdout
+
+
+def test_differences_without_verify_are_told_too(own_directory: Path) -> None:
+    (own_directory / "config.json").write_text("{}")
+    result = info(own_directory)
+    assert result.exit_code == 1
+    assert "config.json: 2 bytes" in result.stdout
+
+
+def test_checkpoint_is_refused_with_advice(checkpoint: Path) -> None:
+    result = info(checkpoint)
+    assert result.exit_code == 1
+    assert "edgellm build" in " ".join(result.stderr.split())

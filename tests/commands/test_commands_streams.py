@@ -1,0 +1,117 @@
+"""The command line where its surroundings are unusual: streams that are closed or full, homes that are not there."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgellm.__main__ import main
+from edgellm.commands.app import run
+from edgellm.commands.chat_input import user_history_file
+from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.commands.settings import load_settings
+
+GENERATE = "generate hello --max-tokens 4 --backend numpy --model"
+
+
+def shell(engines: Path, redirected: str) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} -m edgellm {GENERATE} {engines} {redirected}"
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd="/", check=False)
+
+
+@pytest.mark.parametrize("redirected", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tiny_engines: Path, redirected: str) -> None:
+    finished = shell(tiny_engines, redirected)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert bool(finished.stdout) is (">&-" not in redirected.replace("2>&-", ""))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_in_one_line(tiny_engines: Path) -> None:
+    finished = shell(tiny_engines, "> /dev/full")
+    assert finished.returncode == 1
+    assert finished.stderr == "error: the output cannot be read or written: No space left on device\n"
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+
+
+def test_an_interrupt_while_it_starts_is_quiet(collecting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "edgellm.commands.app", Interrupted())
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+
+
+@pytest.mark.parametrize("command", ["", "generate", "cache", "cache build"])
+def test_help_has_a_short_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run([*command.split(), "-h"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['edgellm', *command.split()])}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "--file", "~nobody-at-all/x"], 1, "--file ~nobody-at-all/x cannot be read: No such file"),
+        (["generate", "hi", "-m", "~nobody-at-all/x"], 1, "~nobody-at-all/x does not exist"),
+        (["generate", "hi", "--lora", "a=~nobody-at-all", "--adapter", "a"], 1, "~nobody-at-all does not exist"),
+        (["generate", "hi", "--draft-steps", "99"], 1, "draft_steps is 99 for a chain"),
+        (["generate", "hi", "--choices", "LONG"], 2, "expected a list of paths"),
+        (["cache", "list", "--folder", "FILE"], 1, "is a file: expected the folder that holds snapshots"),
+        (["cache", "build", "--prompt", "x", "--disk-budget", "abc"], 2, "--disk-budget is 'abc': expected a size"),
+        (["bench", "--output", "FOLDER"], 1, "is a directory: expected the name of a file"),
+        (["bench", "--plot", "/no/such/folder/x.svg"], 1, "/no/such/folder must be there, and open to you"),
+    ],
+)
+def test_wrong_options_are_named_at_once(
+    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.yaml").write_text("word " * 10_000)
+    places = {"LONG": tmp_path / "long.yaml", "FILE": tmp_path / "long.yaml", "FOLDER": tmp_path}
+    with pytest.raises(SystemExit) as left:
+        run([str(places.get(argument, argument)) for argument in arguments])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert left.value.code == code
+    assert message in shown and len(shown) < 1000
+
+
+def test_a_service_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "EDGELLM_CACHE_DIR", "EDGELLM_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number: int) -> object:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert load_settings().model is None
+    assert user_history_file() == Path("/nonexistent/.local/state/edgellm/chat_history")
+    assert user_cache_directory() == Path("/nonexistent/.cache/edgellm")
+
+
+def test_homes_are_found_where_no_shell_does_it(
+    tiny_engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shells leave the ~ of --lora NAME=~/DIR, and of --model=~/DIR, as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "engines").symlink_to(tiny_engines)
+    with pytest.raises(SystemExit) as left:
+        run(["generate", "hi", "--model=~/engines", "--backend", "numpy", "--max-tokens", "2"])
+    assert left.value.code == 0, capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(["generate", "hi", "--lora", "a=~/adapter", "--adapter", "a"])
+    assert f"{tmp_path}/adapter" in capsys.readouterr().err

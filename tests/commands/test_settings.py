@@ -1,0 +1,125 @@
+"""Settings files: defaults, precedence, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgellm.errors import SettingsError
+from edgellm.commands.settings import Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def no_user_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("EDGELLM_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_packaged_defaults():
+    assert load_settings() == Settings()
+
+
+def test_a_file_overrides_the_defaults(tmp_path):
+    path = written(
+        tmp_path / "mine.yaml",
+        "model: models/robot\nbackend: numpy\nsystem: |\n  You are Pip.\nhistory: false\nstats: true\n"
+        "sampling:\n  temperature: 0.7\n  stop: [END]\n",
+    )
+    settings = load_settings(path)
+    assert settings.model == tmp_path / "models/robot"
+    assert (settings.backend, settings.system) == ("numpy", "You are Pip.\n")
+    assert (settings.history, settings.stats) == (False, True)
+    assert settings.sampling == {"temperature": 0.7, "stop": ("END",)}
+
+
+def test_drafting_settings(tmp_path):
+    (tmp_path / "tree.json").write_text("[[0], [0, 0]]")
+    text = "drafting: {choices: tree.json, adaptive: false, acceptance: typical, posterior_threshold: 0.2, preset: cpu}"
+    assert load_settings(written(tmp_path / "mine.yaml", text)).drafting == {
+        "choices": ((0,), (0, 0)),
+        "adaptive": False,
+        "acceptance": "typical",
+        "posterior_threshold": 0.2,
+        "preset": "cpu",
+    }
+    assert load_settings(written(tmp_path / "off.yaml", "drafting: {draft: false, draft_steps: null}")).drafting == {
+        "draft": False
+    }
+
+
+def test_adapters_and_a_snapshot(tmp_path):
+    (tmp_path / "pip.safetensors").touch()
+    path = written(
+        tmp_path / "mine.yaml", "adapter: json\nadapters: {json: loras/json, style: /s}\nsystem_cache: pip.safetensors"
+    )
+    settings = load_settings(path)
+    assert settings.adapter == "json"
+    assert settings.adapters == {"json": tmp_path / "loras/json", "style": Path("/s")}
+    assert settings.system_cache == str(tmp_path / "pip.safetensors")
+    assert load_settings(written(tmp_path / "name.yaml", "system_cache: pip")).system_cache == "pip"
+
+
+def test_where_the_users_file_is_found(tmp_path, monkeypatch):
+    written(tmp_path / "config" / "edgellm" / "config.yaml", "system: from the home\n")
+    assert load_settings().system == "from the home"
+    monkeypatch.setenv("EDGELLM_CONFIG", str(written(tmp_path / "other.yaml", "system: from the environment\n")))
+    assert load_settings().system == "from the environment"
+    assert load_settings(written(tmp_path / "third.yaml", "system: given\n")).system == "given"
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    assert load_settings(written(tmp_path / "empty.yaml", "# nothing\n")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: x", "unknown key 'modle': did you mean model?"),
+        ("colour: red", "unknown key 'colour': expected one of model, backend"),
+        ("sampling: {temprature: 1}", "unknown key 'temprature': did you mean temperature?"),
+        ("sampling: {top_p: 2}", "top_p is 2: expected a number above 0 and up to 1"),
+        ("sampling: [1]", "sampling is \\[1\\]: expected keys and values"),
+        ("backend: cuda", "backend is 'cuda': expected one of auto, numpy, tensorrt"),
+        ("model: 5", "model is 5: expected a path"),
+        ("system: [a]", "system is \\['a'\\]: expected text"),
+        ("adapter: 3", "adapter is 3: expected the name of an adapter, or null"),
+        ("system_cache: []", "system_cache is \\[\\]: expected a file or the name of a snapshot, or null"),
+        ("adapters: [a]", "adapters is \\['a'\\]: expected names and directories"),
+        ("adapters: {a: 1}", "adapters in .*: 'a' is 1: expected a name and a directory"),
+        ("history: maybe", "history is 'maybe': expected true or false"),
+        ("stats: 3", "stats is 3: expected true, false or null"),
+        ("- a\n- b", "holds a list"),
+        ("a: b: c", "not valid YAML"),
+        ("model: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("1: x", "unknown key '1'"),
+        ("drafting: fast", "drafting is 'fast': expected keys and values"),
+        ("drafting: {draft_step: 3}", "no drafting setting 'draft_step': did you mean draft_steps?"),
+        ("drafting: {draft_steps: 0}", "draft_steps is 0: expected a whole number of at least 1"),
+        ("drafting: {draft: false, draft_top_k: 4}", "draft_top_k is given, but draft is false"),
+        ("drafting: {acceptance: maybe}", "acceptance is 'maybe': expected one of exact, typical"),
+        ("drafting: {choices: none.yaml}", "choices file .*none.yaml cannot be read"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    path = written(tmp_path / "bad.yaml", text)
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_settings(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_and_unreadable_files(tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings(tmp_path / "missing.yaml")
+    monkeypatch.setenv("EDGELLM_CONFIG", str(tmp_path / "missing.yaml"))
+    with pytest.raises(SettingsError, match="No such file"):
+        load_settings()
+    (tmp_path / "latin.yaml").write_bytes(b"system: caf\xe9\n")
+    with pytest.raises(SettingsError, match="not UTF-8: invalid byte at offset 11"):
+        load_settings(tmp_path / "latin.yaml")

@@ -1,0 +1,174 @@
+"""What a build of an engine directory replaces, and what it leaves where it ends early."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from build_folders import names_in, run_python
+
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import BuildError
+
+pytest.importorskip("tensorrt_rtx")
+
+
+def test_existing_directory_is_replaced_with_force_only(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    target = tmp_path / "engines"
+    build_engine_directory(checkpoint, target, limits)
+    larger = EngineLimits(2, 32, 64)
+    with pytest.raises(BuildError, match=r"exists: --force replaces it"):
+        build_engine_directory(checkpoint, target, larger)
+    assert EngineDirectory.open(target).limits == limits
+    build_engine_directory(checkpoint, target, larger, force=True)
+    assert EngineDirectory.open(target).limits == larger
+    assert names_in(tmp_path) == {"engines"}
+
+
+def test_failed_replacement_keeps_the_old_directory(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    target = tmp_path / "engines"
+    build_engine_directory(checkpoint, target, limits)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "finish":
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine_directory(checkpoint, target, EngineLimits(2, 32, 64), force=True, progress=interrupt)
+    assert EngineDirectory.open(target).limits == limits
+    assert names_in(tmp_path) == {"engines"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_other_folders_are_never_replaced(checkpoint: Path, limits: EngineLimits, tmp_path: Path, force: bool) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "diary.txt").write_text("dear diary")
+    with pytest.raises(BuildError, match="is not an engine directory"):
+        build_engine_directory(checkpoint, tmp_path / "home", limits, force=force)
+    assert names_in(tmp_path / "home") == {"diary.txt"}
+
+
+def test_checkpoint_is_never_replaced(own_checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    for target in (own_checkpoint, tmp_path):
+        with pytest.raises(BuildError, match="name another place"):
+            build_engine_directory(own_checkpoint, target, limits, force=True)
+
+
+def test_empty_folder_is_filled(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    build_engine_directory(checkpoint, tmp_path / "engines", limits)
+    EngineDirectory.open(tmp_path / "engines")
+    assert names_in(tmp_path) == {"engines"}
+
+
+def test_directory_that_another_build_made_meanwhile_is_kept(
+    checkpoint: Path, limits: EngineLimits, tmp_path: Path
+) -> None:
+    target = tmp_path / "engines"
+
+    def build_another(stage: str, done: int, total: int) -> None:
+        if stage == "weights":
+            (target / "sub").mkdir(parents=True)
+
+    with pytest.raises(BuildError, match="not empty"):
+        build_engine_directory(checkpoint, target, limits, progress=build_another)
+    assert names_in(tmp_path) == {"engines"}
+    assert names_in(target) == {"sub"}
+
+
+@pytest.mark.parametrize("stage", ["weights", "plans"])
+def test_interruption_leaves_nothing(checkpoint: Path, limits: EngineLimits, tmp_path: Path, stage: str) -> None:
+    def interrupt(current: str, done: int, total: int) -> None:
+        if current == stage:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine_directory(checkpoint, tmp_path / "engines", limits, targets=["sm_86"], progress=interrupt)
+    assert names_in(tmp_path) == set()
+
+
+def test_leftovers_of_a_killed_build_are_removed_and_those_of_a_living_one_kept(
+    checkpoint: Path, limits: EngineLimits, tmp_path: Path
+) -> None:
+    dead, living = tmp_path / ".engines.partial-00000000", tmp_path / ".engines.partial-11111111"
+    for path in (dead, living):
+        path.mkdir()
+        (path / "model.safetensors").write_text("half of it")
+    descriptor = os.open(living, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits)
+    assert names_in(tmp_path) == {"engines", living.name}
+    os.close(descriptor)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path, leave: int = 0) -> None:
+    """Write until the file system has only `leave` bytes free."""
+    with (disk / "filler").open("ab", buffering=0) as filler:
+        while (free := shutil.disk_usage(disk).free) > leave:
+            try:
+                filler.write(bytes(min(1 << 20, free - leave)))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                return
+
+
+@pytest.mark.parametrize("stage", ["weights", "plans", "finish"])
+def test_disk_that_fills_up_during_a_build(
+    checkpoint: Path, limits: EngineLimits, small_disk: Path, stage: str
+) -> None:
+    def fill_at(current: str, done: int, total: int) -> None:
+        if current == stage:
+            fill(small_disk)
+
+    with pytest.raises(BuildError, match=r"was not built, and nothing was left behind: No space left on device"):
+        build_engine_directory(checkpoint, small_disk / "engines", limits, targets=["sm_86"], progress=fill_at)
+    assert names_in(small_disk) == {"filler"}
+
+
+def test_disk_that_is_too_small_is_found_at_once(checkpoint: Path, limits: EngineLimits, small_disk: Path) -> None:
+    fill(small_disk, leave=8 << 20)
+    with pytest.raises(BuildError, match=r"has 8 MiB free, \d+ MiB are needed for the engine dir.*--weights link"):
+        build_engine_directory(checkpoint, small_disk / "engines", limits)
+    assert names_in(small_disk) == {"filler"}
+
+
+def test_file_size_limit_during_a_build(checkpoint: Path, tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import resource, sys
+        from edgellm.engines.building.builder import build_engine_directory
+        from edgellm.engines.errors import BuildError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # the weights are larger
+        try:
+            build_engine_directory(sys.argv[1], sys.argv[2])
+        except BuildError as error:
+            print(error)
+        """,
+        checkpoint,
+        tmp_path / "engines",
+    )
+    assert "was not built, and nothing was left behind: File too large" in result.stdout, result.stderr
+    assert names_in(tmp_path) == set()

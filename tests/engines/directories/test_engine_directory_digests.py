@@ -1,0 +1,140 @@
+"""Digests of files: against hashlib on the whole file, and what is remembered of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.engines.directories.digests import (BLOCK_BYTES, SMALL_FILE_BYTES, FileDigest, current_digest, hash_file, recall_digest, remember_digest)
+from edgellm.kernels.atomic_write import write_atomically
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> Path:
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(np.random.default_rng(1).bytes(SMALL_FILE_BYTES + 5))
+    return path
+
+
+def change_unseen(path: Path) -> None:
+    """Flip one byte and restore the modification time, as a failing disk would."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_hash_is_sha256_of_the_content(tmp_path: Path, size: int) -> None:
+    content = np.random.default_rng(size).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert hash_file(tmp_path / "file") == FileDigest(hashlib.sha256(content).hexdigest(), size)
+
+
+def test_digest_of_an_unchanged_large_file_is_remembered(large_file: Path) -> None:
+    assert recall_digest(large_file) is None
+    first = current_digest(large_file)
+    assert recall_digest(large_file) == first == hash_file(large_file)
+
+
+def test_memory_is_trusted_only_where_asked(large_file: Path) -> None:
+    first = current_digest(large_file)
+    change_unseen(large_file)
+    assert current_digest(large_file) == first
+    assert current_digest(large_file, trust_memory=False) == hash_file(large_file) != first
+
+
+@pytest.mark.parametrize("change", ["time", "size", "inode", "path"])
+def test_any_change_is_hashed_again(large_file: Path, tmp_path: Path, change: str) -> None:
+    current_digest(large_file)
+    status = large_file.stat()
+    path = large_file
+    if change == "time":
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    if change == "size":
+        with path.open("ab") as file:
+            file.write(b"x")
+    if change == "inode":
+        content = path.read_bytes()
+        path.rename(tmp_path / "kept")  # keeps the inode from being used again
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if change == "path":
+        path = path.rename(tmp_path / "moved.safetensors")
+    assert recall_digest(path) is None
+    assert current_digest(path) == hash_file(path)
+
+
+def test_link_shares_the_memory_of_its_target(large_file: Path, tmp_path: Path) -> None:
+    digest = current_digest(large_file)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(large_file)
+    assert recall_digest(link) == digest
+
+
+def test_small_files_are_hashed_every_time(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_bytes(b"{}" * 100)
+    first = current_digest(path)
+    change_unseen(path)
+    assert current_digest(path) != first
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b'{"file": 1}', b'{"file": {}, "sha256": 5}'])
+def test_damaged_memory_is_ignored(large_file: Path, own_cache: Path, record: bytes) -> None:
+    current_digest(large_file)
+    (stored,) = (own_cache / "digests").iterdir()
+    stored.write_bytes(record)
+    assert recall_digest(large_file) is None
+    assert current_digest(large_file) == hash_file(large_file)
+
+
+def test_cache_that_cannot_be_written_costs_only_time(large_file: Path, own_cache: Path) -> None:
+    own_cache.write_text("a file where a folder should be")
+    remember_digest(large_file, hash_file(large_file))
+    assert recall_digest(large_file) is None
+    assert current_digest(large_file) == hash_file(large_file)
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"one")
+    write_atomically(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "cache"] == ["file"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "taken", b"data")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+def test_an_atomic_write_replaces_files_alone(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, b"data")
+    assert os.read(reader, 10) == b"data"
+    os.close(reader)
+    assert pipe.is_fifo() and [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,255 @@
+"""Reading draft heads: what the published layouts mean, and every way in which a head does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.eagle_features import feature_layers
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
+IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
+
+Edit = Callable[[dict[str, np.ndarray]], Any]
+
+
+def read(draft: Path, base: Path) -> DraftConfig:
+    with Checkpoint.open(draft) as draft_checkpoint, Checkpoint.open(base) as base_checkpoint:
+        config = decoder_config(base_checkpoint.config, dtype=base_checkpoint.dtype)
+        return read_draft(draft_checkpoint, base_checkpoint, config)
+
+
+def edited(draft: Path, edit: Edit) -> Path:
+    tensors = load_file(draft / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, draft / "model.safetensors")
+    return draft
+
+
+@pytest.fixture
+def draft(tiny_draft: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny head that a test may change."""
+    return Path(shutil.copytree(tiny_draft, tmp_path / "draft"))
+
+
+def configure(draft: Path, **changes: Any) -> Path:
+    path = draft / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return draft
+
+
+def test_a_head_with_its_own_layers_named(draft: Path, tiny_checkpoint: Path) -> None:
+    config = read(draft, tiny_checkpoint)
+    assert config.generation == "3"
+    assert config.feature_layers == (1, 2)
+    assert (config.hidden_size, config.feature_size, config.draft_vocab_size) == (64, 128, 200)
+    assert (config.decoder.head_dim, config.decoder.rope_theta, config.decoder.dtype) == (16, 10000.0, "float16")
+    assert (config.has_mapping, config.has_head, config.has_embedding) == (True, True, False)
+    assert config.head_name == "lm_head.weight"
+    names = [name for spec in draft_weights(config) for name, _ in spec.parts]
+    assert sorted([*names, "d2t", "t2d"]) == sorted(load_file(draft / "model.safetensors"))
+
+
+def test_published_generations() -> None:
+    bases = {"eagle1": "llama", "eagle2_biases": "qwen2", "eagle3_speculators": "qwen3", "eagle31": "llama"}
+    configs = {name: read(GOLDENS / name, GOLDENS / f"{base}_base") for name, base in bases.items()}
+    assert {name: config.generation for name, config in configs.items()} == {
+        "eagle1": "1",
+        "eagle2_biases": "1",
+        "eagle3_speculators": "3",
+        "eagle31": "3.1",
+    }
+    first = configs["eagle1"]
+    assert (first.feature_layers, first.feature_size, first.head_name) == ((7,), 32, "lm_head.weight")
+    assert not any("input_layernorm" in spec.name or spec.name == "norm.weight" for spec in draft_weights(first))
+    assert configs["eagle2_biases"].fc_bias
+    assert not first.fc_bias
+    assert configs["eagle31"].feature_layers == (2, 3, 4)
+    assert configs["eagle31"].layer_prefix == "model.layers.0."
+    assert configs["eagle3_speculators"].decoder.qk_norm
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_tables_that_equal_the_bases_are_shared(dtype: str, draft: Path, tiny_checkpoint: Path) -> None:
+    table = load_file(tiny_checkpoint / "model.safetensors")["model.embed_tokens.weight"].astype(dtype)
+    config = read(edited(draft, lambda tensors: tensors.update({"embed_tokens.weight": table})), tiny_checkpoint)
+    assert config.has_embedding == (dtype == "float32")  # kept where the bytes differ
+
+
+def test_a_head_of_the_whole_vocabulary_needs_no_mapping_and_no_head(draft: Path, tiny_checkpoint: Path) -> None:
+    def whole(tensors: dict[str, np.ndarray]) -> None:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+
+    config = read(configure(edited(draft, whole), draft_vocab_size=None), tiny_checkpoint)
+    assert (config.draft_vocab_size, config.has_mapping, config.has_head) == (320, False, False)
+    assert config.head_name == "model.embed_tokens.weight"  # the base's is tied
+
+
+BAD_TENSORS: dict[str, tuple[Edit, str]] = {
+    "no d2t": (lambda t: t.pop("d2t"), r"missing: d2t \[200\]"),
+    "d2t of another size": (lambda t: t.update(d2t=t["d2t"][:-1].copy()), r"wrong shape: d2t is \[199\]"),
+    "d2t in floating point": (lambda t: t.update(d2t=t["d2t"].astype(np.float32)), r"wrong dtype: d2t is float32"),
+    "d2t beyond the vocabulary": (
+        lambda t: t["d2t"].__setitem__(-1, 121),
+        r"d2t maps 1 draft ids out of the base's vocabulary of 320.*199 \(offset 121, id 320\)",
+    ),
+    "d2t below zero": (lambda t: t["d2t"].__setitem__(3, -4), r"3 \(offset -4, id -1\)"),
+    "d2t with an id twice": (lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), r"maps several draft ids to \d+;"),
+    "t2d of another mapping": (lambda t: t.update(t2d=~t["t2d"]), r"t2d disagrees with d2t on 320 ids"),
+    "t2d of another size": (lambda t: t.update(t2d=t["t2d"][:-1].copy()), r"wrong shape: t2d is \[319\]"),
+    "an unknown tensor": (lambda t: t.update(extra=np.zeros((2, 3), np.float16)), r"unknown: extra \[2, 3\]"),
+    "a missing tensor": (
+        lambda t: t.pop("midlayer.hidden_norm.weight"),
+        r"missing: midlayer.hidden_norm.weight \[64\]",
+    ),
+    "a wrong fc": (lambda t: t.update({"fc.weight": np.zeros((64, 192), np.float16)}), r"fc.weight is \[64, 192\]"),
+    "a second layer": (
+        lambda t: t.update({"layers.0.hidden_norm.weight": np.ones(64, np.float16)}),
+        r"unknown: layers.0.hidden_norm.weight",
+    ),
+    "no head": (lambda t: t.pop("lm_head.weight"), r"missing: lm_head.weight \[200, 64\]"),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_TENSORS)
+def test_tensors_that_do_not_fit(problem: str, draft: Path, tiny_checkpoint: Path) -> None:
+    edit, message = BAD_TENSORS[problem]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(edited(draft, edit), tiny_checkpoint)
+    assert str(draft) in str(caught.value)
+    assert str(tiny_checkpoint) in str(caught.value)
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], type[EdgeLLMError], str]] = {
+    "no convention": ({CONVENTION: None, IDS: [1]}, CheckpointError, r"add .*convention.*output.*entered"),
+    "an unknown convention": (
+        {CONVENTION: "left"},
+        CheckpointError,
+        r"convention is \"left\", expected one of entered",
+    ),
+    "a layer twice": ({IDS: [1, 1]}, CheckpointError, r"expected distinct ones from 1 to 2, ascending"),
+    "layers out of order": ({IDS: [2, 1]}, CheckpointError, r"ascending"),
+    "a layer out of range": ({IDS: [1, 3]}, CheckpointError, r"layers entered are \[1, 3\]; expected .* 1 to 2"),
+    "left and so out of range": ({CONVENTION: "output"}, CheckpointError, r"layers entered are \[2, 3\]"),
+    "no layers for a shallow base": ({IDS: None}, CheckpointError, r"a base of 3 layers has no usual ones"),
+    "layers that are no list": ({IDS: "1, 2"}, CheckpointError, r"expected a list of layers"),
+    "an empty list": ({IDS: []}, CheckpointError, r"expected a list of layers"),
+    "two lists": ({"eagle_config": {IDS: [0, 1]}}, CheckpointError, r"in one place and \[0, 1\] in another"),
+    "another hidden size": ({"hidden_size": 128}, CheckpointError, r"hidden_size is 128, the base has 64"),
+    "another vocabulary": ({"vocab_size": 400}, CheckpointError, r"vocab_size is 400, the base has 320"),
+    "another target": ({"target_hidden_size": 96}, CheckpointError, r"target_hidden_size is 96, the base has 64"),
+    "too large a draft vocabulary": ({"draft_vocab_size": 321}, CheckpointError, r"draft_vocab_size is 321"),
+    "no hidden size": ({"hidden_size": None}, CheckpointError, r"hidden_size is null"),
+    "a switch that is none": ({"norm_output": 1}, CheckpointError, r"norm_output is 1, expected true or false"),
+    "two norms": ({"fc_norm": True, "norm_before_fc": True}, CheckpointError, r"both fc_norm and norm_before_fc"),
+    "norms that are not there": ({"fc_norm": True}, CheckpointError, r"missing: fc_norm.0.weight"),
+    "two layers": ({"num_hidden_layers": 2}, UnsupportedModelError, r"heads of one layer"),
+    "another family": ({"model_type": "deepseek"}, UnsupportedModelError, r"model_type is \"deepseek\""),
+    "an MLP of another kind": ({"hidden_act": "gelu"}, UnsupportedModelError, r"hidden_act"),
+    "no hidden states": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        UnsupportedModelError,
+        r"use_aux_hidden_state is false",
+    ),
+    "another speculator": ({"speculators_model_type": "dflash"}, UnsupportedModelError, r"supported is eagle3"),
+    "a layer's fields missing": (
+        {"speculators_model_type": "eagle3", "transformer_layer_config": 3},
+        CheckpointError,
+        r"transformer_layer_config is 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_CONFIGS)
+def test_configurations_that_do_not_fit(problem: str, draft: Path, tiny_checkpoint: Path) -> None:
+    changes, error, message = BAD_CONFIGS[problem]
+    with pytest.raises(error, match=message):
+        read(configure(draft, **changes), tiny_checkpoint)
+
+
+def test_every_problem_is_listed_at_once(draft: Path, tiny_checkpoint: Path) -> None:
+    def damage(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["d2t"], tensors["norm.weight"]
+        tensors["extra"] = np.zeros(3, np.float16)
+
+    configure(edited(draft, damage), target_hidden_size=96)
+    with pytest.raises(CheckpointError) as caught:
+        read(draft, tiny_checkpoint)
+    for problem in ("4 problems", "target_hidden_size is 96", "missing: d2t", "missing: norm.weight", "unknown: extra"):
+        assert problem in str(caught.value)
+    configure(draft, hidden_act="gelu", norm_output="yes", **{IDS: [5]})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(draft, tiny_checkpoint)
+    for problem in ("hidden_act", "norm_output", "target_hidden_size", "layers entered are [5]"):
+        assert problem in str(caught.value)
+
+
+def test_the_draft_of_another_base_is_refused(
+    tiny_draft: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", 1, hidden_size=96, vocab_size=400)
+    with pytest.raises(CheckpointError, match=r"(?s)2 problems.*hidden_size is 64, the base has 96.*vocab_size"):
+        read(tiny_draft, other)
+    with pytest.raises(CheckpointError, match=r"vocab_size is 80, the base has 320"):
+        read(GOLDENS / "eagle1", make_checkpoint(tmp_path / "third", 1))
+
+
+def test_a_first_generation_head_takes_no_head_of_its_own(tmp_path: Path) -> None:
+    base, draft = GOLDENS / "llama_base", Path(shutil.copytree(GOLDENS / "eagle1", tmp_path / "draft"))
+    own = load_file(base / "model.safetensors")["lm_head.weight"]
+    config = read(edited(draft, lambda tensors: tensors.update({"lm_head.weight": own})), base)
+    assert not config.has_head
+    with pytest.raises(CheckpointError, match=r"unknown: lm_head.weight \[80, 32\]"):
+        read(edited(draft, lambda tensors: tensors.update({"lm_head.weight": own + np.float16(1)})), base)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 5000])
+def test_a_truncated_file_is_refused(size: int, draft: Path, tiny_checkpoint: Path) -> None:
+    path = draft / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read(draft, tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("config", "eagle", "is_speculators", "expected"),
+    [
+        ({}, {}, False, (2, 16, 29)),
+        ({IDS: [2, 16, 29]}, {}, False, (2, 16, 29)),
+        ({}, {IDS: [1, 15, 28]}, False, (2, 16, 29)),
+        ({IDS: [1, 23, 30]}, {}, True, (1, 23, 30)),
+        ({IDS: [1, 23, 30], CONVENTION: "output"}, {}, True, (2, 24, 31)),
+        ({IDS: [3]}, {CONVENTION: "entered"}, False, (3,)),
+        ({IDS: [4, 9, 20, 31], CONVENTION: "entered"}, {}, False, (4, 9, 20, 31)),
+    ],
+)
+def test_conventions_that_are_known(
+    config: dict[str, Any], eagle: dict[str, Any], is_speculators: bool, expected: tuple[int, ...]
+) -> None:
+    fields = ConfigFields(config, None, "draft")
+    assert feature_layers(config, eagle, is_speculators, 32, fields) == expected
+    assert fields.wrong == []
+
+
+@pytest.mark.parametrize("layers", range(1, 12))
+def test_usual_layers_need_a_base_of_seven(layers: int) -> None:
+    fields = ConfigFields({}, None, "draft")
+    found = feature_layers({}, {}, False, layers, fields)
+    assert bool(fields.wrong) == (layers < 7)
+    if layers >= 7:
+        assert found == (2, layers // 2, layers - 3)

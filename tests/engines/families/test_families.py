@@ -1,0 +1,278 @@
+"""Published configurations to `DecoderConfig`: both layouts, defaults, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+
+LLAMA_3_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3 = {
+    **QWEN2_5,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+}
+PUBLISHED = {"llama": LLAMA_3_2, "qwen2": QWEN2_5, "qwen3": QWEN3}
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_llama() -> None:
+    config = decoder_config(LLAMA_3_2)
+    assert (config.family, config.vocab_size, config.hidden_size, config.intermediate_size) == (
+        "llama",
+        128256,
+        2048,
+        8192,
+    )
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (16, 32, 8, 64)
+    assert (config.rope_theta, config.rotary_dim, config.rope_scaling["factor"]) == (500000.0, 64, 32.0)
+    assert (config.dtype, config.tie_word_embeddings, config.qk_norm) == ("bfloat16", True, False)
+    assert (config.eos_token_ids, config.bos_token_id) == ((128001, 128008, 128009), 128000)
+    assert not (config.attention_bias or config.attention_output_bias or config.mlp_bias)
+
+
+def test_llama_2_has_no_newer_fields() -> None:
+    old = without(
+        LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias"
+    )
+    config = decoder_config(without(old, "tie_word_embeddings") | {"pretraining_tp": 1, "eos_token_id": 2})
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rope_scaling) == (32, 64, 10000.0, None)
+    assert (config.tie_word_embeddings, config.eos_token_ids) == (False, (2,))
+
+
+def test_llama_biases() -> None:
+    config = decoder_config(LLAMA_3_2 | {"attention_bias": True, "mlp_bias": True})
+    assert config.attention_bias and config.attention_output_bias and config.mlp_bias
+
+
+def test_qwen2_biases_are_on_query_key_and_value_alone() -> None:
+    config = decoder_config(QWEN2_5)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
+    assert (config.head_dim, config.qk_norm, config.rope_theta) == (64, False, 1e6)
+
+
+def test_qwen3() -> None:
+    config = decoder_config(without(QWEN3, "head_dim"))
+    assert (config.head_dim, config.query_size, config.qk_norm, config.attention_bias) == (128, 2048, True, False)
+    config = decoder_config(QWEN3 | {"attention_bias": True, "head_dim": 64})
+    assert (config.head_dim, config.attention_bias, config.attention_output_bias) == (64, True, True)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_new_layout_reads_as_the_old_one(family: str) -> None:
+    old = PUBLISHED[family]
+    new = without(old, "rope_theta", "rope_scaling", "torch_dtype")
+    new["dtype"] = old["torch_dtype"]
+    scaling = old.get("rope_scaling") or {"rope_type": "default"}
+    new["rope_parameters"] = {"rope_theta": old["rope_theta"], **scaling}
+    assert decoder_config(new) == decoder_config(old)
+    new["rope_parameters"] = {"full_attention": new["rope_parameters"]}
+    with pytest.raises(UnsupportedModelError, match=r"rope_parameters differs between layers \(full_attention\)"):
+        decoder_config(new)
+
+
+def test_original_context_of_a_scaling() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    assert decoder_config(QWEN2_5 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}) == decoder_config(
+        QWEN2_5 | {"rope_scaling": scaling}
+    )
+    config = decoder_config(QWEN2_5 | {"rope_scaling": scaling})
+    assert config.rope_scaling == {**scaling, "original_max_position_embeddings": 32768}
+    outside = QWEN2_5 | {"rope_scaling": scaling | {"original_max_position_embeddings": 5}}
+    config = decoder_config(outside | {"original_max_position_embeddings": 4096})
+    assert config.rope_scaling["original_max_position_embeddings"] == 4096
+
+
+def test_generation_config_names_the_end_of_sequence_tokens() -> None:
+    assert decoder_config(QWEN2_5, {"eos_token_id": [151645, 151643]}).eos_token_ids == (151645, 151643)
+    assert decoder_config(QWEN2_5, {"eos_token_id": 7}).eos_token_ids == (7,)
+    assert decoder_config(QWEN2_5, {"temperature": 0.7}).eos_token_ids == (151645,)
+    assert decoder_config(without(QWEN2_5, "eos_token_id")).eos_token_ids == ()
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is \"end\""):
+        decoder_config(QWEN2_5, {"eos_token_id": "end"})
+
+
+def test_dtype_comes_from_the_tensors_where_the_configuration_has_none() -> None:
+    bare = without(QWEN2_5, "torch_dtype")
+    assert decoder_config(bare, dtype="float16").dtype == "float16"
+    assert decoder_config(QWEN2_5, dtype="float16").dtype == "bfloat16"
+    assert decoder_config(bare | {"dtype": "float32"}).dtype == "float32"
+    with pytest.raises(CheckpointError, match=r"dtype .* is missing"):
+        decoder_config(bare)
+    with pytest.raises(UnsupportedModelError, match='dtype is "int8", supported are float16, bfloat16, float32'):
+        decoder_config(bare | {"dtype": "int8"}, dtype="float16")
+
+
+def test_model_type_alone_names_the_family() -> None:
+    assert decoder_config(without(QWEN3, "architectures")) == decoder_config(QWEN3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForCausalLM", "Qwen2ForCausalLM"]},
+    ],
+)
+def test_unknown_family_lists_the_supported_ones(change: dict) -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+        decoder_config(LLAMA_3_2 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, CheckpointError, "contradicts itself"),
+        ({"architectures": [], "model_type": "gpt2"}, UnsupportedModelError, "supported are llama, qwen2, qwen3"),
+        ({"architectures": [{"a": 1}]}, CheckpointError, "expected a list of names"),
+        ({"architectures": None, "model_type": None}, CheckpointError, "neither architectures nor model_type"),
+    ],
+)
+def test_names_that_say_nothing(change: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decoder_config(LLAMA_3_2 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", supported is silu'),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"use_sliding_window": True}, "use_sliding_window is true .sliding-window attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is .*supported is full_attention in every layer",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*quantized weights"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, 'rope_scaling: rope_type is "mrope"'),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "rope_parameters: partial_rotary_factor is 0.25",
+        ),
+    ],
+)
+def test_other_computations_are_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        decoder_config(QWEN3 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        ({"head_dim": None, "num_attention_heads": 24}, "hidden_size 2048 is not a multiple of num_attention_heads 24"),
+        ({"head_dim": 63}, "the head size is 63"),
+        ({"vocab_size": "many"}, 'vocab_size is "many", expected a whole number'),
+        ({"vocab_size": True}, "vocab_size is true"),
+        ({"hidden_size": 2048.0}, "hidden_size is 2048.0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number from 1 to 4096"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, expected a number above 0"),
+        ({"rope_theta": 0}, "rope_theta is 0, expected a number above 1"),
+        ({"rope_theta": "500000"}, 'rope_theta is "500000"'),
+        ({"rope_scaling": [1]}, r"rope_scaling is \[1\], expected an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes", expected true or false'),
+        ({"eos_token_id": [-1]}, r"eos_token_id is \[-1\]"),
+    ],
+)
+def test_wrong_fields_are_named(change: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decoder_config(LLAMA_3_2 | change)
+
+
+def test_all_problems_are_in_one_error() -> None:
+    required = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
+    with pytest.raises(UnsupportedModelError) as caught:
+        decoder_config(without(LLAMA_3_2, *required) | {"hidden_act": "relu"})
+    for name in required:
+        assert f"{name} is missing, expected" in str(caught.value)
+    assert 'hidden_act is "relu"' in str(caught.value)
+    with pytest.raises(CheckpointError, match="num_key_value_heads is missing"):
+        decoder_config(without(QWEN2_5, "num_key_value_heads"))
+
+
+def test_goldens_were_written_in_both_layouts() -> None:
+    keys = [set(json.loads(path.read_text())) for path in GOLDENS.glob("*/config.json")]
+    assert any("rope_theta" in found and "torch_dtype" in found for found in keys)
+    assert any("rope_parameters" in found and "dtype" in found for found in keys)

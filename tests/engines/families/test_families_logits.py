@@ -1,0 +1,182 @@
+"""Every family against what transformers computed: whole prompts, every prefix, chunks, batches, padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.families import decoder_config
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+TOLERANCE = 1e-4
+
+
+class Sequences:
+    """B sequences and their KV caches, run chunk by chunk; positions and masks are written out one by one."""
+
+    def __init__(self, directory: Path, batch: int = 1, rows: int = 40) -> None:
+        with Checkpoint.open(directory) as checkpoint:
+            self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
+            specs = decoder_weights(self.config)
+            checkpoint.check(specs)
+            self.weights = load_numpy_weights(checkpoint, specs)
+        self.batch, self.rows = batch, rows
+        with safe_open(directory / "expected.safetensors", "np") as file:
+            self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
+            assert set(file.metadata()) == {"torch", "transformers"}
+        self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
+        shape = (batch, self.config.num_kv_heads, rows, self.config.head_dim)
+        self.caches = {
+            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
+            for layer in range(self.config.num_layers)
+            for kind in "kv"
+        }
+
+    def run(
+        self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None, feature_layers: tuple = ()
+    ) -> dict[str, np.ndarray]:
+        """All outputs for `token_ids` [B, T], whose first stand at `starts`; id -1 is padding."""
+        batch, tokens = token_ids.shape
+        key_range = key_range or self.rows
+        embeds = self.weights[EMBEDDING][np.maximum(token_ids, 0)]
+        embeds[token_ids < 0] = 0
+        cos_sin = np.zeros((batch, tokens, self.config.rotary_dim), np.float32)
+        mask = np.zeros((batch, 1, tokens, key_range), bool)
+        for b in range(batch):
+            for t in range(tokens):
+                row = starts[b] + t
+                cos_sin[b, t] = self.table[min(row, len(self.table) - 1)]
+                for j in range(key_range):
+                    mask[b, 0, t, j] = j <= row
+        bindings = {
+            "inputs_embeds": embeds.astype(np.float32),
+            "rope_rotary_cos_sin": cos_sin,
+            "attention_mask": mask,
+            "kvcache_start_index": np.asarray(starts, np.int32),
+            **self.caches,
+        }
+        shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
+        config = replace(self.config, feature_layers=feature_layers)
+        DecoderDescription(NumpyOperations(bindings, self.weights), config, shape).describe()
+        return bindings
+
+    def logits(self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None) -> np.ndarray:
+        """Logits [B, T, V] of every token."""
+        return self.run(token_ids, starts, key_range)["logits"]
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    """Within 1e-4, on logits whose standard deviation is above 1."""
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(name: str) -> None:
+    sequences = Sequences(GOLDENS / name, batch=2)
+    assert sequences.expected.std() > 1
+    assert_close(sequences.logits(sequences.token_ids, [0, 0]), sequences.expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_prefix_then_single_tokens(name: str) -> None:
+    sequences = Sequences(GOLDENS / name)
+    token_ids, expected = sequences.token_ids[:1], sequences.expected[:1]
+    length = token_ids.shape[1]
+    for prefix in range(1, length):
+        for cache in sequences.caches.values():
+            cache[...] = 0
+        assert_close(sequences.logits(token_ids[:, :prefix], [0]), expected[:, :prefix])
+        for row in range(prefix, min(prefix + 3, length)):
+            found = sequences.logits(token_ids[:, row : row + 1], [row], key_range=row + 1)
+            assert_close(found, expected[:, row : row + 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_chunks_equal_the_whole(name: str, chunk: int) -> None:
+    sequences = Sequences(GOLDENS / name)
+    token_ids = sequences.token_ids[:1]
+    found = [
+        sequences.logits(token_ids[:, start : start + chunk], [start]) for start in range(0, token_ids.shape[1], chunk)
+    ]
+    assert_close(np.concatenate(found, axis=1), sequences.expected[:1])
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2_yarn", "qwen3_biases_bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_sequences_of_different_lengths_in_one_batch(name: str, tokens: int) -> None:
+    starts = [3, 17, 9]
+    sequences = Sequences(GOLDENS / name, batch=len(starts))
+    rows = [0, 1, 0]
+    for slot, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        alone = Sequences(GOLDENS / name)
+        alone.logits(sequences.token_ids[row : row + 1, :start], [0])
+        for cache_name, cache in alone.caches.items():
+            sequences.caches[cache_name][slot] = cache[0]
+    windows = [slice(start, start + tokens) for start in starts]
+    token_ids = np.stack([sequences.token_ids[row, window] for row, window in zip(rows, windows, strict=True)])
+    expected = np.stack([sequences.expected[row, window] for row, window in zip(rows, windows, strict=True)])
+    assert_close(sequences.logits(token_ids, starts), expected)
+
+
+@pytest.mark.parametrize("name", ["llama_biases_head_dim_10", "qwen3"])
+def test_padding_changes_nothing(name: str) -> None:
+    sequences, padded = Sequences(GOLDENS / name), Sequences(GOLDENS / name)
+    token_ids = sequences.token_ids[:1]
+    sequences.logits(token_ids[:, :7], [0])
+    chunk = np.full((1, 16), -1)
+    chunk[:, :7] = token_ids[:, :7]
+    found = padded.logits(chunk, [0])
+    assert_close(found[:, :7], sequences.expected[:1, :7])
+    for cache_name, cache in padded.caches.items():
+        np.testing.assert_allclose(cache[:, :, :7], sequences.caches[cache_name][:, :, :7], atol=1e-5)
+    # What padding left in the rows behind is hidden, and overwritten as the sequence grows.
+    assert any(np.abs(cache[:, :, 7:16]).max() > 0 for cache in padded.caches.values())
+    assert_close(padded.logits(token_ids[:, 7:], [7]), sequences.expected[:1, 7:])
+
+
+def test_last_token_ids_select_rows() -> None:
+    sequences = Sequences(GOLDENS / "llama_untied", batch=2)
+    bindings = sequences.run(sequences.token_ids, [0, 0])
+    for selected in ([[23], [5]], [[0, 4, 4], [23, 1, 0]]):
+        rows = np.asarray(selected, np.int32)
+        bound = {name: bindings[name] for name in bindings if "present" not in name and name != "logits"}
+        bound |= {"last_token_ids": rows, "logits": np.full((2, rows.shape[1], 80), np.nan, np.float32)}
+        logits = bound["logits"]
+        shape = EngineShape("prefill", 2, 24, sequences.rows, sequences.rows, selected=rows.shape[1])
+        DecoderDescription(NumpyOperations(bound, sequences.weights), sequences.config, shape).describe()
+        assert bound["logits"] is logits
+        assert_close(logits, np.stack([sequences.expected[b, rows[b]] for b in range(2)]))
+
+
+def test_features_are_the_inputs_of_their_layers() -> None:
+    sequences = Sequences(GOLDENS / "llama_untied", batch=2)
+    bindings = sequences.run(sequences.token_ids, [0, 0], feature_layers=(0, 1))
+    hidden = sequences.config.hidden_size
+    assert bindings["hidden_states"].shape == (2, 24, 2 * hidden)
+    np.testing.assert_array_equal(bindings["hidden_states"][..., :hidden], bindings["inputs_embeds"])
+    assert np.abs(bindings["hidden_states"][..., hidden:] - bindings["inputs_embeds"]).max() > 0.1
+
+
+def test_wrong_theta_would_be_noticed() -> None:
+    sequences = Sequences(GOLDENS / "llama_llama3", batch=2)
+    unscaled = replace(sequences.config, rope_scaling=None)
+    sequences.table = rotary_table(unscaled, sequences.rows)
+    assert np.abs(sequences.logits(sequences.token_ids, [0, 0]) - sequences.expected).max() > 100 * TOLERANCE
+
+
+def test_goldens_stay_small() -> None:
+    assert sum(file.stat().st_size for file in GOLDENS.rglob("*") if file.is_file()) < 3_000_000

@@ -1,0 +1,139 @@
+"""Configurations as they were published: the parameter counts that follow, and damage to every required field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA_3_2_1B = LLAMA_2_7B | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+QWEN2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_0_6B = QWEN2_5_0_5B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+FAMILIES = {"llama": LLAMA_2_7B, "qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_0_6B}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [
+        (LLAMA_2_7B, 6_738_415_616),
+        (LLAMA_3_2_1B, 1_235_814_400),
+        (QWEN2_5_0_5B, 494_032_768),
+        (QWEN3_0_6B, 596_049_920),
+    ],
+    ids=["Llama-2-7b", "Llama-3.2-1B", "Qwen2.5-0.5B", "Qwen3-0.6B"],
+)
+def test_parameter_counts_are_the_published_ones(published: dict[str, Any], parameters: int) -> None:
+    specs = decoder_weights(decoder_config(published))
+    assert sum(math.prod(spec.shape) for spec in specs) == parameters
+    assert sum(math.prod(shape) for spec in specs for _, shape in spec.parts) == parameters
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+@pytest.mark.parametrize("value", [None, "8", True, 0, -4, [8], math.inf, math.nan])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_required_fields(family: str, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"\({family}\)(.|\n)*{key} is .*, expected a (whole )?number"):
+        decoder_config(FAMILIES[family] | {key: value})
+    without = {name: kept for name, kept in FAMILIES[family].items() if name != key}
+    with pytest.raises(CheckpointError, match=f"{key} is missing"):
+        decoder_config(without)
+
+
+def test_sliding_windows_that_slide() -> None:
+    """Qwen2 writes a window that is switched off; in a Llama configuration nothing switches it off."""
+    assert decoder_config(QWEN2_5_0_5B | {"sliding_window": 4096}) == decoder_config(QWEN2_5_0_5B)
+    with pytest.raises(UnsupportedModelError, match="sliding_window is 4096"):
+        decoder_config(LLAMA_2_7B | {"sliding_window": 4096})
+    switched_off = {"sliding_window": 4096, "use_sliding_window": False}
+    assert decoder_config(LLAMA_2_7B | switched_off) == decoder_config(LLAMA_2_7B)
+
+
+def test_end_of_sequence_ids_lie_in_the_vocabulary() -> None:
+    assert decoder_config(LLAMA_2_7B, {"eos_token_id": [31999, 5, 31999]}).eos_token_ids == (31999, 5)
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: eos_token_id is 32000, but vocab_size is 32000"
+    ):
+        decoder_config(LLAMA_2_7B, {"eos_token_id": 32000})
+
+
+def test_features_come_with_the_faults_in_one_error() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        decoder_config({**LLAMA_2_7B, "vocab_size": "x", "num_local_experts": 8, "num_key_value_heads": 7})
+    message = str(caught.value)
+    assert "3 problems" in message
+    for words in ("vocab_size is", "num_local_experts is 8 (mixture of experts)", "num_key_value_heads 7"):
+        assert words in message
+
+
+@pytest.mark.parametrize("identity", [{}, {"model_type": "llama2"}, {"model_type": 3}, {"architectures": "Llama"}])
+def test_no_known_name_of_a_family(identity: dict[str, Any]) -> None:
+    nameless = {key: value for key, value in LLAMA_2_7B.items() if key not in ("architectures", "model_type")}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"supported are|list of names"):
+        decoder_config(nameless | identity)
+
+
+def test_names_that_contradict_each_other() -> None:
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        decoder_config(LLAMA_2_7B | {"model_type": "qwen2"})

@@ -1,0 +1,55 @@
+"""Every family on TensorRT against the NumPy backend, which is itself tested against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_families import FAMILIES, PROMPT, TOLERANCES
+
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("attention", ["composed", "native"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_agree_with_numpy(
+    family: str, attention: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES[family])
+    # Chunks of 32 tokens are prefilled by TensorRT, of 16 by the decode kernels: a prompt of 40 takes both.
+    limits = EngineLimits(max_batch=2, prefill_chunk=32, kv_capacity=96)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype, attention=attention)
+    directory = EngineDirectory.open(tmp_path / "engines")
+    with open_runner("numpy", directory) as runner:
+        answers = [greedy_tokens(runner, prompt, 12) for prompt in (PROMPT, PROMPT[5:12])]
+        expected = [
+            teacher_forced_logits(runner, prompt, answer)
+            for prompt, answer in zip((PROMPT, PROMPT[5:12]), answers, strict=True)
+        ]
+    with open_runner("tensorrt", directory) as runner:
+        found = teacher_forced_logits(runner, PROMPT, answers[0])
+        # Both slots at once, each with its own length.
+        for slot, prompt in enumerate((PROMPT, PROMPT[5:12])):
+            runner.start(slot, prompt, 0, SamplingValues()).wait()
+        pairs = []
+        for first, second in zip(*answers, strict=True):
+            pairs.append((runner.logits(0), runner.logits(1)))
+            runner.force_token(0, first)
+            runner.force_token(1, second)
+            runner.decode(2).wait()
+    largest = max(np.abs(logits).max() for logits in expected)
+    differences = [np.abs(found - expected[0]).max() / largest]
+    differences += [
+        np.abs(np.stack([pair[slot] for pair in pairs]) - expected[slot]).max() / largest for slot in (0, 1)
+    ]
+    print(f"\n{family} {attention} {dtype}: {', '.join(f'{difference:.2%}' for difference in differences)}")
+    assert max(differences) <= TOLERANCES[dtype]

@@ -1,0 +1,112 @@
+"""Language models with images on TensorRT against the NumPy backend, which is itself tested against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rounded_arithmetic import MARGIN, Distance, open_rounded_runner
+from tiny_multimodal import FAMILIES, prompt_with_images, tiny_image
+
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+pytestmark = pytest.mark.gpu
+
+CASES = [(family, "composed", "float16") for family in FAMILIES] + [
+    ("qwen2_5_vl", "native", "float16"),
+    ("qwen3_vl", "native", "float16"),
+    ("qwen2_5_vl", "composed", "bfloat16"),
+    ("qwen3_vl", "composed", "bfloat16"),
+]
+GREEDY = SamplingValues()
+TEXT = [(7 * index + 3) % 250 for index in range(23)]
+STEPS = 10
+
+
+def prompt_of(runner: BaseEngineRunner) -> tuple[list[int], PromptImages]:
+    """Two images among text, which chunks of 32 tokens cut; the same numbers on every backend."""
+    grids = [(3, 3), (3, 3)] if runner.config.family == "llava" else [(4, 10), (6, 6)]
+    images = [tiny_image(runner.backend, runner.config, grid, seed) for seed, grid in enumerate(grids)]
+    return prompt_with_images(runner.config, images, 2, 9)
+
+
+def reused_logits(runner: BaseEngineRunner, reused: int) -> np.ndarray:
+    """The logits [V] after a prompt whose first tokens, half an image among them, are there already."""
+    ids, images = prompt_of(runner)
+    runner.start(0, ids, 0, GREEDY, images).wait()
+    runner.stop(0)
+    runner.start(0, ids, reused, GREEDY, images).wait()
+    logits = runner.logits(0)
+    runner.stop(0)
+    return logits
+
+
+def batch_logits(runner: BaseEngineRunner, answer: list[int]) -> np.ndarray:
+    """Logits [STEPS, V] along an answer to the prompt with images, in slot 1, beside a text in slot 0."""
+    ids, images = prompt_of(runner)
+    runner.start(0, TEXT, 0, GREEDY).wait()
+    runner.start(1, ids, 0, GREEDY, images).wait()
+    found = []
+    for token in answer:
+        found.append(runner.logits(1))
+        runner.force_token(1, token)
+        runner.decode(2).wait()
+    for slot in (0, 1):
+        runner.stop(slot)
+    return np.stack(found)
+
+
+def text_logits(runner: BaseEngineRunner) -> np.ndarray:
+    """Logits [1, V] after a text that follows a prompt with images in the same slot."""
+    ids, images = prompt_of(runner)
+    runner.start(0, ids, 0, GREEDY, images).wait()
+    runner.stop(0)
+    return teacher_forced_logits(runner, TEXT, [0])
+
+
+@pytest.mark.parametrize(("family", "attention", "dtype"), CASES)
+def test_logits_agree_with_numpy(
+    family: str, attention: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """As closely as the dtype allows: alone, in a batch, with half an image reused, and for a text after images."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES[family])
+    limits = EngineLimits(max_batch=2, prefill_chunk=32, kv_capacity=96)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype, attention=attention)
+    directory = EngineDirectory.open(tmp_path / "engines")
+
+    def measured(runner: BaseEngineRunner, answer: list[int]) -> dict[str, np.ndarray]:
+        ids, images = prompt_of(runner)
+        return {
+            "alone": teacher_forced_logits(runner, ids, answer, images),
+            "in a batch": batch_logits(runner, answer),
+            "reused": reused_logits(runner, images.spans[1][0] + 3),
+            "text": text_logits(runner),
+        }
+
+    with open_runner("numpy", directory) as runner:
+        ids, images = prompt_of(runner)
+        answer = greedy_tokens(runner, ids, STEPS, images)
+        expected = measured(runner, answer)
+    with open_rounded_runner(directory) as runner:
+        roundings = measured(runner, answer)
+    with open_runner("tensorrt", directory) as runner:
+        found = measured(runner, answer)
+    for what, logits in expected.items():
+        allowed, distance = (Distance.between(other[what], logits) for other in (roundings, found))
+        print(f"\n{family} {attention} {dtype} {what}: {distance}, rounding {allowed}")
+    # Together: rows are too few for a bound of each; what is wrong in one of them alone shows as the largest.
+    allowed, distance = (Distance.between(whole(other), whole(expected)) for other in (roundings, found))
+    assert distance.relative_to(allowed) <= MARGIN
+
+
+def whole(measured: dict[str, np.ndarray]) -> np.ndarray:
+    """Every row of logits [n, V]."""
+    return np.concatenate([np.atleast_2d(logits) for logits in measured.values()])

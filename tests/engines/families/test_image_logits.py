@@ -1,0 +1,156 @@
+"""Language models of Qwen2.5-VL, Qwen3-VL and LLaVA with images in the prompt, against what transformers computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from golden_images import FOLDER, NAMES, TOLERANCE, GoldenModel
+from safetensors import safe_open
+
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.prompt_images import mrope_positions
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+GREEDY = SamplingValues()
+
+
+@pytest.fixture(params=NAMES)
+def golden(request: pytest.FixtureRequest) -> GoldenModel:
+    return GoldenModel(request.param)
+
+
+def limits(chunk: int) -> EngineLimits:
+    return EngineLimits(max_batch=2, prefill_chunk=chunk, kv_capacity=96)
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+def test_the_goldens_show_mistakes(golden: GoldenModel) -> None:
+    assert golden.expected["logits"].std() > 1
+    assert sum(rows.rows.shape[0] for rows in golden.images) == golden.token_ids.count(golden.config.image_token_id)
+    assert min(np.abs(image.rows).std() for image in golden.images) > 0.1
+
+
+def test_every_prefix_has_the_logits_of_transformers(golden: GoldenModel) -> None:
+    runner = golden.runner(limits(64))
+    for stop in range(1, len(golden.token_ids) + 1):
+        token = runner.start(0, golden.token_ids[:stop], 0, GREEDY, golden.placed_before(stop)).wait()
+        assert_close(runner.logits(0), golden.expected["logits"][stop - 1])
+        assert token[0] == golden.expected["logits"][stop - 1].argmax()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 16])
+def test_chunks_equal_the_whole_wherever_they_cut_images(golden: GoldenModel, chunk: int) -> None:
+    runner = golden.runner(limits(chunk))
+    runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    assert_close(runner.logits(0), golden.expected["logits"][-1])
+
+
+def test_every_prefix_can_be_reused_even_half_an_image(golden: GoldenModel) -> None:
+    runner, images = golden.runner(limits(6)), golden.placed()
+    for reused in range(len(golden.token_ids) - 1, -1, -3):
+        for cache in runner.caches.values():
+            cache[...] = 0
+        if reused:
+            runner.start(0, golden.token_ids[:reused], 0, GREEDY, golden.placed_before(reused)).wait()
+        runner.start(0, golden.token_ids, reused, GREEDY, images).wait()
+        assert_close(runner.logits(0), golden.expected["logits"][-1])
+
+
+def test_decoding_goes_on_at_the_positions_after_the_images(golden: GoldenModel) -> None:
+    runner = golden.runner(limits(16))
+    runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
+        runner.force_token(0, int(token))
+        runner.decode(1).wait()
+        assert_close(runner.logits(0), expected)
+
+
+def test_a_text_after_a_prompt_with_images_is_not_displaced(golden: GoldenModel) -> None:
+    text = [token for token in golden.token_ids if token != golden.config.image_token_id]
+    alone, after = golden.runner(limits(16)), golden.runner(limits(16))
+    after.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    for runner in (alone, after):
+        runner.start(0, text, 0, GREEDY).wait()
+        runner.decode(1).wait()
+    np.testing.assert_array_equal(after.logits(0), alone.logits(0))
+
+
+def test_slots_of_one_batch_keep_their_own_positions(golden: GoldenModel) -> None:
+    runner = golden.runner(limits(16))
+    text = [token for token in golden.token_ids if token != golden.config.image_token_id]
+    runner.start(0, text, 0, GREEDY).wait()
+    runner.start(1, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
+        runner.force_token(1, int(token))
+        runner.decode(2).wait()
+        assert_close(runner.logits(1), expected)
+    runner.stop(0)
+    runner.move(1, 0)
+    whole = golden.expected["continued_logits"][-1].argmax()
+    runner.force_token(0, int(whole))
+    runner.decode(1).wait()
+    other = golden.runner(limits(16))
+    other.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    for token in [*golden.expected["continued"], whole]:
+        other.force_token(0, int(token))
+        other.decode(1).wait()
+    assert_close(runner.logits(0), other.logits(0))
+
+
+def test_images_and_image_tokens_must_match(golden: GoldenModel) -> None:
+    runner, images = golden.runner(limits(16)), golden.placed()
+    with pytest.raises(EngineError, match="but no images"):
+        runner.start(0, golden.token_ids, 0, GREEDY)
+    with pytest.raises(EngineError, match="place the images for this very prompt"):
+        runner.start(0, [5, *golden.token_ids], 0, GREEDY, images)
+    with pytest.raises(EngineError, match="place the images for this very prompt"):
+        runner.start(0, [5, 6, 7], 0, GREEDY, images)
+    assert runner.lengths == [0, 0]
+
+
+def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None:
+    """Rows that got lost on the way to the device are noticed with the first token."""
+    runner, images = golden.runner(limits(16)), golden.placed()
+    damaged = replace(images, rows=(*images.rows[:-1], images.rows[-1][:-1]))
+    first = runner.start(0, golden.token_ids, 0, GREEDY, damaged)
+    with pytest.raises(EngineError, match="1 image rows of the prompt did not reach their tokens"):
+        first.wait()
+    runner.start(0, golden.token_ids, 0, GREEDY, images).wait()
+    assert_close(runner.logits(0), golden.expected["logits"][-1])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_equal_get_rope_index(name: str) -> None:
+    with safe_open(FOLDER / "positions.safetensors", "np") as file:
+        cases = sorted({key.split(".")[1] for key in file.keys() if key.startswith(name)})  # noqa: SIM118
+        assert len(cases) == 24
+        for case in cases:
+            read = {
+                key: file.get_tensor(f"{name}.{case}.{key}")
+                for key in ("token_ids", "grids", "merge_size", "positions", "delta")
+            }
+            merge = int(read["merge_size"][0])
+            spans, place = [], 0
+            token_ids = read["token_ids"].tolist()
+            for _, height, width in read["grids"].tolist():
+                start, count = token_ids.index(90, place), height * width // merge**2
+                spans.append((start, count))
+                place = start + count
+            positions, delta = mrope_positions(len(token_ids), spans, read["grids"].tolist(), merge)
+            assert positions.dtype == np.int32
+            np.testing.assert_array_equal(positions, read["positions"])
+            assert delta == read["delta"][0]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_old", "qwen3_vl"])
+def test_placed_images_have_the_positions_of_transformers(name: str) -> None:
+    golden = GoldenModel(name)
+    images = golden.placed()
+    np.testing.assert_array_equal(images.positions, golden.expected["positions"])
+    assert images.position_delta == golden.expected["delta"][0]

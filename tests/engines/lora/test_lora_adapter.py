@@ -1,0 +1,239 @@
+"""Reading adapters: what is right is read, everything else is refused, all of it in one error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from edgellm.commands.app import create_app
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.errors import AdapterError
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.lora.config import LoraConfig
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def adapter(tiny_adapters: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_adapters["attention"], tmp_path / "adapter")
+
+
+def change(adapter: Path, **settings: Any) -> Path:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return adapter
+
+
+def change_tensors(adapter: Path, removed: str = "", **added: np.ndarray) -> Path:
+    path = adapter / "adapter_model.safetensors"
+    tensors = {name: values for name, values in load_file(path).items() if name != removed}
+    save_file(tensors | {name.replace("__", "."): values for name, values in added.items()}, path)
+    return adapter
+
+
+def refusal(adapter: Path, config: DecoderConfig, **arguments: Any) -> str:
+    with pytest.raises(AdapterError) as error:
+        LoraAdapter.read(adapter, config, **arguments)
+    assert str(adapter) in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_read(adapter: Path, tiny_config: DecoderConfig) -> None:
+    found = LoraAdapter.read(adapter, tiny_config)
+    assert found.rank == 3
+    assert len(found.pairs) == 2 * tiny_config.num_layers
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    a, b = found.pairs["model.layers.0.self_attn.q_proj"].matrices()
+    np.testing.assert_array_equal(a, tensors[f"{FIRST}.lora_A.weight"])
+    np.testing.assert_array_equal(b, tensors[f"{FIRST}.lora_B.weight"] * np.float32(2))
+    assert found.nbytes == sum(values.nbytes for values in tensors.values())
+
+
+def test_bfloat16_is_read_exactly(tiny_config: DecoderConfig, tmp_path: Path, make_adapter: Any) -> None:
+    adapter = make_adapter(tmp_path / "adapter", tiny_config, targets=["q_proj"])
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    header, data, offset = {}, b"", 0
+    for name, values in tensors.items():
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        header[name] = {"dtype": "BF16", "shape": values.shape, "data_offsets": [offset, offset + len(bits)]}
+        data, offset = data + bits, offset + len(bits)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    a, _ = LoraAdapter.read(adapter, tiny_config).pairs["model.layers.0.self_attn.q_proj"].matrices()
+    expected = (tensors[f"{FIRST}.lora_A.weight"].view(np.uint32) & 0xFFFF0000).view(np.float32)
+    np.testing.assert_array_equal(a, expected)
+
+
+def test_the_digest_is_that_of_both_files(adapter: Path, tiny_config: DecoderConfig, tmp_path: Path) -> None:
+    first = LoraAdapter.read(adapter, tiny_config).digest
+    again = shutil.copytree(adapter, tmp_path / "again")
+    assert LoraAdapter.read(again, tiny_config).digest == first
+    digests = {first, LoraAdapter.read(change(again, lora_alpha=7), tiny_config).digest}
+    name = f"{FIRST}.lora_A.weight"
+    changed = load_file(adapter / "adapter_model.safetensors")[name]
+    changed[0, 0] += 1
+    digests.add(LoraAdapter.read(change_tensors(adapter, **{name: changed}), tiny_config).digest)
+    assert len(digests) == 3
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "'bias' is 'all'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"peft_type": "LOHA"}, "'peft_type' is 'LOHA'"),
+        ({"peft_type": None}, "expected 'LORA'"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+        ({"trainable_token_indices": [3]}, "trained token embeddings"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"),
+        ({"use_something_new": True}, "'use_something_new' is True"),
+        ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "changes the base weights"),
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "'lm_head'"),
+        ({"target_modules": ["q_proj", "v_proj", "model.embed_tokens"]}, "embedding"),
+        ({"target_modules": ["c_attn"]}, "matches no linear layer"),
+        ({"target_modules": []}, "'target_modules' is empty"),
+        ({"target_modules": None}, "'target_modules' is empty"),
+        ({"target_modules": {"q_proj": 1}}, "expected a list of names"),
+        ({"target_modules": "("}, "not a regular expression"),
+        ({"layers_pattern": ["blocks"]}, "layers_pattern"),
+        ({"layers_to_transform": [-1]}, "layers_to_transform"),
+        ({"r": 0}, "'r' is 0"),
+        ({"r": 2.5}, "'r' is 2.5"),
+        ({"r": True}, "'r' is True"),
+        ({"lora_alpha": "16"}, "'lora_alpha'"),
+        ({"lora_alpha": 10**400}, "'lora_alpha'"),
+        ({"use_rslora": "no"}, "'use_rslora' is 'no'"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": [1]}}, "alpha_pattern"),
+        ({"r": 5}, "is [3, 64], expected [5, 64]"),
+        ({"rank_pattern": {"q_proj": 2}}, "is [3, 64], expected [2, 64]"),
+        ({"target_modules": ["q_proj"]}, "unexpected"),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "missing: model.layers.2.self_attn.k_proj.lora_B [32, 3]"),
+        ({"layers_to_transform": [0, 1]}, "layers.2.self_attn.q_proj.lora_A.weight is not among the targets"),
+        ({"exclude_modules": ["v_proj"]}, "v_proj.lora_B.weight is not among the targets"),
+    ],
+)
+def test_settings_that_are_refused(
+    adapter: Path, tiny_config: DecoderConfig, settings: dict[str, Any], words: str
+) -> None:
+    assert words in refusal(change(adapter, **settings), tiny_config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_dropout": 0.1, "task_type": "CAUSAL_LM", "init_lora_weights": "gaussian", "peft_version": "0.10.0"},
+        {"modules_to_save": None, "use_dora": False, "layer_replication": None, "some_future_key": None},
+        {"megatron_config": None, "megatron_core": "megatron.core", "loftq_config": {}, "qalora_group_size": 16},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.(k|o)_proj|.*mlp.*"},
+        {"target_modules": [f"model.layers.{layer}.self_attn.{kind}_proj" for layer in range(3) for kind in "qv"]},
+    ],
+)
+def test_settings_that_change_nothing(adapter: Path, tiny_config: DecoderConfig, settings: dict[str, Any]) -> None:
+    expected = LoraAdapter.read(adapter, tiny_config)
+    found = LoraAdapter.read(change(adapter, **settings), tiny_config)
+    assert found.pairs.keys() == expected.pairs.keys()
+
+
+@pytest.mark.parametrize("pattern", ["(a|a)*b" * 3, "(.*)*(.*)*(.*)*x", "(x+x+)+y", ".*" * 30 + "!", "a" * 2000])
+def test_patterns_that_could_take_for_ever(adapter: Path, tiny_config: DecoderConfig, pattern: str) -> None:
+    started = time.perf_counter()
+    for settings in ({"target_modules": pattern}, {"alpha_pattern": {pattern: 2}}, {"rank_pattern": {pattern: 2}}):
+        assert "too involved" in refusal(change(adapter, **settings), tiny_config)
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "words"),
+    [
+        ("", {"something": np.zeros(3, np.float32)}, "unknown: 'something' [3]"),
+        ("", {f"{FIRST}.lora_magnitude_vector": np.zeros(3, np.float32)}, "lora_magnitude_vector"),
+        ("", {"base_model.model.lm_head.weight": np.zeros((2, 2), np.float32)}, "unknown: 'base_model.model.lm_head"),
+        ("", {FIRST.replace("layers.0", "layers.9") + ".lora_A.weight": np.zeros((3, 64), np.float32)}, "layers.9"),
+        ("", {f"{FIRST}.lora_A.default.weight": np.zeros((3, 64), np.float32)}, "unknown"),
+        (f"{FIRST}.lora_A.weight", {}, "missing: model.layers.0.self_attn.q_proj.lora_A [3, 64]"),
+        (f"{FIRST}.lora_B.weight", {}, "missing: model.layers.0.self_attn.q_proj.lora_B [64, 3]"),
+        ("", {f"{FIRST}.lora_A.weight": np.zeros((64, 3), np.float32)}, "is [64, 3], expected [3, 64]"),
+        ("", {f"{FIRST}.lora_B.weight": np.zeros((63, 3), np.float32)}, "is [63, 3], expected [64, 3]"),
+        ("", {f"{FIRST}.lora_A.weight": np.zeros((3, 64), np.int8)}, "is int8, expected one of"),
+        ("", {f"{FIRST}.lora_A.weight": np.full((3, 64), np.nan, np.float32)}, "not finite"),
+        ("", {f"{FIRST}.lora_B.weight": np.full((64, 3), np.inf, np.float16)}, "not finite"),
+    ],
+)
+def test_tensors_that_are_refused(
+    adapter: Path, tiny_config: DecoderConfig, removed: str, added: dict[str, np.ndarray], words: str
+) -> None:
+    assert words in refusal(change_tensors(adapter, removed, **added), tiny_config)
+
+
+def test_all_problems_come_in_one_error(adapter: Path, tiny_config: DecoderConfig) -> None:
+    change(adapter, use_dora=True, bias="lora_only", new_thing={"a": 1})
+    change_tensors(adapter, f"{FIRST}.lora_A.weight", extra=np.zeros(2, np.float32))
+    message = refusal(adapter, tiny_config, max_rank=2)
+    for words in ("DoRA", "'bias'", "'new_thing'", "missing", "unknown", "--max-lora-rank 3", "(6 problems)"):
+        assert words in message
+
+
+def test_another_model(adapter: Path, tiny_config: DecoderConfig) -> None:
+    assert "expected [3, 128]" in refusal(adapter, replace(tiny_config, hidden_size=128))
+
+
+def test_damaged_files(adapter: Path, tiny_config: DecoderConfig, tmp_path: Path) -> None:
+    weights, settings = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    data, text = weights.read_bytes(), settings.read_text()
+    for length in (0, 4, 100, len(data) // 2, len(data) - 1):
+        weights.write_bytes(data[:length])
+        refusal(adapter, tiny_config)
+    weights.write_bytes(data)
+    for content in ("", "[]", "{", '{"r": NaN}', "\udcff"):
+        settings.write_bytes(content.encode(errors="surrogateescape"))
+        refusal(adapter, tiny_config)
+    settings.unlink()
+    assert "adapter_config.json" in refusal(adapter, tiny_config)
+    settings.write_text(text)
+    weights.unlink()
+    assert "adapter_model.safetensors does not exist" in refusal(adapter, tiny_config)
+    os.mkfifo(weights)
+    assert "not a regular file" in refusal(adapter, tiny_config)
+    assert "does not exist" in refusal(tmp_path / "nowhere", tiny_config)
+    assert "is a file" in refusal(settings, tiny_config)
+
+
+def test_pickled_weights_can_be_converted_as_the_error_says(
+    adapter: Path, tiny_config: DecoderConfig, tmp_path: Path
+) -> None:
+    """The conversion itself is that of checkpoints; here it must fit what the message promises."""
+    pickled = Path(__file__).parents[2] / "goldens" / "torch_files" / "plain.bin"
+    (adapter / "adapter_model.safetensors").rename(tmp_path / "weights.safetensors")
+    shutil.copy(pickled, adapter / "adapter_model.bin")
+    message = refusal(adapter, tiny_config)
+    assert "pickled" in message
+    assert f"edgellm convert {adapter / 'adapter_model.bin'} NEW_DIR" in message
+    result = CliRunner().invoke(create_app(), ["convert", str(adapter / "adapter_model.bin"), str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(GOLDENS.iterdir()), ids=lambda path: path.name)
+def test_no_golden_adapter_has_a_problem(path: Path) -> None:
+    assert LoraConfig.read(path).problems == ()

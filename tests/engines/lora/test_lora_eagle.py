@@ -1,0 +1,74 @@
+"""Drafting with adapters on NumPy: the draft is unadapted, the base verifies with each sequence's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edgellm.engines.backends.base import open_backend
+from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+LIMITS = EngineLimits(3, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, max_lora_rank=4, lora_slots=2)
+NAMES = ("first", "second", None)
+PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
+SAMPLINGS = {"greedy": SamplingValues(), "sampled": SamplingValues(temperature=1.0, top_p=0.9, seed=11)}
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def runner(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_checkpoint: Callable[..., Path],
+    make_draft: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+) -> Iterator[EagleRunner]:
+    folder = tmp_path_factory.mktemp("lora_eagle")
+    base, draft = make_checkpoint(folder / "base", 4), make_draft(folder / "draft", 4)
+    config = read_decoder_config(base)
+    adapters = {name: make_adapter(folder / name, config, seed) for seed, name in enumerate(("first", "second"))}
+    build_engine_directory(base, folder / "engines", LIMITS, [], draft=draft, adapters=adapters)
+    directory = EngineDirectory.open(folder / "engines")
+    read = {name: adapter.read(directory.config) for name, adapter in directory.adapters.items()}
+    opened = EagleRunner.open(open_backend("numpy", directory), directory, adapters=read)
+    yield opened
+    opened.close()
+
+
+def answers(
+    runner: EagleRunner, names: tuple[str | None, ...], plan: DraftPlan | None, sampling: SamplingValues
+) -> list[list[int]]:
+    """The first tokens of a prompt in each slot, each with its own adapter, all drafted by one plan."""
+    found = []
+    for slot, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False)):
+        runner.set_adapter(slot, name)
+        found.append(runner.start(slot, prompt, 0, sampling).wait().tolist())
+    while min(map(len, found)) < COUNT:
+        for tokens, emitted in zip(found, runner.step(len(names), plan).wait(), strict=True):
+            tokens.extend(emitted)
+    for slot in range(len(names)):
+        runner.stop(slot)
+    return [tokens[:COUNT] for tokens in found]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafting_changes_no_token_under_an_adapter(runner: EagleRunner, sampling: SamplingValues) -> None:
+    plain = {name: answers(runner, (name,), None, sampling) for name in NAMES}
+    assert len({tuple(tokens[0]) for tokens in plain.values()}) == len(NAMES)
+    for plan, names in ((chain(3), NAMES), (tree(4, 3, 12), tuple(reversed(NAMES)))):
+        for name in names:
+            assert answers(runner, (name,), plan, sampling) == plain[name]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_each_sequence_of_a_drafted_batch_has_its_own(runner: EagleRunner, sampling: SamplingValues) -> None:
+    for names in (NAMES, NAMES[::-1], ("second", "second", None)):
+        expected = answers(runner, names, None, sampling)
+        assert answers(runner, names, tree(4, 3, 12), sampling) == expected

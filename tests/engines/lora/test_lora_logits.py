@@ -1,0 +1,123 @@
+"""Every family with adapters against what PEFT computed, alone and several adapters in one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.families import decoder_config
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.lora.weights import SCALES, adapted_projections
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+
+BASES = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+TOLERANCE = 1e-4
+RANK = 16
+
+
+class Adapted:
+    """A golden model with adapters, run without a runner: positions and masks are written out one by one."""
+
+    def __init__(self, base: str, adapters: list[str], batch: int = 2) -> None:
+        with Checkpoint.open(BASES / base) as checkpoint:
+            self.config: DecoderConfig = decoder_config(checkpoint.config, checkpoint.generation_config)
+            self.weights = load_numpy_weights(checkpoint, decoder_weights(self.config))
+        expected = load_file(BASES / base / "expected.safetensors")
+        self.token_ids, self.without = expected["token_ids"], expected["logits"]
+        self.adapters = [LoraAdapter.read(GOLDENS / name, self.config) for name in adapters]
+        self.expected = [load_file(GOLDENS / name / "expected.safetensors")["logits"] for name in adapters]
+        self.batch, self.rows = batch, 40
+        shape = (batch, self.config.num_kv_heads, self.rows, self.config.head_dim)
+        self.caches = {
+            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
+            for layer in range(self.config.num_layers)
+            for kind in "kv"
+        }
+        for each in adapted_projections(decoder_weights(self.config)):
+            packed = [each.pack(adapter.pairs, RANK) for adapter in self.adapters]
+            for index, (name, edge) in enumerate(each.edge(len(adapters), RANK)):
+                self.weights[name] = np.concatenate([pair[index] for pair in packed])
+                assert self.weights[name].shape == edge
+
+    def logits(self, token_ids: np.ndarray, start: int, chosen: list[int | None]) -> np.ndarray:
+        """[B, T, V] with the adapter of index `chosen` in each sequence (None: without)."""
+        batch, tokens = token_ids.shape
+        table = rotary_table(self.config, self.rows, context=self.token_ids.shape[1])
+        scales = np.zeros((batch, len(self.adapters)), np.float32)
+        for sequence, index in enumerate(chosen):
+            if index is not None:
+                scales[sequence, index] = 1
+        bindings = {
+            "inputs_embeds": self.weights[EMBEDDING][token_ids],
+            "rope_rotary_cos_sin": np.stack([table[start : start + tokens]] * batch),
+            "attention_mask": np.stack([np.tri(tokens, self.rows, start, dtype=bool)[None]] * batch),
+            "kvcache_start_index": np.full(batch, start, np.int32),
+            SCALES: scales,
+            **self.caches,
+        }
+        shape = EngineShape("prefill", batch, tokens, self.rows, self.rows, selected=tokens)
+        shape = replace(shape, lora_slots=len(self.adapters), lora_rank=RANK)
+        DecoderDescription(NumpyOperations(bindings, self.weights), self.config, shape).describe()
+        return bindings["logits"]
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_peft(name: str) -> None:
+    model = Adapted(name.split(".")[0], [name])
+    assert np.abs(model.expected[0] - model.without).max() > 1
+    assert_close(model.logits(model.token_ids, 0, [0, 0]), model.expected[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_then_single_tokens(name: str) -> None:
+    model = Adapted(name.split(".")[0], [name], batch=1)
+    found = [model.logits(model.token_ids[:1, :9], 0, [0])]
+    found += [model.logits(model.token_ids[:1, row : row + 1], row, [0]) for row in range(9, 24)]
+    assert_close(np.concatenate(found, axis=1), model.expected[0][:1])
+
+
+def test_several_adapters_in_one_batch() -> None:
+    names = [name for name in NAMES if name.startswith("llama_untied.")]
+    model = Adapted("llama_untied", names, batch=5)
+    assert len(names) == 3
+    chosen = [2, None, 0, 1, 2]
+    token_ids = model.token_ids[[0, 1, 0, 1, 1]]
+    expected = np.stack(
+        [
+            (model.without if index is None else model.expected[index])[row]
+            for row, index in zip([0, 1, 0, 1, 1], chosen, strict=True)
+        ]
+    )
+    assert_close(model.logits(token_ids[:, :10], 0, chosen), expected[:, :10])
+    for row in range(10, 24):
+        assert_close(model.logits(token_ids[:, row : row + 1], row, chosen), expected[:, row : row + 1])
+
+
+def test_a_sequence_without_adapter_is_computed_as_without_adapters() -> None:
+    model = Adapted("qwen2", ["qwen2.patterns"])
+    found = model.logits(model.token_ids, 0, [0, None])
+    alone = Adapted("qwen2", ["qwen2.patterns"])
+    unadapted = alone.logits(model.token_ids, 0, [None, None])
+    np.testing.assert_array_equal(found[1], unadapted[1])
+    assert_close(unadapted, model.without)
+    assert np.abs(found[0] - unadapted[0]).max() > 1
+
+
+def test_goldens_stay_small() -> None:
+    assert sum(file.stat().st_size for file in GOLDENS.rglob("*") if file.is_file()) < 500_000

@@ -1,0 +1,159 @@
+"""Drafting changes no token: every deterministic kind against plain decoding, greedy and sampled, one slot and several.
+
+The runners compute in float32, where a difference can only come from logits that lie within rounding of each other;
+none of these prompts has such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from edgellm.engines.draft_choices import choices_plan
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+PLANS = [
+    chain(4),
+    chain(1),
+    tree(4, 4, 16),
+    tree(4, 4, 5),
+    tree(3, 2, 10),
+    tree(4, 1, 5),
+    choices_plan([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
+]
+SAMPLINGS = {
+    "greedy": SamplingValues(),
+    "penalized": SamplingValues(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1),
+    "sampled": SamplingValues(temperature=1.0, seed=11),
+    "filtered": SamplingValues(0.8, 40, 0.9, 0.01, seed=(1 << 40) + 3),
+    "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
+}
+PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
+COUNT = 28
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (1, True),
+        (3, False),
+        pytest.param((1, False), marks=pytest.mark.slow),
+        pytest.param((3, True), marks=pytest.mark.slow),
+    ],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def eagle(
+    request: pytest.FixtureRequest,
+    make_engines: Callable[..., EngineDirectory],
+    open_eagle: Callable[..., object],
+) -> Iterator[EagleRunner]:
+    with open_eagle(make_engines(*request.param)) as runner:
+        yield runner
+
+
+def answers(
+    runner: EagleRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingValues],
+    choose: Callable[[int], DraftPlan | None],
+    count: int = COUNT,
+) -> tuple[list[list[int]], int]:
+    """The first `count` tokens of each slot, and how many steps they took; `choose(step)` gives the plan of a step."""
+    found = [
+        runner.start(slot, prompt, 0, sampling).wait().tolist()
+        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    steps = 0
+    while min(map(len, found)) < count:
+        room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
+        plan = choose(steps)
+        if plan is not None:
+            plan = plan.fitting(room)
+        for tokens, emitted in zip(found, runner.step(len(prompts), plan).wait(), strict=True):
+            tokens.extend(emitted)
+        steps += 1
+    for slot in range(len(prompts)):
+        runner.stop(slot)
+    return [tokens[:count] for tokens in found], steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "greedy",
+        "sampled",
+        "everything",
+        pytest.param("penalized", marks=pytest.mark.slow),
+        pytest.param("filtered", marks=pytest.mark.slow),
+    ],
+)
+def test_one_slot(eagle: EagleRunner, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)
+    for plan in PLANS:
+        drafted, steps = answers(eagle, PROMPTS[:1], [sampling], lambda step, plan=plan: plan)
+        assert drafted == plain, plan.name
+        assert steps <= plain_steps
+
+
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[2], PLANS[-1]], ids=lambda plan: plan.name)
+def test_slots_of_different_lengths_and_samplings(eagle: EagleRunner, plan: DraftPlan) -> None:
+    samplings = [SAMPLINGS[name] for name in ("greedy", "everything", "filtered", "sampled")]
+    alone = [answers(eagle, [p], [s], lambda step: None)[0][0] for p, s in zip(PROMPTS, samplings, strict=True)]
+    together, _ = answers(eagle, PROMPTS, samplings, lambda step: plan)
+    assert together == alone
+
+
+def test_a_changing_mixture_of_plans_and_plain_steps(eagle: EagleRunner) -> None:
+    """Also plain steps for longer than the draft's pending entries last."""
+    kinds = [*PLANS, None, None, None, None, None, None, None, PLANS[0], None, PLANS[2]]
+    for name in ("greedy", "everything"):
+        sampling = [SAMPLINGS[name]] * 2
+        plain, _ = answers(eagle, PROMPTS[:2], sampling, lambda step: None)
+        mixed, _ = answers(eagle, PROMPTS[:2], sampling, lambda step: kinds[step % len(kinds)])
+        assert mixed == plain
+
+
+def test_agreeing_heads_are_accepted_and_sampled_chains_too(
+    make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    """So that the other tests do accept: fewer steps than tokens by far."""
+    for generation in (1, 3):
+        with open_eagle(make_engines(generation, True)) as runner:
+            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: PLANS[2])
+            assert COUNT / steps > 1.7
+            sampled, steps = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))
+            assert COUNT / steps > 1.4
+            again, _ = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))
+            assert again == sampled
+
+
+def test_sampled_chains_are_greedy_at_temperature_0(eagle: EagleRunner) -> None:
+    for name in ("greedy", "penalized"):
+        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
+        chained, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: chain(3, sampled=True))
+        assert chained == plain
+
+
+def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_above(eagle: EagleRunner) -> None:
+    lossy = tree(4, 4, 16, acceptance="typical")
+    for name in ("greedy", "penalized"):
+        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
+        assert answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: lossy)[0] == plain
+    _, exact = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: PLANS[2])
+    _, typical = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: lossy)
+    assert typical < exact
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "everything"])
+def test_to_the_end_of_the_context(eagle: EagleRunner, sampling: str) -> None:
+    """The last rounds are shorter, the very last step is plain."""
+    count = eagle.limits.kv_capacity - len(PROMPTS[2])
+    plain, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], lambda step: None, count)
+    for plan in (PLANS[0], PLANS[2], PLANS[-1]):
+        drafted, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], lambda step, plan=plan: plan, count)
+        assert drafted == plain

@@ -1,0 +1,60 @@
+"""Drafting on the GPU for prompts with images: the tokens of plain decoding there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_drafting import answers, assert_explained
+from tiny_multimodal import FAMILIES, prompt_with_images, tiny_image
+
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import chain, tree
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = EngineLimits(max_batch=2, prefill_chunk=32, kv_capacity=128, draft_top_k=4, draft_steps=4, verify_tree_size=16)
+GREEDY, SAMPLED = SamplingValues(), SamplingValues(1.0, 0, 0.9, 0.0, seed=5)
+PLANS = [chain(4), tree(4, 4, 16)]
+
+
+def prompt_of(runner: BaseEngineRunner, index: int) -> tuple[list[int], PromptImages]:
+    """Two prompts: one with two images, one with one."""
+    images = [tiny_image(runner.backend, runner.config, grid, seed) for seed, grid in enumerate([(4, 10), (6, 6)])]
+    return prompt_with_images(runner.config, images[index:], index, 9)
+
+
+def images_of(runner: BaseEngineRunner, index: int) -> PromptImages:
+    return prompt_of(runner, index)[1]
+
+
+@pytest.mark.parametrize(("family", "agreeing"), [("qwen2_5_vl", False), ("qwen3_vl", True)])
+def test_drafted_answers_are_those_of_plain_decoding(
+    family: str,
+    agreeing: bool,
+    make_tiny_pair: Callable[..., tuple[Path, Path]],
+    open_eagle: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    head = {"rope_scaling": FAMILIES[family]["rope_scaling"]}
+    base, draft = make_tiny_pair(3, agreeing, head, **FAMILIES[family] | {"tie_word_embeddings": False})
+    build_engine_directory(base, tmp_path / "engines", LIMITS, None, dtype="float16", draft=draft)
+    directory = EngineDirectory.open(tmp_path / "engines")
+    different = 0
+    with open_eagle(directory, "tensorrt") as runner:
+        prompts = [prompt_of(runner.base, index)[0] for index in range(2)]
+        for samplings in ([GREEDY, GREEDY], [SAMPLED, GREEDY]):
+            plain = answers(runner, prompts, samplings, None, images=images_of)
+            for plan in PLANS:
+                found = answers(runner, prompts, samplings, plan, images=images_of)
+                what = f"{family} {plan.name}"
+                different += assert_explained(directory, prompts, samplings, plain, found, what, images_of)
+    print(f"\n{family}, agreeing {agreeing}: {different} of 8 answers differ within rounding")
+    assert different <= 4

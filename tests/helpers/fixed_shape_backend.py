@@ -1,0 +1,170 @@
+"""A backend with the habits of the GPU's and the arithmetic of NumPy's: what lies between them runs without a GPU.
+
+Engines exist for the shapes of the limits only, arrays are `DeviceArray`, and a captured step repeats what was launched
+while it was captured, not what its Python code would launch now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.descriptions import model_description
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.model.operations import Operations
+from edgellm.kernels.arrays import DeviceArray
+
+
+def host_view(value: Any) -> Any:
+    """The NumPy arrays behind device arrays, also those in lists, tuples and dictionaries."""
+    if isinstance(value, DeviceArray):
+        if value.size == 0:
+            return np.zeros(value.shape, value.dtype)
+        memory = (ctypes.c_char * value.nbytes).from_address(value.pointer)
+        return np.frombuffer(memory, value.dtype).reshape(value.shape)
+    if isinstance(value, Mapping):
+        return {name: host_view(one) for name, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(host_view, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(host_view, value))
+    if isinstance(value, np.ndarray):
+        raise TypeError("a host array was given where one of the device is expected")
+    return value
+
+
+class FixedShapeBackend(NumpyBackend):
+    """See `edgellm.engines.backends.base.Backend`."""
+
+    steps_ahead = 1
+    fixed_shapes = True
+    computes_at_once = False
+
+    def __init__(self, directory: EngineDirectory) -> None:
+        draft = directory.model_config("draft") if directory.draft else None
+        super().__init__(directory.config, draft, directory.vision.config if directory.vision else None)
+        self._shapes = set(directory.limits.engine_shapes())
+        self._recording: list[Callable[[], None]] | None = None
+        self.captures: list[str] = []
+        self.kernels = _Kernels(self, self.kernels)
+        self.__dict__["draft_tree"] = _Kernels(self, super().draft_tree)
+        self.__dict__["acceptance"] = _Kernels(self, super().acceptance)
+        self.__dict__["image_kernels"] = _Kernels(self, super().image_kernels)
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Run a call, or note it where a step is being captured."""
+        if self._recording is None:
+            call()
+        else:
+            self._recording.append(call)
+
+    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
+        assert self._recording is None, "an upload cannot be captured"
+        super().upload(host_view(array), values)
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        assert self._recording is None
+        super().copy(host_view(target), host_view(source))
+
+    def read(self, array: DeviceArray) -> Any:
+        assert self._recording is None, "a readback cannot be captured"
+        return super().read(host_view(array))
+
+    def load_weights(self, *arguments: Any) -> dict[str, DeviceArray]:
+        return {
+            name: _device(np.ascontiguousarray(values)) for name, values in super().load_weights(*arguments).items()
+        }
+
+    def load_engine(self, shape: EngineShape) -> FixedShapeEngine:
+        assert shape in self._shapes, f"{shape.name} (selected {shape.selected}) is none of the limits' engines"
+        return FixedShapeEngine(self, super().load_engine(shape), self._edge(shape))
+
+    def _edge(self, shape: EngineShape) -> set[str]:
+        """The names of the engine's tensors: what TensorRT would know."""
+        config = self._configs[shape.model]
+        names = _Names()
+        model_description(names, config, shape).describe()
+        return names.found
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        self.captures.append(name)
+        self._recording = calls = []
+        try:
+            step()
+        finally:
+            self._recording = None
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
+
+    def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> DeviceArray:
+        return _device(super()._allocate(make, shape, dtype))
+
+
+class FixedShapeEngine:
+    """An engine of one shape; unknown and missing bindings are errors, as they are for TensorRT's."""
+
+    reads_attention_mask = True
+
+    def __init__(self, backend: FixedShapeBackend, engine: Any, edge: set[str]) -> None:
+        self.shape = engine.shape
+        self._backend, self._engine, self._edge, self._unbound = backend, engine, edge, set(edge)
+
+    def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
+        unknown = bindings.keys() - self._edge
+        assert not unknown, f"{self.shape.name} has no tensor {', '.join(sorted(unknown))}"
+        self._unbound -= bindings.keys()
+        self._engine.bind(host_view(dict(bindings)))
+
+    def enqueue(self) -> None:
+        assert not self._unbound, f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}"
+        self._backend.launch(self._engine.enqueue)
+
+
+def _notes(name: str) -> Any:
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if name in ("input", "weight", "output"):
+            self.found.add(arguments[0])
+        return [0] * len(named.get("sizes", arguments[1])) if name == "split" else 0
+
+    return call
+
+
+class _NamedTensors(Operations):
+    """Interprets a description by noting the names of inputs, weights and outputs."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+
+_Names = type("_Names", (_NamedTensors,), {name: _notes(name) for name in Operations.__abstractmethods__})
+
+
+class _Kernels:
+    """NumPy's kernels on device arrays."""
+
+    def __init__(self, backend: FixedShapeBackend, kernels: Any) -> None:
+        self._backend, self._kernels = backend, kernels
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._kernels, name)
+
+        def call(*arguments: Any) -> Any:
+            if name.endswith("_size"):
+                return kernel(*arguments)
+            on_host = host_view(arguments)
+            return self._backend.launch(lambda: kernel(*on_host))
+
+        return call
+
+
+def _device(values: np.ndarray) -> DeviceArray:
+    return DeviceArray(values.ctypes.data, values.shape, values.dtype.name, values)

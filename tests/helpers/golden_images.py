@@ -1,0 +1,75 @@
+"""The golden models that take images, and what transformers computed with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.families import decoder_config
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.runners.prompt_images import PromptImages, place_images
+
+FOLDER = Path(__file__).parents[1] / "goldens" / "image_prompts"
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class GoldenImage:
+    """An image as a vision engine would put it out."""
+
+    rows: np.ndarray
+    deepstack: tuple[np.ndarray, ...]
+    digest: str
+    grid: tuple[int, int, int]
+
+
+class GoldenModel:
+    """One folder: `config`, `token_ids` [T], `images`, their places in the prompt, and the expected tensors by name."""
+
+    def __init__(self, name: str) -> None:
+        self.path = FOLDER / name
+        with Checkpoint.open(self.path) as checkpoint:
+            self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
+            checkpoint.check(decoder_weights(self.config))
+        with safe_open(self.path / "expected.safetensors", "np") as file:
+            self.expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dictionary
+        self.token_ids = self.expected["token_ids"].tolist()
+        grids = self.expected["grids"].tolist()
+        self.images = [self._image(index, tuple(grid)) for index, grid in enumerate(grids)]
+
+    def _image(self, index: int, grid: tuple[int, int, int]) -> GoldenImage:
+        features = [self.expected[f"image{index}.deepstack{layer}"] for layer in range(self.config.deepstack_layers)]
+        return GoldenImage(self.expected[f"image{index}.rows"], tuple(features), f"image {index}", grid)
+
+    def placed(self) -> PromptImages:
+        """The images in the prompt."""
+        return place_images(self.token_ids, self.images, self.config.image_token_id, self.config)
+
+    def placed_before(self, stop: int) -> PromptImages:
+        """What of the images stands before the token `stop`, which may be in the middle of one."""
+        whole = self.placed()
+        counts = [count for _, _, count in whole.within(0, stop)]
+        kept = len(counts)
+        return replace(
+            whole,
+            spans=tuple((start, count) for (start, _), count in zip(whole.spans, counts, strict=False)),
+            rows=tuple(rows[:count] for rows, count in zip(whole.rows, counts, strict=False)),
+            deepstack=tuple(
+                tuple(layer[:count] for layer in layers) for layers, count in zip(whole.deepstack, counts, strict=False)
+            ),
+            digests=whole.digests[:kept],
+            positions=None if whole.positions is None else whole.positions[:, :stop],
+        )
+
+    def runner(self, limits: EngineLimits) -> BaseEngineRunner:
+        """The language model on NumPy."""
+        with Checkpoint.open(self.path) as checkpoint:
+            return BaseEngineRunner(NumpyBackend(self.config), self.config, limits, checkpoint)

@@ -1,0 +1,107 @@
+"""The golden vision encoders of `tests/goldens/vision`, made by `tools/goldens/make_vision.py` with transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models
+
+from edgellm.engines.building.checks import choose_image_rows
+from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
+from edgellm.engines.building.builder import describe_in_place
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.multimodal.image_layout import ImageLayout, Normalization
+from edgellm.multimodal.vision_checkpoint import read_vision
+from edgellm.multimodal.vision_runner import VisionEngineRunner
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "vision"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+#: Room for the largest image of the goldens, windows padded; a smaller engine beside it.
+_ROWS = (64, 256)
+
+
+_MADE_ON_THE_HOST = ImageLayout((1, 1), 3, Normalization(None, None, None), patch_size=1, square_colour=(0, 0, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class GoldenImage:
+    """Patches that a processor might have made, and what transformers makes of them."""
+
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    tokens: int
+    digest: str
+    embeddings: np.ndarray
+    deepstack: tuple[np.ndarray, ...]
+    #: There are no pixels to make the patches from: as for images that kernels do not prepare, they are uploaded.
+    layout: ImageLayout = _MADE_ON_THE_HOST
+    size: tuple[int, int] = (1, 1)
+
+
+def golden_images(name: str) -> list[GoldenImage]:
+    """The images of a golden model."""
+    expected = load_file(GOLDENS / name / "expected.safetensors")
+    images = []
+    while f"grid_{len(images)}" in expected:
+        index = len(images)
+        deepstack = []
+        while f"deepstack_{len(deepstack)}_{index}" in expected:
+            deepstack.append(expected[f"deepstack_{len(deepstack)}_{index}"])
+        embeddings = expected[f"embeddings_{index}"]
+        grid = tuple(expected[f"grid_{index}"].tolist())
+        patches = expected[f"patches_{index}"].astype(np.float32)
+        images.append(GoldenImage(patches, grid, len(embeddings), f"image {index}", embeddings, tuple(deepstack)))
+    assert images
+    return images
+
+
+def golden_checkpoint(name: str, place: Path, goldens: Path = GOLDENS) -> Path:
+    """A copy of a golden model with what a build needs besides."""
+    shutil.copytree(goldens / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
+    (place / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "never read"}))
+    Tokenizer(models.WordLevel({f"token {index}": index for index in range(80)}, "token 0")).save(
+        str(place / "tokenizer.json")
+    )
+    return place
+
+
+def golden_directory(
+    name: str, place: Path, dtype: str = "float32", attention: str = "auto", goldens: Path = GOLDENS
+) -> EngineDirectory:
+    """An engine directory of a golden model, with engines for its images."""
+    golden_checkpoint(name, place, goldens)
+    config = read_decoder_config(place)
+    vision = read_vision_config(place, None, config)
+    step = vision.window_patches
+    rows = choose_image_rows(vision) if vision.image_side else tuple(-(-size // step) * step for size in _ROWS)
+    return describe_in_place(place, EngineLimits(1, 16, 64, image_rows=rows), dtype, attention)
+
+
+def open_vision(backend, directory: EngineDirectory, **settings) -> VisionEngineRunner:
+    """A vision runner that is alone on its backend."""
+    runner = VisionEngineRunner.open(backend, directory, **settings)
+    backend.check_memory(MemoryPlan({**runner.memory, "engine scratch": backend.scratch_bytes()}))
+    runner.load()
+    return runner
+
+
+def golden_config(name: str) -> VisionConfig:
+    """The configuration of a golden model's vision encoder."""
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
+        config = read_vision(checkpoint)
+    assert config is not None
+    return config
+
+
+def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, as part of the largest expected value."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())

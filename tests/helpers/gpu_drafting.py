@@ -1,0 +1,77 @@
+"""Drafted answers on a GPU: decoded with a step in flight, and differences that rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from tools.bench.draw_comparison import draw_gap, first_difference, spacing
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+COUNT = 40
+#: Logits of one tree and of single steps may differ by so many spacings of the dtype.
+SPACINGS = 4
+#: The images of the prompt of that number, in a runner's memory.
+ImagesOf = Callable[[BaseEngineRunner, int], PromptImages | None]
+
+
+def no_images(runner: BaseEngineRunner, index: int) -> None:
+    """Prompts of text alone."""
+
+
+def answers(
+    runner: EagleRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingValues],
+    plan: DraftPlan | None,
+    count: int = COUNT,
+    images: ImagesOf = no_images,
+) -> list[list[int]]:
+    """The first `count` tokens of each slot, with one step in flight while the one before is read."""
+    found = [
+        runner.start(slot, prompt, 0, sampling, images(runner.base, slot)).wait().tolist()
+        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    under_way = runner.step(len(prompts), plan)
+    while True:
+        following = runner.step(len(prompts), plan)
+        for tokens, emitted in zip(found, under_way.wait(), strict=True):
+            tokens.extend(emitted)
+        under_way = following
+        if min(map(len, found)) >= count:
+            break
+    under_way.wait()
+    for slot in range(len(prompts)):
+        runner.stop(slot)
+    return [tokens[:count] for tokens in found]
+
+
+def assert_explained(
+    directory: EngineDirectory,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingValues],
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    what: str,
+    images: ImagesOf = no_images,
+) -> int:
+    """Each first difference lies where the draw was within rounding; returns how many answers differ."""
+    different = [first_difference(one, other) for one, other in zip(expected, found, strict=True)]
+    for index, place in enumerate(different):
+        if place is None:
+            continue
+        with open_runner("tensorrt", directory) as base:
+            answer = list(expected[index][: place + 1])
+            logits = teacher_forced_logits(base, prompts[index], answer, images(base, index))[-1]
+        gap = draw_gap(logits, prompts[index], answer[:-1], samplings[index], answer[-1], found[index][place])
+        allowed = SPACINGS * spacing(np.abs(logits).max(), directory.dtype)
+        print(f"\n{what}: answer {index} differs at token {place}: gap {gap:.4g}, allowed {allowed:.4g}")
+        assert gap < allowed
+    return sum(place is not None for place in different)

@@ -1,0 +1,134 @@
+"""Tiny models of the families that take images: changes of `config.json` for `write_tiny_checkpoint`, and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.kernels.arrays import Array
+
+#: Ids of the tiny tokenizer's tokens.
+VISION_START, IMAGE_TOKEN, VISION_END = 258, 259, 260
+MARKERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + "".join(MARKERS) + "{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_QWEN = {
+    "image_token_id": IMAGE_TOKEN,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "eos_token_id": 257,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": _QWEN
+    | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": _QWEN_VISION | {"hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": _QWEN
+    | {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        "vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    },
+    "llava": {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": IMAGE_TOKEN,
+        "eos_token_id": 257,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "text_config": {"model_type": "qwen3"},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 12,
+            "patch_size": 4,
+        },
+    },
+}
+PREPROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 1024,
+    },
+    "llava": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 12, "width": 12}},
+}
+PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen2_5_vl"]
+
+
+@dataclass(frozen=True, eq=False)
+class TinyImage:
+    """What a vision engine would put out for an image of `grid` patches; see `EmbeddedImage`."""
+
+    rows: Array
+    deepstack: tuple[Array, ...]
+    digest: str
+    grid: tuple[int, int, int]
+
+
+def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], seed: int) -> TinyImage:
+    """An image of (height, width) patches with random features, in the backend's memory."""
+    random = np.random.default_rng(seed)
+    height, width = grid
+    tokens = height * width // config.spatial_merge_size**2
+
+    def features() -> Array:
+        array = backend.empty((tokens, config.hidden_size), "compute")
+        values = random.standard_normal((tokens, config.hidden_size)).astype(np.float32)
+        backend.upload(array, stored(values, backend.compute_dtype))
+        return array
+
+    deepstack = tuple(features() for _ in range(config.deepstack_layers))
+    return TinyImage(features(), deepstack, f"image {seed}", (1, height, width))
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values as `upload` takes them for a dtype."""
+    if dtype == "bfloat16":
+        from edgellm.kernels.bfloat16 import bfloat16_bits
+
+        return bfloat16_bits(values)
+    return values.astype(dtype)
+
+
+def prompt_with_images(
+    config: DecoderConfig, images: Sequence[TinyImage], seed: int = 0, text: int = 5
+) -> tuple[list[int], PromptImages]:
+    """Token ids with `text` tokens before, between and after the images, and where these are."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 256, text).tolist()
+    for image in images:
+        ids += [VISION_START, *[IMAGE_TOKEN] * image.rows.shape[0], VISION_END]
+        ids += random.integers(0, 256, text).tolist()
+    return ids, place_images(ids, images, IMAGE_TOKEN, config)

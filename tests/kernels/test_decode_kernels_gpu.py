@@ -1,0 +1,330 @@
+"""The decode kernels on the GPU equal their NumPy twins within the rounding of its dtype. Needs a GPU, not TensorRT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gpu_device import cuda_device
+from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
+
+from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.cuda_verify_passes import decoder_engine_kind
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.errors import EngineError
+from edgellm.kernels.arrays import DeviceArray
+
+pytestmark = pytest.mark.gpu
+
+#: |difference| / |reference|, both as norms: what is rounded to the dtype is the normed input, context and activation
+#: of each layer, and the KV rows; the spacing of float16 is 2^-11 of a value, of bfloat16 2^-8.
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+#: widths that do not fill a warp's slice, a block's units, a head of each number of pairs, each group
+ODD = {
+    **FAMILIES,
+    "narrow": replace(LLAMA, hidden_size=40, intermediate_size=24, num_heads=1, num_kv_heads=1, vocab_size=5),
+    "wide_heads": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
+    "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=64, num_heads=6, num_kv_heads=2),
+    "heads_of_80": replace(LLAMA, head_dim=80, rotary_dim=80, num_heads=7, num_kv_heads=1, qk_norm=True),
+    "many_heads_a_group": replace(LLAMA, num_heads=16, num_kv_heads=1),
+    "more_units_than_blocks": replace(LLAMA, hidden_size=1544, intermediate_size=4104, vocab_size=40_001, num_layers=1),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """A CUDA context with a stream, and the decode kernel loaded into it."""
+    from edgellm.kernels.decode_kernels import CudaDecodeKernels
+
+    with cuda_device() as device:
+        device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
+        yield device
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 rounded to nearest even, as the bits that the device holds."""
+    if dtype == "float16":
+        return values.astype(np.float16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        return values.astype(np.float32)
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """The model as its dtype holds it, in float32."""
+    return {
+        name: from_bits(to_bits(array, dtype), dtype) if array.dtype == np.float32 else array
+        for name, array in arrays.items()
+    }
+
+
+class Loaded:
+    """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits.
+
+    `kind`: of engine, where not the fastest.
+    """
+
+    def __init__(
+        self,
+        gpu,
+        config: DecoderConfig,
+        arrays: dict[str, np.ndarray],
+        dtype: str,
+        rows: int,
+        last: int | None = None,
+        kind: type[CudaKernelEngine] | None = None,
+    ) -> None:
+        batch, tokens, _ = arrays["inputs_embeds"].shape
+        phase, selected = "decode" if tokens == 1 else "verify", tokens
+        if last is not None:
+            phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
+        self.gpu, self.dtype = gpu, dtype
+        shape = EngineShape(phase, batch, tokens, rows, rows, selected)
+        kernels = gpu.decode_kernels
+        kind = kind or decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
+        self.engine = kind(kernels, config, shape, dtype)
+        self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
+        gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
+        self.engine.attach(gpu, self.scratch)
+        self.arrays: dict[str, DeviceArray] = {}
+        for name, array in arrays.items():
+            held = dtype if array.dtype == np.float32 else array.dtype.name
+            self.arrays[name] = gpu.empty(array.shape, held)
+            gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
+        for name in [name for name in arrays if "_cache_" in name]:
+            self.arrays[f"present_{name}"] = self.arrays[name]
+        self.arrays["logits"] = gpu.empty((batch, selected, config.vocab_size), "float32")
+        self.clear_logits()
+        if config.feature_layers:
+            width = len(config.feature_layers) * config.hidden_size
+            self.arrays["hidden_states"] = gpu.empty((batch, tokens, width), dtype)
+        self.engine.bind(self.arrays)
+
+    def clear_logits(self) -> None:
+        logits = self.arrays["logits"]
+        self.gpu.upload(logits, np.full(logits.shape, np.nan, np.float32))
+
+    def values(self, name: str) -> np.ndarray:
+        array = self.arrays[name]
+        values = self.gpu.download(array)
+        return values if array.dtype == "float32" else from_bits(values, self.dtype)
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """Not a number in what was found makes the result not a number, which is within no tolerance."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def assert_equals_twin(
+    gpu, config: DecoderConfig, starts: list[int], rows: int, dtype: str, parents: tuple[int | None, ...] = (None,)
+) -> None:
+    arrays = rounded(random_model(config, len(starts), rows, starts, parents), dtype)
+    tokens = len(parents)
+    loaded = Loaded(gpu, config, arrays, dtype, rows)
+    loaded.engine.enqueue()
+    before = {name: array.copy() for name, array in arrays.items()}
+    expected = twin_step(config, arrays)
+    for name in ("logits", "hidden_states") if config.feature_layers else ("logits",):
+        assert relative(loaded.values(name).reshape(expected[name].shape), expected[name]) < TOLERANCE[dtype], name
+    for name in [name for name in arrays if "_cache_" in name]:
+        found = loaded.values(name)
+        for b, start in enumerate(starts):
+            new = slice(start, start + tokens)
+            assert relative(found[b, :, new], arrays[name][b, :, new]) < TOLERANCE[dtype]
+            others = np.delete(found[b], new, axis=1)
+            np.testing.assert_array_equal(others, np.delete(before[name][b], new, axis=1))
+    for name in ("hidden", "qkv", "context", "activation"):
+        array = loaded.engine._scratch[name]
+        values = gpu.download(array)
+        found = values if array.dtype == "float32" else from_bits(values, dtype)
+        assert relative(found, expected[name]) < 2 * TOLERANCE[dtype], name
+    first = gpu.download(loaded.arrays["logits"])
+    loaded.clear_logits()
+    loaded.engine.enqueue()  # the same step again: the counters are as before
+    np.testing.assert_array_equal(gpu.download(loaded.arrays["logits"]), first)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ODD)
+def test_each_family_and_odd_widths(gpu, family: str, dtype: str) -> None:
+    assert_equals_twin(gpu, ODD[family], [77], 128, dtype)
+
+
+@pytest.mark.parametrize("starts", [[0], [1], [30], [31], [32], [33], [511], [999], [0, 999], [5, 31, 32, 700]])
+def test_lengths_around_tiles_and_splits(gpu, starts: list[int]) -> None:
+    assert_equals_twin(gpu, FAMILIES["qwen3"], starts, 1000, "float16")
+
+
+def test_a_long_context_gives_each_split_many_tiles(gpu) -> None:
+    assert_equals_twin(gpu, replace(LLAMA, num_layers=1), [9_000], 9_001, "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_every_batch(gpu, batch: int, dtype: str) -> None:
+    assert_equals_twin(gpu, FAMILIES["llama_untied_biases"], [17 * b + 3 for b in range(batch)], 160, dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "more_units_than_blocks"])
+def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
+    config, rows, starts = ODD[family], 512, [3, 500, 64, 31, 257, 0, 511, 100]
+    arrays = random_model(config, len(starts), rows, starts)
+    together = Loaded(gpu, config, arrays, "float16", rows)
+    together.engine.enqueue()
+    expected = gpu.download(together.arrays["logits"])
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    for b in range(len(starts)):
+        own = {
+            name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array
+            for name, array in arrays.items()
+        }
+        alone = Loaded(gpu, config, own, "float16", rows)
+        alone.engine.enqueue()
+        np.testing.assert_array_equal(gpu.download(alone.arrays["logits"])[0], expected[b])
+
+
+def test_a_captured_step_follows_the_length_on_the_device(gpu) -> None:
+    config, rows = FAMILIES["llama"], 256
+    arrays = rounded(random_model(config, 1, rows, [40]), "float16")
+    loaded = Loaded(gpu, config, arrays, "float16", rows)
+    loaded.engine.enqueue()
+    graph = gpu.capture(loaded.engine.enqueue, "decode")
+    assert graph != loaded.engine.enqueue, "the step was not captured"
+    twin_step(config, arrays)
+    for position in (41, 42, 200):
+        arrays["kvcache_start_index"][0] = position
+        gpu.upload(loaded.arrays["kvcache_start_index"], arrays["kvcache_start_index"])
+        graph()
+        expected = twin_step(config, arrays)
+        assert relative(loaded.values("logits")[:, 0], expected["logits"]) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parents", [CHAIN[:2], CHAIN, TREE], ids=["two", "chain", "tree"])
+@pytest.mark.parametrize("family", ODD)
+def test_verified_trees_of_each_family(gpu, family: str, parents: tuple[int | None, ...], dtype: str) -> None:
+    assert_equals_twin(gpu, ODD[family], [77], 128, dtype, parents)
+
+
+@pytest.mark.parametrize("starts", [[0], [1], [25], [31], [32], [505], [992], [0, 990], [5, 31], [60, 700]])
+def test_verified_tokens_around_tiles_and_splits(gpu, starts: list[int]) -> None:
+    parents = TREE if len(starts) == 1 else TREE[:4]
+    assert_equals_twin(gpu, FAMILIES["qwen3"], starts, 1000, "float16", parents)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "tree"])
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
+def test_features_are_what_enters_the_layers(gpu, layers: tuple[int, ...], parents, dtype: str) -> None:
+    """2, the number of layers, stands for the final norm's output."""
+    config = replace(FAMILIES["llama_untied_biases"], feature_layers=layers)
+    assert_equals_twin(gpu, config, [40], 64, dtype, parents)
+
+
+#: where new keys begin or end in a step of 16, a tile of 64 or a group of four tiles
+STARTS = [0, 1, 27, 31, 32, 253, 1020, 1023]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("parents", [CHAIN, TREE, CHAIN[:2]], ids=["chain", "tree", "two"])
+def test_a_verified_token_has_the_bits_of_the_decode_step_that_comes_to_it(gpu, parents, start: int) -> None:
+    """Logits, features and KV rows of each node, against decode steps one after the other over the node's path."""
+    config = replace(LLAMA, num_heads=16, num_kv_heads=8, feature_layers=(0, 1, 2))
+    rows, tokens = 1100, len(parents)
+    arrays = random_model(config, 1, rows, [start], parents)
+    verified = Loaded(gpu, config, arrays, "float16", rows)
+    verified.engine.enqueue()
+    for node, seen in enumerate(ancestors(parents)):
+        path = np.flatnonzero(seen)
+        inputs = {"inputs_embeds", "rope_rotary_cos_sin", "attention_mask"}
+        own = {name: array[:, :1].copy() if name in inputs else array for name, array in arrays.items()}
+        own["attention_mask"] = np.zeros((1, 1, 1, rows), bool)
+        stepwise = Loaded(gpu, config, own, "float16", rows)
+        for depth, ancestor in enumerate(path):
+            for name in ("inputs_embeds", "rope_rotary_cos_sin"):
+                gpu.upload(stepwise.arrays[name], to_bits(arrays[name][:, ancestor : ancestor + 1], "float16"))
+            gpu.upload(stepwise.arrays["kvcache_start_index"], np.array([start + depth], np.int32))
+            stepwise.engine.enqueue()
+        for name in ("logits", "hidden_states"):
+            found, expected = (gpu.download(engine.arrays[name]) for engine in (verified, stepwise))
+            np.testing.assert_array_equal(found[0, node], expected[0, 0], err_msg=f"{name} of node {node}")
+        for index in range(config.num_layers):
+            for name in (f"k_cache_{index}", f"v_cache_{index}"):
+                found, expected = (gpu.download(engine.arrays[name]) for engine in (verified, stepwise))
+                np.testing.assert_array_equal(found[0, :, start + node], expected[0, :, start + len(path) - 1])
+    assert tokens == node + 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("last", [0, 3, 7])
+@pytest.mark.parametrize("family", ["llama", "llama_untied_biases", "qwen3", "heads_of_80"])
+def test_a_short_prefill_equals_verified_tokens(gpu, family: str, last: int, dtype: str) -> None:
+    """Logits of the last token of the prompt, which padding may follow, and KV rows and features of all."""
+    config, rows, start = replace(ODD[family], num_layers=2, feature_layers=(0,)), 300, 250
+    arrays = random_model(config, 1, rows, [start], CHAIN)
+    verified = Loaded(gpu, config, arrays, dtype, rows)
+    prefilled = Loaded(gpu, config, arrays, dtype, rows, last)
+    for loaded in (verified, prefilled, prefilled):  # the second time the counters are as before
+        loaded.engine.enqueue()
+    assert relative(prefilled.values("logits"), verified.values("logits")[:, last : last + 1]) < TOLERANCE[dtype]
+    for name in [name for name in prefilled.arrays if "_cache_" in name or name == "hidden_states"]:
+        assert relative(prefilled.values(name), verified.values(name)) < TOLERANCE[dtype], name
+
+
+def test_a_verified_sequence_has_the_same_bits_in_every_batch(gpu) -> None:
+    config, rows, starts = FAMILIES["qwen3"], 300, [3, 255, 64, 31]
+    arrays = random_model(config, 4, rows, starts, (None, 0))
+    together = Loaded(gpu, config, arrays, "float16", rows)
+    together.engine.enqueue()
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    for b in range(4):
+        own = {
+            name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array
+            for name, array in arrays.items()
+        }
+        alone = Loaded(gpu, config, own, "float16", rows)
+        alone.engine.enqueue()
+        found, expected = (gpu.download(loaded.arrays["logits"]) for loaded in (alone, together))
+        np.testing.assert_array_equal(found[0], expected[b])
+
+
+def test_a_captured_verify_step_follows_tree_and_length_on_the_device(gpu) -> None:
+    config, rows = replace(FAMILIES["llama"], feature_layers=(1,)), 256
+    arrays = rounded(random_model(config, 1, rows, [40], CHAIN), "float16")
+    loaded = Loaded(gpu, config, arrays, "float16", rows)
+    loaded.engine.enqueue()
+    graph = gpu.capture(loaded.engine.enqueue, "verify")
+    assert graph != loaded.engine.enqueue, "the step was not captured"
+    twin_step(config, arrays)
+    for start, parents in ((41, TREE), (48, CHAIN), (200, TREE)):
+        changed = random_model(config, 1, rows, [start], parents)
+        for name in ("kvcache_start_index", "attention_mask"):
+            arrays[name] = changed[name]
+            gpu.upload(loaded.arrays[name], changed[name])
+        graph()
+        expected = twin_step(config, arrays)
+        for name in ("logits", "hidden_states"):
+            found = loaded.values(name).reshape(expected[name].shape)
+            assert relative(found, expected[name]) < TOLERANCE["float16"]
+
+
+def test_what_is_bound_is_checked(gpu) -> None:
+    config = FAMILIES["llama"]
+    arrays = random_model(config, 1, 64, [5])
+    loaded = Loaded(gpu, config, arrays, "float16", 64)
+    with pytest.raises(EngineError, match="has no tensor 'nonsense'"):
+        loaded.engine.bind({"nonsense": loaded.arrays["logits"]})
+    with pytest.raises(EngineError, match=r"logits is float16 \(1, 1, 64\), the engine expects float32 \(1, 1, 97\)"):
+        loaded.engine.bind({"logits": loaded.arrays["inputs_embeds"]})
+    with pytest.raises(EngineError, match="present_k_cache_0 must be bound to the memory of its cache"):
+        loaded.engine.bind({"present_k_cache_0": loaded.arrays["v_cache_0"]})
+        loaded.engine.enqueue()
+    with pytest.raises(EngineError, match=r"needs \d+ bytes of scratch, got 1"):
+        loaded.engine.attach(gpu, gpu.empty((1,), "uint8"))

@@ -1,0 +1,115 @@
+"""`LLM` with images: sessions, streams, several threads' requests; and templates that want lists of parts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from synthetic_images import synthetic_image
+from tiny_multimodal import IMAGE_TOKEN
+
+from edgellm.asynchronous import AsyncLLM
+from edgellm.errors import ImageError, RequestError
+from edgellm.llm import LLM
+from edgellm.requests import Request
+from edgellm.sampling_params import SamplingParams
+from edgellm.text.template import ChatTemplate
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PIXELS, OTHER = synthetic_image(24, 20), synthetic_image(15, 37)[:, ::-1]
+#: As templates of LLaVA models are published: text is written for lists of parts alone.
+PARTS_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>\n{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}\n"
+    "{% endfor %}assistant:"
+)
+
+
+@pytest.fixture(scope="module")
+def llm(seeing_engines: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(seeing_engines("qwen3_vl"), backend="numpy") as opened:
+        yield opened
+
+
+def parts(image: object, text: str) -> list[dict]:
+    """The content of a message."""
+    return [{"type": "image", "image": image}, {"type": "text", "text": text}]
+
+
+def test_a_session_remembers_images(llm: LLM) -> None:
+    assert llm.has_vision_model
+    session = llm.create_session("Look.", PARAMS)
+    first = session.send(parts(PIXELS, "What is it?")).text
+    second = "".join(chunk.text for chunk in session.stream("And now?"))
+    messages = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": parts(PIXELS, "What is it?")},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert second == llm.chat(messages, PARAMS).text
+    messages[1]["content"] = parts(OTHER, "What is it?")
+    assert second != llm.chat(messages, PARAMS).text
+
+
+def test_requests_with_images_share_batches(llm: LLM) -> None:
+    asked = [
+        Request(messages=[{"role": "user", "content": parts(PIXELS, "What is it?")}], params=PARAMS),
+        Request("no image", params=PARAMS),
+        Request("<|image_pad|>", params=PARAMS, images=[PIXELS, OTHER]),
+        Request("<|image_pad|> and <|image_pad|>", params=PARAMS, images=[PIXELS, OTHER]),
+    ]
+    first, second, refused, third = llm.handle(asked)
+    assert isinstance(refused, ImageError)
+    assert first.text == llm.chat(asked[0].messages, PARAMS).text
+    assert second.text == llm.generate("no image", PARAMS).text
+    assert third.text == llm.generate(asked[3].prompt, PARAMS, images=[PIXELS, OTHER]).text
+    assert llm.metrics()["multimodal"]["images"] >= 6
+
+
+def test_images_are_read_beside_the_event_loop(llm: LLM, seeing_engines: Callable[[str], Path]) -> None:
+    messages = [{"role": "user", "content": parts(PIXELS, "What is it?")}]
+    threads: list[str] = []
+
+    async def ask() -> tuple[str, str]:
+        async with AsyncLLM(seeing_engines("qwen3_vl"), backend="numpy") as asked:
+            prepare = asked.served.submit
+            asked.served.submit = lambda request: (threads.append(threading.current_thread().name), prepare(request))[1]
+            shown = await asked.chat(messages, PARAMS)
+            with_image = await asked.generate("<|image_pad|>", PARAMS, images=[PIXELS])
+            with pytest.raises(RequestError):
+                await asked.chat("Hello")
+            return shown.text, with_image.text
+
+    shown, with_image = asyncio.run(ask())
+    assert shown == llm.chat(messages, PARAMS).text
+    assert with_image == llm.generate("<|image_pad|>", PARAMS, images=[PIXELS]).text
+    assert [name == "MainThread" for name in threads] == [False, False, True]
+
+
+def test_templates_that_want_parts_get_them(llm: LLM) -> None:
+    published = llm.tokenizer.chat_template
+    llm.tokenizer.chat_template = ChatTemplate({"default": PARTS_TEMPLATE}, "a test")
+    try:
+        assert llm.tokenizer.chat_template.wants_parts and not published.wants_parts
+        messages = [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": parts(PIXELS, "What is it?")},
+        ]
+        text = llm.tokenizer.render_chat(messages)
+        assert text == "system: Be kind.user: <|image_pad|>\nWhat is it?assistant:"
+        assert llm.tokenizer.encode_chat(messages).count(IMAGE_TOKEN) == 1
+        assert llm.chat(messages, PARAMS).usage.prompt_tokens > len(llm.tokenizer.encode_chat(messages))
+    finally:
+        llm.tokenizer.chat_template = published
+
+
+def test_a_prompt_that_is_too_long_with_its_images_is_refused(llm: LLM) -> None:
+    messages = [{"role": "user", "content": [*parts(PIXELS, "x" * 120), *parts(OTHER, "y" * 40)]}]
+    assert len(llm.tokenizer.encode_chat(messages)) < llm.context_length
+    with pytest.raises(RequestError, match=r"the prompt has \d+ tokens and the context 192"):
+        llm.chat(messages, PARAMS)
