@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from edgellm.errors import AdapterError, EdgeLLMError, ImageError, QueueFullError, RequestError, SnapshotError
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.requests import Request
-    from edgellm.responses import Chunk, Response
+    from edgellm.requests import Chunk, Request, Response
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
     from edgellm.sessions import Session
@@ -46,8 +45,8 @@ __all__ = [
 
 _MODULES = {
     "LLM": "edgellm.llm",
-    "Chunk": "edgellm.responses",
-    "Response": "edgellm.responses",
+    "Chunk": "edgellm.requests",
+    "Response": "edgellm.requests",
     "SamplingParams": "edgellm.sampling_params",
     "DraftingConfig": "edgellm.drafting",
     "AsyncLLM": "edgellm.asynchronous",

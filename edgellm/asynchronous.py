@@ -9,12 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from edgellm.serving.thread import QUEUE_LIMIT
 from edgellm.generation import Generation
 from edgellm.llm import LLM, start_runtime
-from edgellm.requests import Messages, Request
-from edgellm.responses import Chunk, Response
+from edgellm.requests import Chunk, Messages, Request, Response
 from edgellm.sampling_params import SamplingParams
+from edgellm.serving.thread import QUEUE_LIMIT
 from edgellm.sessions import Content, Session
 
 if TYPE_CHECKING:

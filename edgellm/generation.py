@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError
-from edgellm.responses import Chunk, Response
+from edgellm.requests import Chunk, Response
 
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
 UNREAD_CHUNKS = 64
@@ -201,3 +202,50 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
         first.from_draft + second.from_draft,
         first.logprobs + second.logprobs,
     )
+
+
+OnChunk = Callable[[Chunk], object]
+
+
+class ChunkCallbacks:
+    """Hands what has come of each answer to its callback, whenever it is called.
+
+    What a callback raises ends its request, which fails with that, and leaves the others alone.
+    """
+
+    def __init__(self, told: Iterable[tuple[Answering, OnChunk]]) -> None:
+        self._told = dict(told)
+
+    def __call__(self) -> None:
+        for answering, on_chunk in list(self._told.items()):
+            try:
+                while (chunk := answering.take()) is not None:
+                    on_chunk(chunk)
+            except Exception as error:
+                del self._told[answering]
+                answering.sequence.failure = error  # the next round takes it out
+                if answering.ended:
+                    answering.end(None, error)
+
+
+def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
+    """The callbacks of `count` requests, None where one has none; `count` None: of one that is not in a list.
+
+    Raises RequestError for what is not a callable or None for each.
+    """
+    if count is None:
+        return [_checked(on_chunk, "on_chunk")]
+    if on_chunk is None:
+        return [None] * count
+    expected = f"expected a list with a callable or None for each of the {count} requests"
+    if not isinstance(on_chunk, Sequence) or isinstance(on_chunk, (str, bytes)):
+        raise RequestError(f"on_chunk is a {type(on_chunk).__name__}: {expected}")
+    if len(on_chunk) != count:
+        raise RequestError(f"on_chunk has {len(on_chunk)} entries: {expected}")
+    return [_checked(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
+
+
+def _checked(callback: Any, name: str) -> OnChunk | None:
+    if callback is not None and not callable(callback):
+        raise RequestError(f"{name} is a {type(callback).__name__}: expected a callable that takes a Chunk, or None")
+    return callback

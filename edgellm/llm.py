@@ -10,14 +10,13 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.serving.metrics import Metrics
-from edgellm.requests import Messages, Request
-from edgellm.responses import Response
+from edgellm.requests import Messages, Request, Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.serving.metrics import Metrics
+from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Session
 from edgellm.snapshots.store import MEMORY_BUDGET
 

@@ -7,43 +7,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from edgellm.drafting.adaptive import adaptive_drafting
-from edgellm.chunk_callbacks import ChunkCallbacks, OnChunk, callbacks_of_each
 from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.preparation import Preparation
+from edgellm.decoding.runner import Runner, open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents
+from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.base import open_backend
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error
-from edgellm.eyes_opening import open_eyes, vision_directory
-from edgellm.generation import Answering
+from edgellm.generation import Answering, ChunkCallbacks, OnChunk, callbacks_of_each
 from edgellm.kernels.user_paths import user_path
-from edgellm.decoding.slots import KVContents
-from edgellm.serving.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
-from edgellm.decoding.preparation import Preparation
-from edgellm.requests import Request
+from edgellm.requests import Request, Response
+from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import RequestQueue
-from edgellm.responses import Response
-from edgellm.decoding.runner import Runner
-from edgellm.runner_opening import open_runner, read_adapters
-from edgellm.runtime_options import check_drafting, check_options
 from edgellm.serving.server import RequestServer
+from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.vision.encoder import open_eyes, vision_directory
 
 if TYPE_CHECKING:
-    from edgellm.vision.encoder import Eyes
-    from edgellm.late_eyes import LateEyes
+    from edgellm.vision.encoder import Eyes, LateEyes
 
 
 class SpecDecodeRuntime:
@@ -355,3 +350,21 @@ class SpecDecodeRuntime:
             return Answering(self.prepare(request), request.deadline)
         except EdgeLLMError as error:
             return error
+
+
+def check_options(adapters: Any, drafting: Any, snapshots: Any, snapshot_budget: Any) -> None:
+    """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
+    if not isinstance(adapters, (Mapping, type(None))):
+        raise RequestError(f"adapters is {adapters!r}: expected directories by name, as in {{'json': 'adapter-dir'}}")
+    if drafting != "auto":
+        check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
+    if isinstance(snapshots, (str, Path)):
+        raise RequestError(f"snapshots is {str(snapshots)!r}: expected a list of files")
+    if not isinstance(snapshot_budget, int) or isinstance(snapshot_budget, bool) or snapshot_budget < 0:
+        raise RequestError(f"snapshot_budget is {snapshot_budget!r}: expected a whole number of bytes, 0 or more")
+
+
+def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
+    """Raise RequestError for what is neither a DraftingConfig nor None."""
+    if not isinstance(drafting, (DraftingConfig, type(None))):
+        raise RequestError(f"drafting is {drafting!r}: expected {expected}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Answering, Generation
-from edgellm.responses import Response
+from edgellm.requests import Response
 from edgellm.sampling_params import SamplingParams
 
 #: Of a message: text, or a list of parts.

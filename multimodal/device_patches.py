@@ -16,9 +16,8 @@ from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.tensors import convert
 from edgellm.kernels.arrays import Array, leading
 from edgellm.multimodal.errors import ImageError
-from edgellm.multimodal.image_layout import ImageLayout, Size
+from edgellm.multimodal.image_layout import FILTERS, ImageLayout, Size, resampling_axes, resampling_weights
 from edgellm.multimodal.image_processor import PreparedImage
-from edgellm.multimodal.resampling import FILTERS, resampling_axes, resampling_weights
 
 #: Larger images are resized on the host: cameras deliver less, and buffers stay small.
 MAXIMUM_PIXELS = 4 << 20

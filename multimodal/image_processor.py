@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,10 @@ import numpy as np
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.fields import is_integer
+from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
-from edgellm.engines.families.vision_config import VisionConfig
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200
@@ -257,3 +258,21 @@ def _crop(config: ProcessorConfig) -> Size:
         side = config.count("crop_size")
         return side, side
     return config.pair("crop_size", "height", "width") or config.refuse("crop_size", "height and width")
+
+
+def expand_image_tokens(prompt_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]) -> list[int]:
+    """The ids of a prompt with each image token in it repeated for the tokens of its image, in order.
+
+    Raises ImageError where there are more images than image tokens, or the reverse.
+    """
+    markers = sum(token_id == image_token_id for token_id in prompt_ids)
+    if markers != len(images):
+        raise ImageError(
+            f"the prompt has {markers} image markers (token {image_token_id}), but there are {len(images)} images: "
+            "show one image for each marker"
+        )
+    expanded: list[int] = []
+    following = iter(images)
+    for token_id in prompt_ids:
+        expanded += [token_id] * (next(following).tokens if token_id == image_token_id else 1)
+    return expanded

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.vision import VisionConfig
-from edgellm.multimodal.vision_edge import vision_inputs
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.vision import VisionConfig, vision_inputs
 
 Grid = tuple[int, int, int]
 

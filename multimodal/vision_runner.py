@@ -16,20 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, uploaded
-from edgellm.engines.model.config import EngineShape, vision_shape
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError
+from edgellm.engines.families.vision_config import position_table
+from edgellm.engines.families.vision_encoders import vision_weights
+from edgellm.engines.model.config import EngineShape, vision_shape
+from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.runners.loaded_engines import LoadedEngines
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import MAXIMUM_PIXELS, DevicePatches
 from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
 from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_processor import PreparedImage
-from edgellm.multimodal.vision_checkpoint import position_table
-from edgellm.multimodal.vision_edge import embedding_rows, vision_inputs, vision_outputs
-from edgellm.multimodal.vision_encoder import vision_weights
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 
 __all__ = ["ImageEmbeddings", "VisionEngineRunner", "VisionMetrics"]

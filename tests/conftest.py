@@ -17,16 +17,16 @@ from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import edgellm.multimodal.vision_checkpoint  # noqa: F401 - engines/ learns from it what vision encoders are
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
-from edgellm.engines.families import decoder_config
+import edgellm.engines.families.vision_config  # noqa: F401 - engines/ learns from it what vision encoders are
 from edgellm.engines.backends.gpu import find_gpu
-from edgellm.engines.lora.weights import adapted_projections
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
-from edgellm.multimodal.vision_encoder import host_weights, vision_weights
+from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.lora.weights import adapted_projections
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.kernels.cache_directory import user_cache_directory
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgellm.benchmark.inputs import BenchConfiguration
-from edgellm.bench_prompts import BenchPrompt
+from edgellm.benchmark.inputs import BenchConfiguration, BenchPrompt
 
 if TYPE_CHECKING:
-    from edgellm.drafting.controller import DraftingReport
     from edgellm.drafting.acceptance import DraftingStatistics
+    from edgellm.drafting.controller import DraftingReport
     from edgellm.llm import LLM
     from edgellm.sampling_params import SamplingParams
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.commands.console import write_error
-from edgellm.commands.logs import LogFormat, LogLevel, show_logs
+from edgellm.commands.console import LogFormat, LogLevel, show_logs, write_error
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
-from edgellm.commands.bench_plot import speed_plot
-from edgellm.benchmark.report import report_lines
 from edgellm.commands.console import prepare_output, write_note
-from edgellm.commands.draft_options import DraftingOptions
 from edgellm.commands.opening import (
     backend_name,
     described_directory,
@@ -26,14 +24,14 @@ from edgellm.commands.opening import (
     sampling_params,
     system_prompt,
 )
-from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgellm.bench_prompts import BenchPrompt
+    from edgellm.benchmark.inputs import BenchPrompt
     from edgellm.commands.settings import Settings
 
 MAX_TOKENS = 64
@@ -79,7 +77,7 @@ def bench(
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     for option, path in (("--output", output), ("--plot", plot)):
         _require_writable(path, option)
-    from edgellm.bench_prompts import default_prompts, load_prompts
+    from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     results = measure(settings, default_prompts() if prompts is None else load_prompts(prompts), configurations, repeat)
     for line in report_lines(results):

@@ -13,14 +13,19 @@ from typing import Annotated, TextIO
 import typer
 
 from edgellm.commands.console import ended_by_signals
-from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
-from edgellm.commands.words import lora_limits_in_words, named_directories
-from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
+from edgellm.commands.words import (
+    draft_in_words,
+    draft_limits_in_words,
+    lora_limits_in_words,
+    named_directories,
+    vision_in_words,
+    vision_limits_in_words,
+)
+from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.report import BuildReport
-from edgellm.engines.building.builder import build_engine_directory, refresh_plans
-from edgellm.multimodal import vision_checkpoint  # noqa: F401 - it tells the engines of vision encoders
+from edgellm.engines.families import vision_config as vision_checkpoint  # noqa: F401 - it tells the engines of vision encoders
 
 MEBIBYTE = 1 << 20
 

@@ -14,11 +14,18 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.build import MEBIBYTE, ProgressDisplay
-from edgellm.commands.cache_prompts import CachePrompt, adapter_directories, read_cache_prompts
+from edgellm.commands.cache_prompts import (
+    CachePrompt,
+    SnapshotOnDisk,
+    adapter_directories,
+    chosen_folder,
+    find_snapshot,
+    read_cache_prompts,
+    snapshot_files,
+)
 from edgellm.commands.console import ended_by_signals
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.draft_options import DraftingOptions
-from edgellm.commands.snapshot_names import SnapshotOnDisk, chosen_folder, find_snapshot, snapshot_files
+from edgellm.commands.options import DraftingOptions
 from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
 
 if TYPE_CHECKING:

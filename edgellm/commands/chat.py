@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +16,8 @@ from edgellm.commands.chat_file import Conversation
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
+    LogFormat,
+    LogLevel,
     ended_by_signals,
     prepare_output,
     statistics_line,
@@ -20,17 +25,16 @@ from edgellm.commands.console import (
     write_error,
     write_note,
 )
-from edgellm.commands.draft_options import DraftingOptions
-from edgellm.commands.logs import LogFormat, LogLevel
-from edgellm.commands.words import adapters_in_words
-from edgellm.commands.observing import ObservingOptions, observing
 from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
-from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import dropped_files, shown_content
+from edgellm.commands.words import adapters_in_words
 from edgellm.errors import EdgeLLMError
+from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
+    from edgellm.observing.observer import Observer
 
 
 @with_option_groups
@@ -195,3 +199,52 @@ def _greeting(llm: LLM, adapter: str | None) -> str:
         f"{sight}{adapters and ', '}{adapters}. "
         "/help lists the commands, Ctrl-D leaves."
     )
+
+
+@dataclass(frozen=True)
+class ObservingOptions:
+    """What to take note of; by default nothing, which costs nothing."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write what the draft, verification, acceptance and the host took of each round, in Chrome's trace "
+            "format (open it at ui.perfetto.dev). Rounds then run stage by stage, a little slower.",
+        ),
+    ] = None
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Mark the same parts as NVTX ranges, for NVIDIA's profilers.")
+    ] = False
+
+
+@contextmanager
+def observing(options: ObservingOptions) -> Iterator[Observer | None]:
+    """What is to observe the model, None for nothing; the model must be closed when this ends.
+
+    Raises RequestError where the trace cannot be written, MissingDependencyError where there is no NVTX.
+    """
+    if options.trace is None and not options.nvtx:
+        yield None
+        return
+    from edgellm.observing.observer import Observers
+
+    observers: list[Observer] = []
+    trace = None
+    if options.trace is not None:
+        from edgellm.tracing import Trace
+
+        trace, path = Trace(), user_path(options.trace)
+        trace.save(path)  # what cannot be written is said now
+        observers.append(trace)
+    if options.nvtx:
+        from edgellm.observing.nvtx import NvtxRanges
+
+        observers.append(NvtxRanges())
+    try:
+        yield Observers(*observers)
+    finally:
+        if trace is not None:
+            trace.save(path)
+            write_note(f"The trace of {len(trace.spans)} spans is in {path}: open it at ui.perfetto.dev.")

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
 from edgellm.commands.console import statistics_line
-from edgellm.commands.words import adapters_in_words
 from edgellm.commands.opening import model_name
 from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
+from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.commands.words import adapters_in_words
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
-    from edgellm.responses import Response
+    from edgellm.requests import Response
 
 HELP = '''\
 /help, /?            this list

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.commands.pictures import read_picture
+from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
-from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
-from edgellm.text.message_parts import is_image
-from edgellm.text.messages import checked_messages
+from edgellm.text.messages import checked_messages, is_image
 
 FORMAT = "edgellm conversation 1"
 KEYS = ("format", "model", "adapter", "system", "messages", "settings")

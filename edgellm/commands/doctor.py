@@ -12,14 +12,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from edgellm.commands.draft_words import draft_in_words
+from edgellm.commands.words import draft_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.presets import default_drafting
-from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.backends.gpu import find_gpu
-from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.tensorrt_library import find_tensorrt, load_tensorrt
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.llm import LLM, SHIPPED_MODEL

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import CancelOnInterrupt, prepare_output, write_answer, write_note
-from edgellm.commands.draft_options import DraftingOptions
-from edgellm.commands.logs import LogFormat, LogLevel
+from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
 from edgellm.commands.opening import open_model, sampling_params, system_prompt
-from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import read_picture, require_sight, shown_content
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.logprobs import TokenLogprobs
-    from edgellm.responses import Response
+    from edgellm.requests import Response, TokenLogprobs
 
 INTERRUPTED = 130
 

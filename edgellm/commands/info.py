@@ -11,18 +11,30 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.commands.draft_words import draft_in_words, draft_limits_in_words
-from edgellm.commands.words import lora_limits_in_words
-from edgellm.commands.vision_words import vision_in_words, vision_limits_in_words
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.commands.words import (
+    draft_in_words,
+    draft_limits_in_words,
+    lora_limits_in_words,
+    vision_in_words,
+    vision_limits_in_words,
+)
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
-from edgellm.engines.directories.plan_files import (Platform, cached_plans_path, directory_network, find_plan, platforms_with_plans, present_platform, refresh_command)
+from edgellm.engines.directories.plan_files import (
+    Platform,
+    cached_plans_path,
+    directory_network,
+    find_plan,
+    platforms_with_plans,
+    present_platform,
+    refresh_command,
+)
 from edgellm.engines.directories.strict_json import plain_values
+from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.multimodal.vision_encoder import host_weights, vision_weights
 from edgellm.multimodal.vision_runner import vision_memory
 
 

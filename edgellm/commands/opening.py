@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.console import write_note
+from edgellm.commands.settings import Settings, did_you_mean
 from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.commands.settings import Settings, did_you_mean
 
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
@@ -64,7 +64,7 @@ def chosen_adapters(
 
 def _snapshot_path(name: str) -> Path:
     """The file that `--system-cache` means; raises RequestError, or SnapshotError for one that cannot be used."""
-    from edgellm.commands.snapshot_names import chosen_folder, find_snapshot
+    from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
 
     found = find_snapshot(name, chosen_folder(None))
     if found.error is not None:

@@ -42,3 +42,39 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
 def lora_limits_in_words(limits: Mapping[str, Any]) -> str:
     """What engines take of adapters; `limits` as JSON values."""
     return f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
+
+
+def vision_in_words(config: Mapping[str, Any]) -> str:
+    """A vision encoder's family and dimensions, from the values of its `VisionConfig`."""
+    words = f"{config['family']}, {config['num_layers']} layers of {config['hidden_size']}"
+    if config["image_size"] is not None:
+        return f"{words}, images of {config['image_size']} x {config['image_size']} pixels"
+    return f"{words}, patches of {config['patch_size']} x {config['patch_size']} pixels"
+
+
+def vision_limits_in_words(max_patches: int, rows: Sequence[int]) -> str:
+    """Which images the engines take, and their rows."""
+    return f"images of up to {max_patches:,} patches (engines of {', '.join(f'{count:,}' for count in rows)} rows)"
+
+
+def draft_in_words(config: dict[str, Any]) -> str:
+    """Kind, dimensions and features of a `DraftConfig` as a dictionary."""
+    layer, kind = config["decoder"], f"EAGLE-{config['generation']}"
+    if config["generation"] == "1":  # one kind of head: they differ in the tree
+        kind, features = "EAGLE-1/2", "the last hidden state"
+    else:
+        features = f"the hidden states entering layers {', '.join(map(str, config['feature_layers']))}"
+    shared = [name for name in ("embedding", "head") if not config[f"has_{name}"]]
+    return (
+        f"{kind}, {layer['num_heads']} query and {layer['num_kv_heads']} key-value heads of {layer['head_dim']}, "
+        f"FFN {layer['intermediate_size']}, {config['draft_vocab_size']:,} tokens, takes {features}"
+        + (f", shares the base's {' and '.join(shared)}" if shared else "")
+    )
+
+
+def draft_limits_in_words(limits: dict[str, Any]) -> str:
+    """The largest tree of an `EngineLimits` as a dictionary."""
+    return (
+        f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
+        f"{limits['verify_tree_size']} nodes verified"
+    )

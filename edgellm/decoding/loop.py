@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgellm.decoding.sequence import DecodingSequence
-from edgellm.drafting.config import PlanChooser
-from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
-from edgellm.decoding.slots import KVContents, SnapshotSource
-from edgellm.logprobs import TokenLogprobs, token_logprobs
 from edgellm.decoding.runner import Runner
-from edgellm.slot_choice import choose_slot
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
+from edgellm.drafting.config import PlanChooser
+from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.requests import TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.drafting.acceptance import DraftingTally
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import RequestError
 from edgellm.requests import Request, require_request
-from edgellm.decoding.runner import Runner
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
-from edgellm.text.message_parts import ImageReference, images_of_messages, images_of_prompt
+from edgellm.text.messages import ImageReference, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgellm.vision.encoder import Eyes
-    from edgellm.late_eyes import LateEyes
     from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.vision.encoder import Eyes, LateEyes
 
 
 class Preparation:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.logprobs import TokenLogprobs
-from edgellm.responses import Response, Timings, Usage
+from edgellm.requests import Response, Timings, TokenLogprobs, Usage
 from edgellm.text.stop import Answer
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edgellm.drafting.controller import DraftingController, candidate_plans
-from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.drafting.costs import PLAIN, RoundCosts, forget_round_costs, round_costs
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan
 
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
-    from edgellm.engines.speculation.eagle_runner import EagleRunner
     from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 logger = logging.getLogger("edgellm.drafting")
 

@@ -12,8 +12,15 @@ from typing import Any, Protocol
 import yaml
 
 from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.draft_choices import checked_choices, choices_plan
-from edgellm.engines.speculation.draft_plan import ACCEPTANCES, KINDS, DraftPlan, chain, tree
+from edgellm.engines.speculation.draft_plan import (
+    ACCEPTANCES,
+    KINDS,
+    DraftPlan,
+    chain,
+    checked_choices,
+    choices_plan,
+    tree,
+)
 from edgellm.errors import EdgeLLMError, RequestError
 
 #: Trees of choices that come with the package, as `configs/NAME.yaml`; the first is the default.

@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
+from edgellm.commands.settings import did_you_mean
 from edgellm.drafting.config import NAMED_CHOICES, DraftingConfig, load_choices
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.backends.gpu import current_compute_capability
+from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
-from edgellm.commands.settings import did_you_mean
 
 PRESETS = "drafting.yaml"
 #: What a preset sets, and engines limit.

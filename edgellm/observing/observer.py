@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from edgellm.decoding.runner import Runner, StepTokens
+from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.decoding.slots import KVContents, SnapshotSource
-from edgellm.decoding.runner import Runner, StepTokens
 
 #: Names of spans on the host: enqueueing work, waiting for the device, and everything that is done with tokens before
 #: the next of these, the consumer's time included.

@@ -11,9 +11,9 @@ from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError
 from edgellm.generation import Answering
+from edgellm.requests import Chunk, Response
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import Call, RequestQueue
-from edgellm.responses import Chunk, Response
 
 logger = logging.getLogger("edgellm.serving")
 

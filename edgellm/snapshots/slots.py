@@ -12,21 +12,21 @@ from weakref import WeakSet
 
 import numpy as np
 
+from edgellm.decoding.runner import Runner
+from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import Transfer
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
-from edgellm.decoding.slots import KVContents
-from edgellm.decoding.runner import Runner
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
+from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
-from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
-from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.staging import file_identity, opened_unchanged
+from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.checkpoints.safetensors_file import DTYPES
+from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.strict_json import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
+from edgellm.snapshots.staging import DIGEST_BYTES, Section
 
 FORMAT_VERSION = 2
 METADATA_KEY = "edgellm_snapshot"

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
+import hashlib
 import os
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
+import numpy as np
+
+from edgellm.engines.directories.digests import usable_cores
 from edgellm.errors import SnapshotError
+from edgellm.kernels.atomic_write import sync_directory
 from edgellm.kernels.cache_directory import user_cache_directory
 
 SUFFIX = ".safetensors"
@@ -77,3 +89,114 @@ def touch(path: Path) -> tuple[int, ...] | None:
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return file_identity(path)
+
+
+_MARK = ".partial-"
+
+
+class StagedFile:
+    """A hidden sibling of `target` to write into: `file`, at `path`. `commit` gives it the target's name.
+
+    Leaving the context without a commit removes it. What a process that was killed left behind is removed on entry.
+    Raises OSError.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __enter__(self) -> StagedFile:
+        if self._target.exists() and not self._target.is_file():
+            raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
+        remove_abandoned(self._target.parent, self._target.name)
+        while True:
+            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(4)}")
+            self.file = self.path.open("xb", buffering=0)
+            fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
+            if self.path.exists():  # not taken for an abandoned one before it was locked
+                return self
+            self.file.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # after a commit this name is gone
+            self.path.unlink()
+        self.file.close()
+
+    def write(self, data: memoryview) -> None:
+        """Write all of `data`."""
+        while data:
+            data = data[self.file.write(data) :]
+
+    def sync(self) -> None:
+        """Put what was written on the disk, and have what is read of it come from there."""
+        os.fsync(self.file.fileno())
+        with suppress(OSError):
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def commit(self) -> None:
+        """Give the file its name, in place of one that has it; it must have been synced."""
+        self.path.replace(self._target)
+        sync_directory(self._target.parent)
+
+
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes left in a folder of the files they wrote (of `name` alone, or all)."""
+    pattern = "*" if name is None else glob.escape(name)
+    for path in folder.glob(f".{pattern}{_MARK}*"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another writes it
+            path.unlink()
+
+
+DIGEST_BYTES = 32
+_MOST_THREADS = 16
+
+
+class Section(NamedTuple):
+    """A part of a snapshot's image that is hashed by itself: `nbytes` from `offset` on, which are `groups` of the
+    tensor `name`, from the group `first` on (the empty name: what is before the tensors)."""
+
+    offset: int
+    nbytes: int
+    name: str = ""
+    first: int = 0
+    groups: int = 1
+
+
+class RunningDigest:
+    """Hashes the `sections` of `content` [n] uint8, which must not change meanwhile, in threads of its own; `finish`
+    waits for them."""
+
+    def __init__(self, content: np.ndarray, sections: Sequence[Section]) -> None:
+        self._pool = ThreadPoolExecutor(max(1, min(usable_cores(), _MOST_THREADS, len(sections))), "edgellm-digest")
+        self._digests = [
+            self._pool.submit(section_digest, content[section.offset : section.offset + section.nbytes])
+            for section in sections
+        ]
+
+    def finish(self) -> bytes:
+        """The digest, 32 bytes."""
+        try:
+            return combined_digest(digest.result() for digest in self._digests)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Leave out what has not begun; no thread touches the content afterwards."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
+    """The digest of `content` [n] uint8."""
+    return RunningDigest(content, sections).finish()
+
+
+def section_digest(content: np.ndarray | memoryview) -> bytes:
+    """The digest of one section's bytes."""
+    return hashlib.sha256(content).digest()
+
+
+def combined_digest(digests: Iterable[bytes]) -> bytes:
+    """The digest of a content whose sections have these."""
+    return hashlib.sha256(b"".join(digests)).digest()

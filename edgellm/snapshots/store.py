@@ -12,11 +12,18 @@ from pathlib import Path
 
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
+from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.prefix_index import PrefixIndex, key_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
-from edgellm.snapshots.file import read_snapshot, write_snapshot
-from edgellm.snapshots.staged_file import remove_abandoned
-from edgellm.snapshots.staging import SUFFIX, delete_file, file_identity, last_used, same_content, touch
+from edgellm.snapshots.staging import (
+    SUFFIX,
+    delete_file,
+    file_identity,
+    last_used,
+    remove_abandoned,
+    same_content,
+    touch,
+)
 
 logger = logging.getLogger("edgellm.snapshots")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.errors import EngineDirectoryError, TemplateError
-from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
+from edgellm.text.sandbox import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 
 
 class ChatTemplate:

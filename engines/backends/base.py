@@ -11,11 +11,11 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from edgellm.engines.backends.gpu import find_gpu
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.backends.gpu import find_gpu
+from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.kernels.acceptance_interface import AcceptanceKernels
 from edgellm.kernels.arrays import Array
@@ -185,3 +185,13 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 
     return cast(Backend, TensorRTBackend(directory))
+
+
+def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:
+    """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows."""
+    fits = len(shape) == values.ndim == 3 and (values.shape[0], values.shape[2]) == (shape[0], shape[2])
+    if not fits or not 0 <= rows <= min(values.shape[1], shape[1]) or values.dtype != dtype:
+        raise EngineError(
+            f"cannot copy {rows} rows between {values.dtype} {values.shape} on the host and {dtype} {tuple(shape)}: "
+            "expected [groups, rows, size] that differ in rows only"
+        )

@@ -14,9 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgellm.engines.backends.cuda_kernel_engine import (ArrayTable, CudaKernelEngine, edge_of_layers, rows, scratch_of_layers, too_much_memory, unsupported_layers)
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, head_weight_name
+from edgellm.engines.backends.cuda_kernel_engine import (
+    ArrayTable,
+    CudaKernelEngine,
+    edge_of_layers,
+    rows,
+    scratch_of_layers,
+    too_much_memory,
+    unsupported_layers,
+)
 from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, head_weight_name
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, shared_bytes
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backends.base import check_rows
 from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
-from edgellm.engines.row_copies import check_rows
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 
 logger = logging.getLogger("edgellm.cuda")

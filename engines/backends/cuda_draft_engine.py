@@ -8,7 +8,15 @@ alone.
 
 from __future__ import annotations
 
-from edgellm.engines.backends.cuda_kernel_engine import (ArrayTable, CudaKernelEngine, edge_of_layers, rows, scratch_of_layers, too_much_memory, unsupported_layers)
+from edgellm.engines.backends.cuda_kernel_engine import (
+    ArrayTable,
+    CudaKernelEngine,
+    edge_of_layers,
+    rows,
+    scratch_of_layers,
+    too_much_memory,
+    unsupported_layers,
+)
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights

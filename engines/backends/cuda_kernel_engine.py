@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode_attention import attention_partials
 from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from edgellm.engines.blas_threads import one_blas_thread
+from edgellm.engines.backends.base import check_rows
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.descriptions import ModelConfig, model_description, model_weights
 from edgellm.engines.model.draft_config import DraftConfig
-from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
-from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.row_copies import check_rows
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_acceptance import NumpyAcceptance
 from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
@@ -209,3 +211,47 @@ class NumpyBackend:
 
     def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
         return make(tuple(shape), np.float32 if dtype == "compute" else np.dtype(dtype))
+
+
+#: NumPy's own wheels rename OpenBLAS's functions; systems' packages do not.
+_NAMES = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads", "openblas_{}_num_threads64_")
+_PLAIN_NAME = "openblas_{}_num_threads"
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """One thread inside; without effect where NumPy uses another library."""
+    functions = _openblas()
+    if functions is None:
+        yield
+        return
+    get, set_threads = functions
+    before = get()
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+@lru_cache(maxsize=1)
+def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """The functions that get and set the number of threads, of the OpenBLAS that this process has loaded (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "openblas" in line and len(line.split()) > 5}
+    for path in sorted(paths):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        for name in (*_NAMES, _PLAIN_NAME):
+            if hasattr(library, name.format("get")) and hasattr(library, name.format("set")):
+                get, set_threads = (getattr(library, name.format(verb)) for verb in ("get", "set"))
+                set_threads.restype = None
+                return get, set_threads
+    return None

@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import Engine
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.backends.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.cuda_verify_passes import decoder_engine_kind
-from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import DeviceMemoryError
-from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
-from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.runtime_cache import RuntimeCache
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
+from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_library import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import iterate_weight_parts
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
+from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree

@@ -13,8 +13,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from edgellm.engines.errors import MissingDependencyError
 from edgellm.engines.backends.gpu import current_compute_capability
+from edgellm.engines.errors import MissingDependencyError
 
 #: Layers that the networks need and that TensorRT has since 10.15 (and TensorRT-RTX since 1.4).
 _NEEDED_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, load_tensorrt
+from edgellm.engines.errors import BuildError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.descriptions import ModelConfig, model_description
-from edgellm.engines.errors import BuildError
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, load_tensorrt
 
 #: Raise this when an emitted network changes though description, shapes and settings do not: plans are then rebuilt.
 NETWORK_VERSION = 2

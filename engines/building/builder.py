@@ -9,24 +9,54 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.engines.building.checks import (check_disk_space, check_image_rows, check_limits, check_places, check_settings, choose_limits, choose_platforms, plan_bytes_bound)
-from edgellm.engines.building.inputs import (BuildInputs, own_files, read_adapters, read_decoder_config, read_inputs, read_vision_config)
+from edgellm.engines.building.checks import (
+    check_disk_space,
+    check_image_rows,
+    check_limits,
+    check_places,
+    check_settings,
+    choose_limits,
+    choose_platforms,
+    plan_bytes_bound,
+)
+from edgellm.engines.building.inputs import (
+    BuildInputs,
+    WeightTransfer,
+    copy_hashed,
+    own_files,
+    read_adapters,
+    read_decoder_config,
+    read_inputs,
+    read_vision_config,
+)
+from edgellm.engines.building.plans import build_plans, peak_memory
 from edgellm.engines.building.report import BuildReport, BuiltPlan
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
-from edgellm.engines.directories.engine_directory import (EngineDirectory, adapter_names, described_file_names, description_bytes, write_description)
+from edgellm.engines.directories.engine_directory import (
+    EngineDirectory,
+    adapter_names,
+    described_file_names,
+    description_bytes,
+    write_description,
+)
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
-from edgellm.engines.errors import BuildError, CheckpointError
-from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.network_digest import network_digest
-from edgellm.engines.building.plans import build_plans
-from edgellm.engines.directories.plan_files import (PlanManifest, Platform, directory_network, find_plan, plan_path, store_plan, write_plan)
-from edgellm.engines.plan_worker import peak_memory
+from edgellm.engines.directories.plan_files import (
+    PlanManifest,
+    Platform,
+    directory_network,
+    find_plan,
+    network_digest,
+    plan_path,
+    store_plan,
+    write_plan,
+)
 from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_json import JSONObject
-from edgellm.engines.tensor_names import is_multimodal
+from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.lora.adapter import ADAPTER_FILES
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.engines.weight_copy import WeightTransfer, copy_hashed
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
 #: and "finish".

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import tokenizers
 
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
-from edgellm.engines.errors import BuildError, CheckpointError
-from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.directories.plan_files import Platform, present_platform
 from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.lora.adapter import LARGEST_RANK
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.vision import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import resource
 import subprocess
 import sys
 import tempfile
@@ -12,14 +14,17 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, BinaryIO
 
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.descriptions import ModelConfig
-from edgellm.engines.errors import BuildError
-from edgellm.engines.model.memory_plan import available_memory
-from edgellm.engines.plan_worker import read_answer, request_line
-from edgellm.engines.processor_cores import usable_cores
 from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.directories.digests import usable_cores
+from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.errors import BuildError, EdgeLLMError
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.descriptions import ModelConfig, describing_modules, import_describing_modules
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.memory_plan import available_memory
+from edgellm.engines.model.vision import VisionConfig
 
 _MOST_WORKERS = 4
 #: A worker took 370 MB for Llama-3.2-1B's shapes; more is left free, as a device that runs out of memory freezes.
@@ -98,7 +103,7 @@ class _Worker:
         """Start process and thread. Ctrl-C is for the parent alone, which then ends the process."""
         folders = [str(Path(entry).absolute()) for entry in sys.path if entry]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from edgellm.engines.plan_worker import main; main()"],
+            [sys.executable, "-c", "from edgellm.engines.building.plans import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -152,3 +157,72 @@ def _worker_count() -> int:
     if not name.startswith("python") or getattr(sys, "frozen", False):
         return 0
     return max(1, min(_MOST_WORKERS, usable_cores(), (available_memory() or 0) // _WORKER_BYTES))
+
+
+def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
+    """What the process reads for one plan."""
+    values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
+    return json.dumps(values | {"target": target, "modules": describing_modules()}).encode() + b"\n"
+
+
+def read_answer(stream: IO[bytes]) -> tuple[bytes, float, int]:
+    """The plan, the seconds that it took and the process's peak memory in bytes.
+
+    Raises BuildError with the reason that the process gives, and EOFError where it has ended.
+    """
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError
+    answer = json.loads(line)
+    if "error" in answer:
+        raise BuildError(answer["error"])
+    plan = stream.read(answer["size"])
+    if len(plan) != answer["size"]:
+        raise EOFError
+    return plan, answer["seconds"], answer["peak_bytes"]
+
+
+def peak_memory() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    for line in requests:
+        started = time.perf_counter()
+        try:
+            plan = _build(line)
+        except EdgeLLMError as error:
+            answers.write(json.dumps({"error": str(error)}).encode() + b"\n")
+        else:
+            seconds = time.perf_counter() - started
+            header = {"size": len(plan), "seconds": seconds, "peak_bytes": peak_memory()}
+            answers.write(json.dumps(header).encode() + b"\n")
+            answers.write(plan)
+        answers.flush()
+
+
+def _build(line: bytes) -> bytes:
+    request = JSONObject.parse(line, "the request", BuildError)
+    shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
+    config: ModelConfig
+    import_describing_modules(request.values["modules"])
+    if shape.model == "draft":
+        config = values.dataclass(DraftConfig, decoder=DecoderConfig)
+    elif shape.model == "vision":
+        config = values.dataclass(VisionConfig)
+    else:
+        config = values.dataclass(DecoderConfig)
+    return build_plan(config, shape, *(request.get(key, "str") for key in ("dtype", "attention", "target")))
+
+
+def main() -> None:
+    """Serve on standard input and output; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.building.plans import PlanBytes
 from edgellm.engines.directories.plan_files import Platform
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.vision import VisionConfig
 
 

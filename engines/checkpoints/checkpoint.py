@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.errors import CheckpointError
-from edgellm.engines.checkpoints.tensors import STORAGE, convert
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.checkpoints.tensors import STORAGE, VISION_PREFIXES, convert, is_multimodal, language_model_name
 from edgellm.engines.directories.strict_json import JSONObject
-from edgellm.engines.tensor_names import VISION_PREFIXES, is_multimodal, language_model_name
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import WeightSpec
 
 __all__ = ["Checkpoint", "TensorInfo", "overflow_error", "storage_of"]
 

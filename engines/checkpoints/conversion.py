@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.checkpoints.safetensors_file import SourceTensor, verify_safetensors, write_safetensors
+from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, PUBLISHED_FILES
-from edgellm.engines.errors import CheckpointError
-from edgellm.engines.safetensors_writer import SourceTensor, verify_safetensors, write_safetensors
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
 from edgellm.engines.directories.strict_json import JSONObject
-from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.errors import CheckpointError
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
 Progress = Callable[[str, int, int], None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
@@ -44,3 +46,30 @@ def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, i
         infinite = np.isinf(result)
     overflowed = int(np.count_nonzero(infinite & np.isfinite(exact))) if infinite.any() else 0
     return result, overflowed
+
+
+#: What begins a tensor of the vision encoder, or of what leads from it to the language model.
+VISION_PREFIXES = tuple(
+    f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")
+)
+#: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
+_WRAPPINGS = (
+    ("model.language_model.model.", "model."),
+    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
+
+def is_multimodal(config: dict[str, Any]) -> bool:
+    """Whether a `config.json` describes a model with a vision part."""
+    return isinstance(config.get("vision_config"), dict)
+
+
+def language_model_name(name: str) -> str:
+    """The name that a tensor, or a module, has in the language model's own checkpoints; others stay as they are."""
+    for wrapped, own in _WRAPPINGS:
+        if name.startswith(wrapped):
+            return own + name[len(wrapped) :]
+    return name

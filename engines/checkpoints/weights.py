@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error, storage_of
-from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.checkpoints.tensors import convert, float32_into
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import WeightSpec
 
 #: Elements converted at a time: large tensors must not be in memory twice.
 _PIECE = 1 << 22

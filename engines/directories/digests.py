@@ -100,3 +100,8 @@ def _identity(path: Path) -> dict[str, int | str]:
 def _record_path(real: Path) -> Path:
     name = hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
     return user_cache_directory() / "digests" / f"{name}.json"
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

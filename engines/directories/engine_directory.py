@@ -10,13 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.directories.engine_parts import (
+    DRAFT_FOLDER,
+    LORA_FOLDER,
+    VISION_FOLDER,
+    EngineAdapter,
+    EngineDraft,
+    EngineVision,
+    choice,
+    is_weight_file,
+    parse_adapters,
+    parse_draft,
+    parse_files,
+    parse_vision,
+)
+from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.descriptions import ModelConfig
-from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.model.draft_config import DraftConfig
-from edgellm.engines.directories.engine_parts import (DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER, EngineAdapter, EngineDraft, EngineVision, choice, is_weight_file, parse_adapters, parse_draft, parse_files, parse_vision)
-from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.directories.strict_json import JSONObject, plain_values
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.model.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
-from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.model.vision import ACTIVATIONS, VISION_FAMILIES, VisionConfig
 
 #: Where the draft head lies in an engine directory.

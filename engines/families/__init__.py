@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families import llama, qwen2, qwen3, vision_language
+from edgellm.engines.families import vision_language
+from edgellm.engines.families.decoders import read_llama, read_qwen2, read_qwen3
 from edgellm.engines.families.fields import ConfigFields, shown
+from edgellm.engines.model.config import DecoderConfig
 
 __all__ = ["ARCHITECTURES", "decoder_config"]
 
@@ -22,9 +23,9 @@ ARCHITECTURES: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava",
 }
 _READERS: dict[str, Callable[[ConfigFields, str | None], DecoderConfig]] = {
-    "llama": llama.read,
-    "qwen2": qwen2.read,
-    "qwen3": qwen3.read,
+    "llama": read_llama,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
     "qwen2_5_vl": vision_language.read_qwen2_5_vl,
     "qwen3_vl": vision_language.read_qwen3_vl,
     "llava": vision_language.read_llava,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope, shown
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.families.fields import ConfigFields, shown
-from edgellm.engines.families.rope_fields import read_mrope, read_rope
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 _LARGEST_DEPTH = 4096
@@ -93,3 +92,39 @@ def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None
     if head_dim % 2:
         fields.wrong.append(f"the head size is {head_dim}, but only an even one can be rotated (head_dim)")
     return head_dim
+
+
+def read_llama(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP."""
+    refuse_sliding_window(fields)
+    bias = fields.switch("attention_bias")
+    return read_decoder(
+        fields,
+        dtype,
+        default_kv_heads=True,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=fields.switch("mlp_bias"),
+    )
+
+
+def read_qwen2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+    """`sliding_window` has no effect here unless `use_sliding_window` is true, which is refused."""
+    return read_decoder(fields, dtype, attention_bias=True)
+
+
+#: The head size where `head_dim` is absent; unlike in the other families it does not follow from hidden_size.
+QWEN3_HEAD_DIM = 128
+
+
+def read_qwen3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+    """`attention_bias` gives all four projections of the attention a bias."""
+    bias = fields.switch("attention_bias")
+    return read_decoder(
+        fields,
+        dtype,
+        default_head_dim=QWEN3_HEAD_DIM,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        qk_norm=True,
+    )

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.decoders import DEFAULT_HEAD_DIM, read_decoder, refuse_sliding_window
+from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
-from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.decoders import read_decoder, refuse_sliding_window
-from edgellm.engines.families.fields import ConfigFields, is_integer, shown
-from edgellm.engines.families.eagle_features import CONVENTION_KEY, feature_layers
-from edgellm.engines.families.qwen3 import DEFAULT_HEAD_DIM
 
 __all__ = ["CONVENTION_KEY", "read_draft"]
 
@@ -254,3 +252,66 @@ def _has_mrope(fields: ConfigFields) -> bool:
 
 def _listed(ids: np.ndarray) -> str:
     return ", ".join(str(value) for value in ids[:5]) + (", ..." if len(ids) > 5 else "")
+
+
+#: Our own key beside the ids, which says which convention they follow.
+CONVENTION_KEY = "eagle_aux_hidden_state_convention"
+_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+_CONVENTIONS = ("entered", "output")
+
+
+def feature_layers(
+    config: dict[str, Any], eagle_config: dict[str, Any], is_speculators: bool, num_layers: int, fields: ConfigFields
+) -> tuple[int, ...]:
+    """The layers of a base of `num_layers` layers whose inputs are the head's features, ascending.
+
+    `config` is `config.json`, `eagle_config` what it has under that name. Problems are noted in `fields`.
+    """
+    default = (2, num_layers // 2, num_layers - 3)
+    named = [values[_IDS_KEY] for values in (config, eagle_config) if values.get(_IDS_KEY) is not None]
+    if not named:
+        if len(set(default)) < len(default) or min(default) < 1:
+            fields.wrong.append(
+                f"{_IDS_KEY} is missing: a base of {num_layers} layers has no usual ones, expected at least 7 layers"
+            )
+        return default
+    ids = named[0]
+    if not isinstance(ids, list) or not ids or not all(is_integer(value) for value in ids):
+        fields.wrong.append(f"{_IDS_KEY} is {shown(ids)}, expected a list of layers")
+        return default
+    if any(other != ids for other in named):
+        fields.wrong.append(f"{_IDS_KEY} is {shown(named[0])} in one place and {shown(named[1])} in another")
+    convention = _convention(config, eagle_config, is_speculators, ids, default, fields)
+    layers = tuple(value + 1 if convention == "output" else value for value in ids)
+    if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < num_layers:
+        fields.wrong.append(
+            f"{_IDS_KEY} is {shown(ids)}, by the convention {convention!r} the layers entered are {list(layers)}; "
+            f"expected distinct ones from 1 to {num_layers - 1}, ascending"
+        )
+    return layers
+
+
+def _convention(
+    config: dict[str, Any],
+    eagle_config: dict[str, Any],
+    is_speculators: bool,
+    ids: list[int],
+    default: tuple[int, ...],
+    fields: ConfigFields,
+) -> str:
+    """By our own key, by speculators' format, or because the ids are the usual layers by one convention alone."""
+    declared = config.get(CONVENTION_KEY, eagle_config.get(CONVENTION_KEY))
+    if declared is not None:
+        if declared not in _CONVENTIONS:
+            fields.wrong.append(f"{CONVENTION_KEY} is {shown(declared)}, expected one of {', '.join(_CONVENTIONS)}")
+            return "entered"
+        return declared
+    if is_speculators or tuple(ids) == default:
+        return "entered"
+    if tuple(value + 1 for value in ids) == default:
+        return "output"
+    fields.wrong.append(
+        f"{_IDS_KEY} is {shown(ids)}, and nothing says whether these layers are entered or left: add "
+        f'"{CONVENTION_KEY}": "output" (SpecForge, SGLang) or "entered" (vLLM) to config.json'
+    )
+    return "entered"

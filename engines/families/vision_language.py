@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.families import llama, qwen2, qwen3
-from edgellm.engines.families.decoders import read_decoder
+from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, read_llama, read_qwen2, read_qwen3
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.model.config import DecoderConfig
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -44,9 +43,9 @@ _QWEN2_5_VL = {
 _QWEN3_VL = _QWEN2 | {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 #: What LLaVA's language model may be: its reader, and what its files leave out.
 _INSIDE: dict[str, tuple[Callable[[ConfigFields, str | None], DecoderConfig], dict[str, Any]]] = {
-    "llama": (llama.read, _LLAMA | {"bos_token_id": 1, "eos_token_id": 2}),
-    "qwen2": (qwen2.read, _QWEN2),
-    "qwen3": (qwen3.read, _QWEN2),
+    "llama": (read_llama, _LLAMA | {"bos_token_id": 1, "eos_token_id": 2}),
+    "qwen2": (read_qwen2, _QWEN2),
+    "qwen3": (read_qwen3, _QWEN2),
 }
 #: Fields of the whole checkpoint, which count more than those of its part.
 _OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
@@ -69,7 +68,7 @@ def read_qwen3_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     config = read_decoder(
         text,
         dtype,
-        default_head_dim=qwen3.DEFAULT_HEAD_DIM,
+        default_head_dim=QWEN3_HEAD_DIM,
         attention_bias=bias,
         attention_output_bias=bias,
         qk_norm=True,

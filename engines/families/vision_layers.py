@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.decoder_layer import single_weight
+from edgellm.engines.model.decoder import single_weight
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.vision import VisionConfig
 

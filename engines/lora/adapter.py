@@ -10,15 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, language_model_name
 from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.lora.weights import adapted_projections
-from edgellm.engines.checkpoints.tensors import STORAGE, float32_into
-from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.tensor_names import language_model_name
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import decoder_weights
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.

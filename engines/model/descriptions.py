@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
+from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import DraftDescription, draft_weights
-from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.vision import VisionConfig
 
@@ -57,7 +57,7 @@ def register_vision(describer: VisionDescriber) -> None:
 def vision_describer() -> VisionDescriber:
     """The one that is registered; EngineError where there is none."""
     if not _VISION:
-        raise EngineError("nobody describes vision encoders here: import edgellm.multimodal.vision_checkpoint first")
+        raise EngineError("nobody describes vision encoders here: import edgellm.engines.families.vision_config first")
     return _VISION[0]
 
 

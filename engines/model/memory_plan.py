@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgellm.engines.lora.weights import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.lora.weights import adapted_projections, adapter_bytes
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20

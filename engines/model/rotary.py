@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import DecoderConfig
 
 _LENGTH = "original_max_position_embeddings"
 

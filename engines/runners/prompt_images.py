@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.kernels.arrays import Array
 
 #: A token as the KV rows see it: its id, or for a token of an image the image's digest and the token's place in it.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.base import Backend, Transfer
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.kernels.arrays import Array, leading
 
 
@@ -35,3 +36,92 @@ class SlotRows:
         """Let slot `target` hold what `source` holds."""
         for array in self._arrays:
             self._backend.copy(array[target : target + 1], array[source : source + 1])
+
+
+#: Copies that are begun before anything else is enqueued, and for each one that is waited for: the host's time for
+#: launching must not be the bus's time for waiting.
+_FIRST, _NEXT = 2, 3
+
+
+class ArrivingRows:
+    """Copies that begin one after the other as `rows` is read: names, each with its `Backend.upload_rows_beside`.
+
+    They end in this order. Not thread-safe.
+    """
+
+    def __init__(self, backend: Backend, rows: Iterable[tuple[str, Transfer]]) -> None:
+        """Begins the first of them; raises what reading `rows` does."""
+        self._backend, self._rows = backend, iter(rows)
+        self._begun: dict[str, Transfer] = {}
+        self._latest: Transfer | None = None
+        self._begin(_FIRST)
+
+    def wait_for(self, name: str) -> None:
+        """Let what is enqueued from now on wait for the rows of this name, and all before them."""
+        while name not in self._begun:
+            if not self._begin(1):
+                raise KeyError(name)
+        self._backend.wait_for(self._begun[name])
+        self._begin(_NEXT)
+
+    def wait_for_all(self) -> None:
+        """Let what is enqueued from now on wait for everything."""
+        while self._begin(_FIRST):
+            pass
+        if self._latest is not None:
+            self._backend.wait_for(self._latest)
+
+    def _begin(self, count: int) -> int:
+        """Begin some more; how many there were."""
+        for number in range(count):
+            found = next(self._rows, None)
+            if found is None:
+                return number
+            self._begun[found[0]] = self._latest = found[1]
+        return count
+
+
+class StepBuffers:
+    """Buffers for steps of up to `limits.max_batch` sequences and prefills of up to `limits.prefill_chunk` tokens.
+
+    `mask` [n] bool is the memory of all masks. A prefill's own inputs are `prefill_ids` [C] int32, the row of its first
+    token `prefill_start` [1] int32, and the place of its last one `last_token_ids` [1, 1] int32.
+    """
+
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits) -> None:
+        self._config = config
+        rows = max(limits.max_batch, limits.prefill_chunk)
+        self._feature_size = len(config.feature_layers) * config.hidden_size
+        self._features = backend.zeros((rows * self._feature_size,), "compute")
+        self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
+        self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
+        self.mask = backend.zeros((rows * max(limits.key_ranges),), "bool")
+        self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
+        self.prefill_start = backend.zeros((1,), "int32")
+        self.last_token_ids = backend.zeros((1, 1), "int32")
+
+    def inputs(self, shape: EngineShape, start: Array) -> dict[str, Array]:
+        """The inputs that embedding lookup and `prepare_attention` fill; the new rows begin at `start` [B] int32."""
+        batch, tokens, config = shape.batch, shape.tokens, self._config
+        inputs = {
+            "inputs_embeds": leading(self._embeds, (batch, tokens, config.hidden_size)),
+            "rope_rotary_cos_sin": leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
+            "attention_mask": leading(self.mask, (batch, 1, tokens, shape.key_range)),
+            "kvcache_start_index": start,
+        }
+        if shape.selected < tokens:
+            inputs["last_token_ids"] = self.last_token_ids
+        return inputs
+
+    def outputs(self, shape: EngineShape) -> dict[str, Array]:
+        """The features that engines give out; nothing for a base model without a draft."""
+        return {"hidden_states": self.features(shape.batch, shape.tokens)} if self._feature_size else {}
+
+    def features(self, batch: int, tokens: int) -> Array:
+        """The engines' output `hidden_states` [B, T, F]; F is 0 for a base model without a draft."""
+        return leading(self._features, (batch, tokens, self._feature_size))
+
+    def row_features(self, row: int) -> Array:
+        """The features [1, 1, F] of one row of the latest prefill."""
+        size = self._feature_size
+        return self._features[row * size : (row + 1) * size].reshape(1, 1, size)

@@ -14,23 +14,22 @@ from itertools import product
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, key_range_for
-from edgellm.engines.model.draft_config import DraftConfig
-from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
-from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
-from edgellm.engines.speculation.eagle_round import EagleRound
-from edgellm.engines.eagle_steps import SlotProgress, StepReadback
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.runners.loaded_engines import LoadedEngines
 from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, key_range_for
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
+from edgellm.engines.runners.loaded_engines import LoadedEngines
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
+from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
+from edgellm.engines.speculation.eagle_round import EagleRound, SlotProgress, StepReadback
 from edgellm.engines.speculation.tree import VerifiedTree
+from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
 
 _TREE_PHASES = ("verify", "accept", "propose")

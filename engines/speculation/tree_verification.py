@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.draft_candidates import Candidates
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.loaded_engines import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.runners.loaded_engines import LoadedEngines
-from edgellm.engines.pending_entries import PendingEntries
-from edgellm.engines.speculation.tree import VerifiedTree, VerifiedTrees
+from edgellm.engines.speculation.tree import Candidates, PendingEntries, VerifiedTree, VerifiedTrees
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.interface import SequenceState
 

@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from edgellm.benchmark.inputs import default_configurations, parse_configurations
-from edgellm.bench_prompts import default_prompts, load_prompts
-from edgellm.benchmark.run import BenchResult, BenchRun, summarize
+from edgellm.benchmark.inputs import default_configurations, default_prompts, load_prompts, parse_configurations
 from edgellm.benchmark.report import report_lines
+from edgellm.benchmark.run import BenchResult, BenchRun, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import RequestError

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
 from edgellm.commands.build import ProgressDisplay
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 SMALL = ("--prefill-chunk", "16", "--kv-capacity", "128")

@@ -11,8 +11,8 @@ import pytest
 from command_line import Edgellm
 
 from edgellm.commands.chat import _greeting
-from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from edgellm.commands.app import run
-from edgellm.commands.logs import show_logs
+from edgellm.commands.console import show_logs
 
 LOGGER = logging.getLogger("edgellm.test")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.errors import SettingsError
 from edgellm.commands.settings import Settings, load_settings
+from edgellm.errors import SettingsError
 
 
 @pytest.fixture(autouse=True)

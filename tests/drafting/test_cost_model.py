@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.cost_model import CostModel
+from edgellm.drafting.controller import CostModel
 from edgellm.drafting.costs import PLAIN, RoundCosts
 
 NAMES = (PLAIN, "chain 3", "chain 5")

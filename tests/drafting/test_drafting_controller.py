@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from edgellm.acceptance_model import AcceptanceModel
+from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import DraftingController, candidate_plans
+from edgellm.drafting.costs import PLAIN, RoundCosts
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.errors import EngineError
-from edgellm.drafting.costs import PLAIN, RoundCosts
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
 PLANS = candidate_plans(DraftingConfig(), LIMITS)

@@ -7,7 +7,15 @@ import math
 import pytest
 
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.presets import (SIZES, checked_drafting, default_drafting, drafting_config, load_presets, merged_drafting, preset_values)
+from edgellm.drafting.presets import (
+    SIZES,
+    checked_drafting,
+    default_drafting,
+    drafting_config,
+    load_presets,
+    merged_drafting,
+    preset_values,
+)
 from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import RequestError
 

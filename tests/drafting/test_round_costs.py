@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.drafting.costs import PLAIN, Device, RoundCosts, RoundCostsError, read_round_costs, round_costs
+from edgellm.engines.directories.engine_directory import EngineDirectory
 
 COSTS = RoundCosts({PLAIN: {1: 0.004, 2: 0.006}, "chain 2": {1: 0.007, 2: 0.01}})
 

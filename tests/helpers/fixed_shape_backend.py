@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.descriptions import model_description
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.model.operations import Operations
 from edgellm.kernels.arrays import DeviceArray
 

@@ -11,16 +11,16 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
+from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
-from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.vision_config import read_vision
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_layout import ImageLayout, Normalization
-from edgellm.multimodal.vision_checkpoint import read_vision
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "vision"

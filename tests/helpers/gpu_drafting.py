@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.engines.speculation.draft_plan import DraftPlan
-from tools.bench.draw_comparison import draw_gap, first_difference, spacing
-from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from tools.bench.draw_comparison import draw_gap, first_difference, spacing
 
 COUNT = 40
 #: Logits of one tree and of single steps may differ by so many spacings of the dtype.

@@ -21,9 +21,9 @@ import numpy as np
 
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import LAYOUT, NONE, SnapshotBinding
-from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
-from edgellm.snapshots.staged_file import remove_abandoned
+from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
+from edgellm.snapshots.staging import remove_abandoned
 
 BINDING = SnapshotBinding("1" * 64, "2" * 64, NONE, NONE, NONE, "float32", LAYOUT, "numpy", None)
 TOKENS = 2000

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.model.descriptions import model_description
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.tensors import convert, float32_into
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.descriptions import model_description
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 
 #: A GPU's distance from float32 may be this many times that of the rounding below. A tiny Qwen2 with an adapter had 0.8
 #: to 1.6 times on an H200, the largest difference of its logits.

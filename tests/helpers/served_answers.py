@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgellm import LLM, SamplingParams
-from edgellm.requests import Request
-from edgellm.responses import Response
+from edgellm.requests import Request, Response
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights, head_weight_name
-from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import DecoderDescription, decoder_weights, head_weight_name
 from edgellm.kernels import numpy_decode_kernels as twins
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import DraftDescription, draft_engine_weights, draft_weights
-from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.kernels import numpy_decode_kernels as twins
 
 # Test files are not importable by name: each is a module of its own.

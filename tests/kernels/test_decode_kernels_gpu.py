@@ -10,9 +10,9 @@ from gpu_device import cuda_device
 from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
 
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.cuda_verify_passes import decoder_engine_kind
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.checks import COMPUTE_DTYPES
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
-from edgellm.multimodal.resampling import FILTERS, resampling_axes, resampling_weights
+from edgellm.multimodal.image_layout import FILTERS, resampling_axes, resampling_weights
 
 KERNELS = NumpyImageKernels()
 IDENTITY = np.repeat(np.arange(256, dtype=np.float32)[None], 3, axis=0)

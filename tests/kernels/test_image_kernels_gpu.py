@@ -11,9 +11,8 @@ from gpu_timing import microseconds
 from synthetic_images import synthetic_image
 
 from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
-from edgellm.multimodal.image_layout import ImageLayout, Normalization
+from edgellm.multimodal.image_layout import ImageLayout, Normalization, resampling_weights
 from edgellm.multimodal.image_processor import image_digest
-from edgellm.multimodal.resampling import resampling_weights
 
 pytestmark = pytest.mark.gpu
 

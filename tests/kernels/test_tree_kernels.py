@@ -9,8 +9,8 @@ import pytest
 from test_decode_kernels import FAMILIES, LLAMA, random_model, random_parents, twin_step
 
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
-from edgellm.engines.model.decoder import head_weight_name
 from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import head_weight_name
 from edgellm.kernels import numpy_decode_kernels as single
 from edgellm.kernels import numpy_tiled_decode_kernels as twins
 from edgellm.kernels.decode_kernels import padded_columns

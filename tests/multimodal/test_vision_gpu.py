@@ -11,19 +11,19 @@ from golden_vision import NAMES, golden_directory, golden_images, open_vision, r
 from tiny_multimodal import FAMILIES
 
 from edgellm.engines.backends.base import Backend, open_backend
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.checkpoints.tensors import float32_into
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.vision.encoder import Eyes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.serving.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
+from edgellm.serving.metrics import Metrics
+from edgellm.vision.encoder import Eyes
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ from fixed_shape_backend import FixedShapeBackend, host_view
 from golden_vision import GoldenImage, golden_directory, golden_images, open_vision
 
 from edgellm.engines.backends.base import open_backend
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import EngineShape
 from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
 from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory

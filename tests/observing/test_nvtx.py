@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.observing import nvtx as nvtx_ranges
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL
 from edgellm.errors import MissingDependencyError
+from edgellm.observing import nvtx as nvtx_ranges
 from edgellm.observing.nvtx import NvtxRanges
 from edgellm.observing.observer import LAUNCH, PREFILL, ROUND, TOKENS, WAIT
 

@@ -14,15 +14,15 @@ from fixed_shape_backend import FixedShapeBackend
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
 from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import FixedDrafting
-from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.decoding.slots import KVContents
+from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
-from edgellm.decoding.runner import Runner
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace

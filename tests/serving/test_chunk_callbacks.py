@@ -15,7 +15,7 @@ from served_answers import LONG, SHORT, Answers, answer
 from edgellm import EdgeLLMError, Request, RequestError, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import EngineError
-from edgellm.responses import Chunk
+from edgellm.requests import Chunk
 
 Captured = Callable[[DraftingConfig | None], tuple[SpecDecodeRuntime, FixedShapeBackend]]
 Failing = Callable[[SpecDecodeRuntime], tuple[Callable[[], None], list[object]]]

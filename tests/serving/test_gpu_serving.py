@@ -15,12 +15,12 @@ from gpu_device import cuda_device
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.logprobs import token_logprobs
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.requests import token_logprobs
 
 pytestmark = pytest.mark.gpu
 

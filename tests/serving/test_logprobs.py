@@ -12,10 +12,9 @@ from fixed_shape_backend import FixedShapeBackend
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.logprobs import TokenLogprobs, token_logprobs
-from edgellm.responses import Response
+from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
+from edgellm.requests import Response, TokenLogprobs, token_logprobs
 
 PROMPT = [7, 8, 9, 10, 11]
 ASKED = {

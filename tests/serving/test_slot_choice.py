@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, Request, SamplingParams
+from edgellm.decoding.slots import KVContents, SlotChoice, choose_slot
 from edgellm.drafting.config import DraftingConfig
-from edgellm.decoding.slots import KVContents
-from edgellm.slot_choice import SlotChoice, choose_slot
 from edgellm.text.template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)

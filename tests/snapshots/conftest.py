@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.decoding.runner import PlainRunner, Runner
 from edgellm.engines.backends.base import open_backend
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.decoding.runner import PlainRunner, Runner
 from edgellm.snapshots.binding import LAYOUT, NONE, SnapshotBinding
 from edgellm.snapshots.snapshot import DIGEST, FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 

@@ -11,22 +11,21 @@ import pytest
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
 from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
-from edgellm.decoding.slots import KVContents
-from edgellm.requests import Request
-from edgellm.responses import Response
-from edgellm.decoding.runner import Runner
+from edgellm.requests import Request, Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding
-from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
+from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ import pytest
 
 from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import AdapterError, RequestError, SnapshotError
 from edgellm.llm import SHIPPED_MODEL

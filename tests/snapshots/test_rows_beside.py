@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.runner import PlainRunner, Runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import FixedDrafting
-from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineError
-from edgellm.decoding.slots import KVContents
-from edgellm.decoding.runner import PlainRunner, Runner
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.stop import Answer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import section_reading
-from edgellm.snapshots.section_reading import Part, SectionReader
+from edgellm.snapshots import file as section_reading
+from edgellm.snapshots.file import Part, SectionReader
 
 SIZE, COUNT = 1000, 40
 

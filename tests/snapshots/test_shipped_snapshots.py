@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.decoding.runner import Runner
+from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.decoding.slots import KVContents
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.decoding.runner import Runner
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import system_prompt_ids

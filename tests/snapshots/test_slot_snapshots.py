@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.engines.speculation.draft_plan import DraftPlan, tree
+from edgellm.decoding.runner import Runner
+from edgellm.decoding.slots import KVContents
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan, tree
 from edgellm.errors import SnapshotError
-from edgellm.decoding.slots import KVContents
-from edgellm.decoding.runner import Runner
-from edgellm.snapshots import section_reading, snapshot, transfer
+from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
+from edgellm.snapshots import snapshot, transfer
+from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.file import read_snapshot, write_snapshot
-from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.staging import touch
+from edgellm.snapshots.store import SnapshotStore
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(6)]

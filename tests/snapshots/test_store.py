@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import store as stores
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.file import verify_snapshot, write_snapshot
+from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 
 MakeSnapshot = Callable[..., Snapshot]

@@ -11,8 +11,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgellm.errors import EngineDirectoryError, TemplateError
+from edgellm.text.sandbox import TemplateLimits
 from edgellm.text.template import ChatTemplate
-from edgellm.text.template_budget import TemplateLimits
 
 MESSAGES = [
     {"role": "system", "content": "  You are Pip.\nYou help. "},

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
 from edgellm.text.template import ChatTemplate
-from edgellm.text.special_tokens import AnchoredTokenizer, Disguise
-from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.tokenizer import AnchoredTokenizer, Disguise, Tokenizer
 
 START, END, WIDE, WORD = "<|im_start|>", "<|im_end|>", "<|im_end|>|", "[SEP]"
 SOURCE = (

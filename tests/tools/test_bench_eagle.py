@@ -10,11 +10,11 @@ import pytest
 
 from edgellm.engines.backends.base import open_backend
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.sampling_state import SamplingValues
 
 
 @pytest.fixture(autouse=True)

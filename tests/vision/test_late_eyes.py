@@ -13,12 +13,12 @@ import pytest
 from synthetic_images import synthetic_image
 
 from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError, RequestError
-from edgellm.late_eyes import LateEyes
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.message_parts import ImageReference
+from edgellm.text.messages import ImageReference
+from edgellm.vision.encoder import LateEyes
 
 PARAMS = SamplingParams(max_tokens=8)
 CONTENT = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What do you see?"}]

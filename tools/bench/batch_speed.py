@@ -25,15 +25,14 @@ from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
 
 from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.runner import Runner, open_runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import open_backend
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.decoding.slots import KVContents
-from edgellm.decoding.runner import Runner
-from edgellm.runner_opening import open_runner
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 

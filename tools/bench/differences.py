@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from edgellm import SamplingParams
-from tools.bench.draw_comparison import draw_gap, first_difference, spacing
 from edgellm.decoding.preparation import sampling_values
+from tools.bench.draw_comparison import draw_gap, first_difference, spacing
 
 #: Two ways of computing in float32 differ by less than this.
 NUMPY_GAP = 1e-4

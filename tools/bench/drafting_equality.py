@@ -28,13 +28,13 @@ from typing import Any
 from edgellm import LLM, Request
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.engines.model.config import EngineLimits
-from tools.bench.draw_comparison import first_difference
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
+from tools.bench.draw_comparison import first_difference
 from tools.bench.held_out_prompts import held_out_conversations
 from tools.bench.provenance import provenance
 

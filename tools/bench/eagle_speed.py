@@ -37,12 +37,12 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
 from edgellm.engines.backends.base import open_backend
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024
 PROMPT_TOKENS = 500

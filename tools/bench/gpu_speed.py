@@ -27,8 +27,8 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 
-from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024

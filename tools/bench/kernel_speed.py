@@ -26,8 +26,8 @@ from provenance import provenance
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
-from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_attention import attention_partials
 from edgellm.kernels.decode_kernels import (

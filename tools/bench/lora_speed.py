@@ -24,14 +24,14 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
 
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter, LoraPair
 from edgellm.engines.lora.weights import adapted_projections
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 1000, 512)]

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).parent))
 from random_draft import write_draft
 
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
-from edgellm.multimodal.vision_encoder import vision_weights
+from edgellm.engines.families.vision_encoders import vision_weights
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
 
 LAYERS = 16
 LLAMA_3_2_1B = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.acceptance_model import tree_gain
+from edgellm.drafting.acceptance import tree_gain
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
 #: Rounds after which a schedule begins anew.

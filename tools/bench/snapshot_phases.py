@@ -14,9 +14,8 @@ from unittest import mock
 import numpy as np
 
 from edgellm.decoding.runner import Runner
-from edgellm.snapshots.section_reading import Part, Reading, SectionReader
+from edgellm.snapshots.file import Part, Reading, SectionReader, read_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.store import SnapshotStore
 
 #: Of a phase's name: whose method it is, and which. Times of `restore` and `start` contain those of others.

@@ -28,11 +28,11 @@ from provenance import provenance, report
 from random_checkpoint import QWEN_2_5_VL_3B, QWEN_2_5_VL_PREPROCESSOR, write_checkpoint
 
 from edgellm.engines.backends.base import Backend, open_backend
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engines import blas_threads
-from edgellm.engines.blas_threads import one_blas_thread
+from edgellm.engines.backends import numpy_backend as blas_threads
+from edgellm.engines.backends.numpy_backend import one_blas_thread
 
 
 @pytest.fixture

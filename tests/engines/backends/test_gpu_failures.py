@@ -13,9 +13,9 @@ from gpu_device import cuda_device
 from edgellm.engines.backends import tensorrt_backend
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.model.config import EngineLimits, EngineShape
-from edgellm.engines.errors import EngineError, KernelError
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.errors import EngineError, KernelError
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)

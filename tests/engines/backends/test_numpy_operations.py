@@ -8,8 +8,8 @@ import warnings
 import numpy as np
 import pytest
 
-from edgellm.engines.errors import EngineError
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.errors import EngineError
 
 RANDOM = np.random.default_rng(5)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.runtime_cache import RuntimeCache
+from edgellm.engines.backends.tensorrt_engine import RuntimeCache
 
 
 class Cache:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.errors import BuildError
 from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
+from edgellm.engines.errors import BuildError
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.model.vision import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

@@ -14,13 +14,13 @@ import pytest
 from build_folders import names_in, run_python
 from safetensors.numpy import load_file, save_file
 
+from edgellm.engines.backends.tensorrt_library import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.directories.digests import recall_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
+from edgellm.engines.model.config import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError
-from edgellm.engines.building.plans import build_plans
+from edgellm.engines.model.config import EngineShape
 
 pytest.importorskip("tensorrt_rtx")
 

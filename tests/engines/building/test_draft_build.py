@@ -14,18 +14,18 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
+from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
-from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.directories.strict_json import plain_values
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.memory_plan import plan_memory
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 

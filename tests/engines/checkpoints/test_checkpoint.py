@@ -14,8 +14,8 @@ import safetensors.numpy
 from checkpoint_files import SINGLE, directory, entry, write, write_shards
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import WeightSpec
 
 __all__ = ["directory", "write"]  # fixtures
 

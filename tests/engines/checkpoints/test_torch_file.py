@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch_pickles import GOOD_STATE, VALUES, archive, folder, number, refusal, state, storage, tensor, text
 
 from edgellm.engines.checkpoints import torch_file
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.errors import CheckpointError
 
 __all__ = ["folder"]  # a fixture
 

@@ -11,8 +11,8 @@ import pytest
 from torch_pickles import GOOD_STATE, archive, numbers, refusal, state, storage, tensor, text
 
 from edgellm.engines.checkpoints import torch_pickle
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.checkpoints.torch_pickle import read_pickle
+from edgellm.engines.errors import CheckpointError
 
 
 class _Runs:

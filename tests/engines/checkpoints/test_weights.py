@@ -12,11 +12,11 @@ import pytest
 import safetensors.numpy
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.checkpoints.weights import iterate_weight_parts, load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.checkpoints.weights import iterate_weight_parts, load_numpy_weights
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
 
 HOST_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.directories.digests import (BLOCK_BYTES, SMALL_FILE_BYTES, FileDigest, current_digest, hash_file, recall_digest, remember_digest)
+from edgellm.engines.directories.digests import (
+    BLOCK_BYTES,
+    SMALL_FILE_BYTES,
+    FileDigest,
+    current_digest,
+    hash_file,
+    recall_digest,
+    remember_digest,
+)
 from edgellm.kernels.atomic_write import write_atomically
 
 

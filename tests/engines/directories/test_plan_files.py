@@ -12,12 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import PlanError
-from edgellm.engines.network_digest import network_digest
-from edgellm.engines.directories.plan_files import (Platform, cached_plans_path, directory_network, load_or_build_plan, manifest_path, plan_path, platforms_with_plans)
 from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.plan_files import (
+    Platform,
+    cached_plans_path,
+    directory_network,
+    load_or_build_plan,
+    manifest_path,
+    network_digest,
+    plan_path,
+    platforms_with_plans,
+)
+from edgellm.engines.errors import PlanError
+from edgellm.engines.model.config import EngineShape
 
 pytest.importorskip("tensorrt_rtx")
 OpenCopy = Callable[[], EngineDirectory]

@@ -13,13 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.draft_config import DraftConfig
-from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.families.eagle import feature_layers, read_draft
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.families.eagle_features import feature_layers
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.draft_decoder import draft_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
 IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"

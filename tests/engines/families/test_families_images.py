@@ -12,17 +12,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
-from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.backends.tensorrt_library import find_tensorrt
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],

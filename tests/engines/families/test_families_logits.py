@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.families import decoder_config
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.rotary import rotary_table
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.model.decoder import decoder_weights
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],

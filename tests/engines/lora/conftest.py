@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 
 

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import LoraConfig
+from edgellm.engines.model.config import DecoderConfig
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -14,18 +14,17 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.weights import SCALES, adapted_projections, adapter_bytes
-from edgellm.engines.network_digest import network_digest
-from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
-from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
 
 LIMITS = EngineLimits(2, 16, 96, max_lora_rank=12, lora_slots=2)
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
 
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 PROMPT = [(7 * index + 3) % 250 for index in range(21)]

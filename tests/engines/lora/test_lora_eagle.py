@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from edgellm.engines.backends.base import open_backend
-from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.sampling_state import SamplingValues
 
 LIMITS = EngineLimits(3, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, max_lora_rank=4, lora_slots=2)
 NAMES = ("first", "second", None)

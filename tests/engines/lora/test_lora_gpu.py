@@ -13,16 +13,16 @@ from tiny_families import FAMILIES as TINY_FAMILIES
 from tiny_families import PROMPT
 
 from edgellm.engines.backends.base import open_backend
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter, LoraPair
 from edgellm.engines.lora.slots import AdapterSlots
 from edgellm.engines.lora.weights import adapted_projections
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.llm import LLM, SHIPPED_MODEL
 

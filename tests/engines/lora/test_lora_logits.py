@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.weights import SCALES, adapted_projections
-from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.checkpoints.weights import load_numpy_weights
 
 BASES = Path(__file__).parents[2] / "goldens" / "decoder"
 GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"

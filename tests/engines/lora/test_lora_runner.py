@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdapterSlots
-from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 PROMPT = [(7 * index + 3) % 250 for index in range(21)]

@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.draft_config import DRAFT_EMBEDDING
-from edgellm.engines.model.draft_decoder import (DraftDescription, draft_engine_weights, draft_weights, load_draft_to_target)
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.draft_config import DRAFT_EMBEDDING
+from edgellm.engines.model.draft_decoder import (
+    DraftDescription,
+    draft_engine_weights,
+    draft_weights,
+    load_draft_to_target,
+)
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.checkpoints.weights import load_numpy_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
 BASES = sorted(path.name for path in GOLDENS.glob("*_base"))

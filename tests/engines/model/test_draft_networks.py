@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.descriptions import ModelConfig, model_description
-from edgellm.engines.model.draft_config import DraftConfig
-from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.plan_files import network_digest
+from edgellm.engines.directories.strict_json import plain_values
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.network_digest import network_digest
-from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.directories.strict_json import plain_values
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
-from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.descriptions import ModelConfig, model_description
+from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
 HEADS = sorted(path.name for path in GOLDENS.iterdir() if not path.name.endswith("_base"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.rotary import SCALINGS, inverse_frequencies, rotary_table, scaling_problems
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"

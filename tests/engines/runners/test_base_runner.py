@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError, EngineError
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan, plan_memory
-from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
@@ -141,8 +141,8 @@ def test_the_memory_plan_counts_what_is_allocated(runner: BaseEngineRunner) -> N
 
 def test_the_memory_plan_of_a_published_size() -> None:
     """Llama-3.2-1B in fp16: 1,235,814,400 parameters; 16 layers of 8 heads of 64 are 32 KiB of KV a token."""
-    from edgellm.engines.model.decoder import decoder_weights
     from edgellm.engines.model.config import DecoderConfig
+    from edgellm.engines.model.decoder import decoder_weights
 
     config = DecoderConfig(
         "llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", tie_word_embeddings=True

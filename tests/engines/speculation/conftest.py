@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.backends.base import open_backend
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
 
 HIDDEN, HEADS, HEAD_SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY = 64, 4, 16, 128, 320, 300
 #: How much the layers of an agreeing base add to the embedding of its current token: less of it, more agreement.

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from edgellm.engines.draft_choices import checked_choices, choices_plan
 from edgellm.engines.errors import EngineError
+from edgellm.engines.speculation.draft_plan import checked_choices, choices_plan
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from edgellm.engines.backends.base import Backend, Engine, open_backend
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.checkpoints.tensors import convert, float32_into
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
+from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.kernels.arrays import Array
 

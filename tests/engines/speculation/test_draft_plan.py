@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from edgellm.drafting.config import DraftingConfig, FixedDrafting, load_choices, named_choices
+from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
-from edgellm.engines.errors import EngineError
 from edgellm.errors import RequestError
 from edgellm.kernels.draft_tree_interface import candidate_count
 

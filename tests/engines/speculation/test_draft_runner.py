@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import EngineError
 
 RANGE, HIDDEN_SIZE = 128, 64
 TOKENS = np.array([(11 * index + 5) % 300 for index in range(20)], np.int32)

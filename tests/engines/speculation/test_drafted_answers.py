@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.errors import EngineError, RequestError
 from edgellm.decoding.slots import KVContents
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.errors import EngineError, RequestError
 from edgellm.llm import LLM
 from edgellm.requests import Request
 from edgellm.sampling_params import SamplingParams

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tools.bench.draw_comparison import draw_gap, first_difference
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.numpy_kernels import NumpyKernels
+from tools.bench.draw_comparison import draw_gap, first_difference
 
 PROMPT, ANSWER = [1, 2, 3, 3], [7, 3, 7]
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from edgellm.engines.draft_choices import choices_plan
-from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 PLANS = [
     chain(4),

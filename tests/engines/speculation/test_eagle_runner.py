@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from edgellm.engines.runners.captured_steps import CapturedSteps
-from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError, EngineError
-from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.runners.captured_steps import CapturedSteps
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, chain, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.speculation.tree import VerifiedTree
 
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgellm.engines.draft_choices import choices_plan
-from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 PLANS = [chain(4), chain(2), tree(4, 4, 16), tree(4, 2, 7), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
 SAMPLINGS = {

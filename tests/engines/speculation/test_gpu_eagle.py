@@ -14,13 +14,12 @@ from gpu_drafting import answers, assert_explained
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import LOGIT_TOLERANCES
-from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.draft_choices import choices_plan
-from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
+from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.engines.speculation.tree import VerifiedTree
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.requests import Request

@@ -19,8 +19,8 @@ from gpu_timer import gpu_milliseconds
 
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels
 

@@ -24,15 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu_timer import gpu_milliseconds
 from random_checkpoint import checkpoint_in
 
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.model.decoder import DecoderDescription
-from edgellm.engines.model.config import EngineLimits, EngineShape
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.backends.gpu import current_compute_capability
-from edgellm.engines.runtime_cache import RuntimeCache
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.decoder import DecoderDescription
+from edgellm.engines.runners.comparison import open_runner
 
 FLAGS = {
     "residual": (DecoderDescription, "wide_residual"),

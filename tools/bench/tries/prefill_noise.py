@@ -22,13 +22,13 @@ import numpy as np
 
 from edgellm.engines.building import builder
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.model.config import EngineLimits
-from tools.bench.draw_comparison import spacing
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.draw_comparison import spacing
 from tools.bench.held_out_prompts import held_out_conversations
 from tools.bench.serving_comparison import build, compare_all, line
 from tools.bench.tries.prefill_networks import FLAGS, set_wide

@@ -25,9 +25,10 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance
 from snapshot_speed import Opened, add_options, medians, open_model, slot_reuse
 
-from edgellm.engines import arriving_rows
 from edgellm.decoding.slots import KVContents
-from edgellm.snapshots import section_reading, snapshot, transfer
+from edgellm.engines.runners import rows as arriving_rows
+from edgellm.snapshots import file as section_reading
+from edgellm.snapshots import snapshot, transfer
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 

@@ -18,9 +18,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu_timer import gpu_milliseconds
 
-from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.interface import SequenceState
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from decode_step import CONFIG, Setting, error, kernel_times, microseconds, wrap
 
-from edgellm.engines.model.decoder import DecoderDescription
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.runtime_cache import RuntimeCache
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_library import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, _Log
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import DecoderDescription
 
 
 class Variant(TensorRTOperations):
