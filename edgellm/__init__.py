@@ -48,7 +48,7 @@ _MODULES = {
     "Chunk": "edgellm.requests",
     "Response": "edgellm.requests",
     "SamplingParams": "edgellm.sampling_params",
-    "DraftingConfig": "edgellm.drafting",
+    "DraftingConfig": "edgellm.drafting.config",
     "AsyncLLM": "edgellm.asynchronous",
     "Request": "edgellm.requests",
     "SpecDecodeRuntime": "edgellm.runtime",

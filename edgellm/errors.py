@@ -33,6 +33,7 @@ __all__ = [
     "SnapshotError",
     "TemplateError",
     "UnsupportedModelError",
+    "did_you_mean",
 ]
 
 
@@ -63,3 +64,11 @@ class TemplateError(EdgeLLMError):
 
 class SettingsError(EdgeLLMError):
     """A settings file cannot be read, or holds an unknown key or a wrong value."""
+
+
+def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
+    """ ": did you mean ...?" where a known name is close, else the list of known names."""
+    import difflib  # errors alone need it
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"

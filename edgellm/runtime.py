@@ -18,7 +18,7 @@ from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.drafting.presets import default_drafting
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error
@@ -177,9 +177,10 @@ class SpecDecodeRuntime:
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
-        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.nvtx.NvtxRanges`) take note of all steps from the
-        next request on, until another takes its place (None: nobody) or the model is closed. Rounds are then not one
-        graph each, which costs some speed.
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.nvtx.NvtxRanges`) take note of all steps.
+
+        It does so from the next request on, until another takes its place (None: nobody) or the model is closed.
+        Rounds are then not one graph each, which costs some speed.
         """
         runner = self._open_runner()
         with self._exclusive():

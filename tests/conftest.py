@@ -13,11 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_multimodal
+from built_directories import (  # noqa: F401 - fixtures
+    built_directory,
+    checkpoint,
+    limits,
+    open_copy,
+    own_checkpoint,
+    plain_directory,
+    sharded_checkpoint,
+)
 from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 - fixtures
 from safetensors.numpy import save_file
+from seeing_engines import seeing_engines  # noqa: F401 - a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import edgellm.engines.families.vision_config  # noqa: F401 - engines/ learns from it what vision encoders are
 from edgellm.engines.backends.gpu import find_gpu
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
@@ -231,8 +240,8 @@ def tiny_engines(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 def tiny_draft_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_engines` with the draft head: trees 4 wide, 3 deep, up to 12 nodes verified."""
     target = tmp_path_factory.mktemp("engines") / "tiny_draft"
-    limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
-    build_engine_directory(tiny_checkpoint, target, limits, [], draft=tiny_draft)
+    trees = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(tiny_checkpoint, target, trees, [], draft=tiny_draft)
     return target
 
 

@@ -25,7 +25,6 @@ from edgellm.engines.building.builder import build_engine_directory, refresh_pla
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.report import BuildReport
-from edgellm.engines.families import vision_config as vision_checkpoint  # noqa: F401 - it tells the engines of vision encoders
 
 MEBIBYTE = 1 << 20
 

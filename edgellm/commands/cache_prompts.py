@@ -12,10 +12,9 @@ import typer
 import yaml
 
 from edgellm.commands import options
-from edgellm.commands.settings import did_you_mean
 from edgellm.commands.words import adapter_choice
 from edgellm.engines.model.memory_plan import MEBIBYTE
-from edgellm.errors import RequestError, SnapshotError
+from edgellm.errors import RequestError, SnapshotError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.file import read_snapshot

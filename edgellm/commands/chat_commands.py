@@ -12,9 +12,9 @@ from edgellm.commands.chat_file import Conversation, load_conversation, save_con
 from edgellm.commands.console import statistics_line
 from edgellm.commands.opening import model_name
 from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
-from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.words import adapters_in_words
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 

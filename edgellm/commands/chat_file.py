@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.commands.pictures import read_picture
-from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages, is_image

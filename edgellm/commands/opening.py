@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.console import write_note
-from edgellm.commands.settings import Settings, did_you_mean
-from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError
+from edgellm.commands.settings import Settings
+from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError, did_you_mean
 from edgellm.sampling_params import SamplingParams, checked_value
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from edgellm.commands.settings import BACKENDS, Settings, did_you_mean, load_settings
+from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.commands.words import named_directories
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
 

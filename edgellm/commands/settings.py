@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, field, fields
 from importlib import resources
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from edgellm.errors import RequestError, SettingsError
+from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 
@@ -56,12 +55,6 @@ def load_settings(path: str | Path | None = None) -> Settings:
             own[section] = values.get(section, {}) | own.get(section, {})
         values |= own
     return Settings(**values)
-
-
-def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
-    """ ": did you mean ...?" where a known name is close, else the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"
 
 
 def _user_file() -> Path | None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import yaml
 
-from edgellm.commands.settings import did_you_mean
 from edgellm.drafting.config import NAMED_CHOICES, DraftingConfig, load_choices
 from edgellm.engines.backends.gpu import current_compute_capability
 from edgellm.engines.model.config import EngineLimits
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 
 PRESETS = "drafting.yaml"

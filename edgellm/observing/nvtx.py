@@ -31,7 +31,7 @@ def library_candidates() -> list[str]:
 
 
 class NvtxRanges:
-    """Pushes and pops ranges (see `edgellm.observing.observer.Observer`). Raises MissingDependencyError without the library."""
+    """Pushes and pops ranges (see `Observer`). Raises MissingDependencyError without the library."""
 
     def __init__(self) -> None:
         library = _load()

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from edgellm.engines.backends.base import Backend, open_backend
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
@@ -99,7 +100,7 @@ class Eyes:
 
 
 class LateEyes:
-    """See `edgellm.vision.encoder.Eyes`, which `open_eyes` makes and loads nothing of; any thread may be the first to need them.
+    """See `Eyes`, which `open_eyes` makes and loads nothing of; any thread may be the first to need them.
 
     For a backend that makes nothing ready before it computes. What is wrong with the vision model's files, or that
     they find no memory, is the error of the first request with an image, and of each one after it.

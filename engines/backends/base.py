@@ -7,13 +7,11 @@ CUDA stream, so a result is there only after `Readback.wait`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.backends.gpu import find_gpu
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
@@ -22,8 +20,6 @@ from edgellm.kernels.arrays import Array
 from edgellm.kernels.draft_tree_interface import DraftTreeKernels
 from edgellm.kernels.image_interface import ImageKernels
 from edgellm.kernels.interface import Kernels
-
-BACKENDS = ("auto", "numpy", "tensorrt")
 
 
 class Engine(Protocol):
@@ -165,26 +161,6 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     array = backend.empty(values.shape, values.dtype.name)
     backend.upload(array, np.ascontiguousarray(values))
     return array
-
-
-def open_backend(name: str, directory: EngineDirectory) -> Backend:
-    """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
-
-    On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
-    computing on the CPU.
-    """
-    if name not in BACKENDS:
-        raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
-    if name == "numpy" or (name == "auto" and find_gpu() is None):
-        from edgellm.engines.backends.numpy_backend import NumpyBackend
-
-        draft = None if directory.draft is None else directory.draft.config
-        vision = None if directory.vision is None else directory.vision.config
-        # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
-        return cast(Backend, NumpyBackend(directory.config, draft, vision))
-    from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
-
-    return cast(Backend, TensorRTBackend(directory))
 
 
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:

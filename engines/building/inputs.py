@@ -26,10 +26,11 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.descriptions import ModelConfig, vision_describer
+from edgellm.engines.model.descriptions import ModelConfig
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.vision import VisionConfig
 
@@ -100,7 +101,7 @@ def read_vision_config(
             if vision_source is None:
                 return None
             raise CheckpointError(f"{opened.path} is no vision encoder: its config.json has no vision_config")
-        vision = vision_describer().read(opened)
+        vision = read_vision(opened)
         if vision is None:
             return None
         if vision.out_hidden_size != config.hidden_size:

@@ -21,7 +21,7 @@ from edgellm.engines.directories.digests import usable_cores
 from edgellm.engines.directories.strict_json import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.model.config import DecoderConfig, EngineShape
-from edgellm.engines.model.descriptions import ModelConfig, describing_modules, import_describing_modules
+from edgellm.engines.model.descriptions import ModelConfig
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
@@ -162,7 +162,7 @@ def _worker_count() -> int:
 def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
     """What the process reads for one plan."""
     values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
-    return json.dumps(values | {"target": target, "modules": describing_modules()}).encode() + b"\n"
+    return json.dumps(values | {"target": target}).encode() + b"\n"
 
 
 def read_answer(stream: IO[bytes]) -> tuple[bytes, float, int]:
@@ -207,7 +207,6 @@ def _build(line: bytes) -> bytes:
     request = JSONObject.parse(line, "the request", BuildError)
     shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
     config: ModelConfig
-    import_describing_modules(request.values["modules"])
     if shape.model == "draft":
         config = values.dataclass(DraftConfig, decoder=DecoderConfig)
     elif shape.model == "vision":

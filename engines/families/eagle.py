@@ -13,7 +13,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.decoders import DEFAULT_HEAD_DIM, read_decoder, refuse_sliding_window
+from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, refuse_sliding_window
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
@@ -133,7 +133,7 @@ class _Reader:
             fields,
             self.draft.dtype,
             default_kv_heads=True,
-            default_head_dim=DEFAULT_HEAD_DIM if model_type == "qwen3" else None,
+            default_head_dim=QWEN3_HEAD_DIM if model_type == "qwen3" else None,
             attention_bias=self._has("q_proj.bias", declared, attention),
             attention_output_bias=self._has("o_proj.bias", None, attention),
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),

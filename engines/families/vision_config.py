@@ -11,8 +11,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
-from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_description, vision_weights
-from edgellm.engines.model.descriptions import VisionDescriber, register_vision
+from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.model.vision import VisionConfig
 
 __all__ = ["VisionConfig", "read_vision_config"]
@@ -340,6 +339,3 @@ def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray |
 def _first(prefixes: tuple[str, ...], names: Iterable[str]) -> str:
     """The first prefix that begins a name, else the first of all."""
     return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), prefixes[0])
-
-
-register_vision(VisionDescriber(__name__, read_vision, vision_description, vision_weights))

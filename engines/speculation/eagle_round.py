@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgellm.engines.backends.base import Readback
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.tree_verification import GREEDY, SAMPLED
+from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
+from edgellm.engines.speculation.tree_verification import GREEDY, SAMPLED, TreeVerification
 from edgellm.kernels.arrays import Array
-
-if TYPE_CHECKING:
-    from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 
 class EagleRound:
@@ -26,7 +24,9 @@ class EagleRound:
 
     def __init__(
         self,
-        runner: EagleRunner,
+        base: BaseEngineRunner,
+        draft: EagleDraftEngineRunner,
+        verification: TreeVerification,
         batch: int,
         plan: DraftPlan,
         acceptance: str,
@@ -38,10 +38,11 @@ class EagleRound:
     ) -> None:
         self.key = (batch, plan, acceptance, adapts, accept_tokens, accept_range, propose_range, verify_range)
         self.plan = plan
-        self._runner, self._batch, self._acceptance = runner, batch, acceptance
+        self._base, self._draft, self._verification = base, draft, verification
+        self._batch, self._acceptance = batch, acceptance
         self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range
-        self._candidates = runner.draft.candidates(batch, plan)
-        self._tree = runner.verification.tree(batch, plan, verify_range)
+        self._candidates = draft.candidates(batch, plan)
+        self._tree = verification.tree(batch, plan, verify_range)
 
     @property
     def stages(self) -> dict[str, Callable[[], None]]:
@@ -64,19 +65,19 @@ class EagleRound:
         Where tokens were drawn, acceptance has divided them by the temperature, which is undone here; penalties are
         not.
         """
-        backend, tree = self._runner.backend, self._tree
+        backend, tree = self._base.backend, self._tree
         nodes = backend.read(tree.accepted_indices[slot : slot + 1]).wait()[0, :count].tolist()
         rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
-        temperature = self._runner.base.sampling.values(slice(slot, slot + 1))[0].temperature
+        temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
         return found if self._acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
 
     def _accept_draft(self) -> None:
-        self._runner.draft.accept(self._batch, self._accept_tokens, self._accept_range)
+        self._draft.accept(self._batch, self._accept_tokens, self._accept_range)
 
     def _propose(self) -> None:
-        draft, batch, candidates = self._runner.draft, self._batch, self._candidates
-        committed = self._runner.base.sequences(slice(0, batch)).kvcache_start_index
+        draft, batch, candidates = self._draft, self._batch, self._candidates
+        committed = self._base.sequences(slice(0, batch)).kvcache_start_index
         self._extend(1)
         for level in range(1, self.plan.steps):
             draft.propose(batch, level, candidates, committed, self._propose_range)
@@ -85,19 +86,16 @@ class EagleRound:
     def _extend(self, level: int) -> None:
         """The candidates of `level`, from the draft's latest logits."""
         if self._acceptance == SAMPLED:
-            self._runner.verification.draw_child(self._batch, level - 1, self._candidates)
+            self._verification.draw_child(self._batch, level - 1, self._candidates)
         else:
-            self._runner.draft.expand(self._batch, level, self._candidates)
+            self._draft.expand(self._batch, level, self._candidates)
 
     def _verify(self) -> None:
-        self._runner.verification.verify(self._tree, self._candidates)
+        self._verification.verify(self._tree, self._candidates)
 
     def _accept(self) -> None:
-        runner = self._runner
-        if runner.before_acceptance is not None:
-            runner.before_acceptance(self._tree)
-        runner.verification.accept(self._tree, self._acceptance)
-        runner.verification.advance(self._tree, runner.draft.pending)
+        self._verification.accept(self._tree, self._acceptance)
+        self._verification.advance(self._tree, self._draft.pending)
 
 
 class SlotProgress:

@@ -28,7 +28,6 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
 from edgellm.engines.speculation.eagle_round import EagleRound, SlotProgress, StepReadback
-from edgellm.engines.speculation.tree import VerifiedTree
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
 
@@ -68,9 +67,6 @@ class EagleRunner:
         if draft.image_embeddings:
             self.draft.use_image_rows(self.base.image_rows)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
-        #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
-        #: like the rest. Set it before the first round.
-        self.before_acceptance: Callable[[VerifiedTree], None] | None = None
         self._steps = CapturedSteps(backend)
         self._rounds: dict[tuple, EagleRound] = {}
         self._latest_round: EagleRound | None = None
@@ -204,7 +200,7 @@ class EagleRunner:
             self.base.sampling.refresh_nodes(self.verification.engine_nodes(plan))
         current = self._rounds.get(key)
         if current is None:
-            current = self._rounds[key] = EagleRound(self, *key)
+            current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, *key)
         return current
 
     def set_adapter(self, slot: int, name: str | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -27,6 +29,9 @@ class TreeVerification:
         self._trees = VerifiedTrees(backend, base.config, base.limits, draft.config.draft.feature_size)
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
+        #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
+        #: like the rest. Set it before the first round.
+        self.before_acceptance: Callable[[VerifiedTree], None] | None = None
 
     def tree(self, batch: int, plan: DraftPlan, key_range: int) -> VerifiedTree:
         """The arrays of a plan's tree, padded to the engine's number of tokens."""
@@ -74,6 +79,8 @@ class TreeVerification:
 
     def accept(self, tree: VerifiedTree, acceptance: str) -> None:
         """Choose what is accepted of the tree, by one of this module's rules."""
+        if self.before_acceptance is not None:
+            self.before_acceptance(tree)
         batch, nodes = tree.tokens.shape
         slots, sampling = slice(0, batch), self._base.sampling
         state = self._base.sequences(slots)

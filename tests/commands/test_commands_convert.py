@@ -18,7 +18,7 @@ from edgellm.commands.convert import size_in_bytes
 @pytest.fixture
 def source(repository: Path, tmp_path: Path, tiny_checkpoint: Path) -> Path:
     directory = tmp_path / "source"
-    shutil.copytree(repository / "tests" / "torch_files" / "sharded", directory)
+    shutil.copytree(repository / "tests" / "goldens" / "torch_files" / "sharded", directory)
     shutil.copy(tiny_checkpoint / "config.json", directory)
     return directory
 

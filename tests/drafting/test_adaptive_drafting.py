@@ -10,7 +10,7 @@ from edgellm.drafting.adaptive import adaptive_drafting, measure_round_costs
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
 from edgellm.drafting.costs import PLAIN, Device, read_round_costs
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain

@@ -10,7 +10,6 @@ import pytest
 from tiny_multimodal import FAMILIES
 
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.families import vision_config as vision_checkpoint  # noqa: F401 (it tells builders of vision encoders)
 from edgellm.engines.model.config import EngineLimits
 
 LIMITS = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)

@@ -15,7 +15,7 @@ from edgellm.engines.errors import CheckpointError
 
 @pytest.fixture(scope="module")
 def folder(repository: Path) -> Path:
-    return repository / "tests" / "torch_files"
+    return repository / "tests" / "goldens" / "torch_files"
 
 
 def refusal(path: Path) -> str:

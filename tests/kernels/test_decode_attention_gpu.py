@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from decode_models import ancestors, from_bits, random_parents, relative, to_bits
 from gpu_device import cuda_device, device_copy
-from test_decode_kernels import ancestors, random_parents
-from test_decode_kernels_gpu import from_bits, relative, to_bits
 
 from edgellm.kernels import numpy_decode_kernels as twins
 from edgellm.kernels.decode_attention import (

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from decode_models import (
+    EAGLE3,
+    HEADS,
+    TOLERANCE,
+    draft_shape,
+    draft_twin_step,
+    from_bits,
+    random_draft,
+    relative,
+    rounded,
+    to_bits,
+)
 
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.draft_config import DraftConfig
-
-
-def _module(name: str) -> ModuleType:
-    """Test files are not importable by name: each is a module of its own."""
-    specification = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-_base, _draft = _module("test_decode_kernels_gpu"), _module("test_decode_kernels_draft")
-gpu = _base.gpu
-relative, rounded, to_bits, from_bits = _base.relative, _base.rounded, _base.to_bits, _base.from_bits
-EAGLE3, HEADS, TOLERANCE = _draft.EAGLE3, _draft.HEADS, _base.TOLERANCE
-draft_shape, random_draft, draft_twin_step = _draft.draft_shape, _draft.random_draft, _draft.draft_twin_step
 
 pytestmark = pytest.mark.gpu
 

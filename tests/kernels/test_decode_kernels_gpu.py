@@ -6,149 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gpu_device import cuda_device
-from test_decode_kernels import CHAIN, FAMILIES, LLAMA, TREE, ancestors, random_model, twin_step
+from decode_models import (
+    CHAIN,
+    FAMILIES,
+    LLAMA,
+    ODD,
+    TOLERANCE,
+    TREE,
+    Loaded,
+    ancestors,
+    assert_equals_twin,
+    random_model,
+    relative,
+    rounded,
+    to_bits,
+    twin_step,
+)
 
-from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DecoderConfig, EngineShape
-from edgellm.kernels.arrays import DeviceArray
 
 pytestmark = pytest.mark.gpu
-
-#: |difference| / |reference|, both as norms: what is rounded to the dtype is the normed input, context and activation
-#: of each layer, and the KV rows; the spacing of float16 is 2^-11 of a value, of bfloat16 2^-8.
-TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
-
-#: widths that do not fill a warp's slice, a block's units, a head of each number of pairs, each group
-ODD = {
-    **FAMILIES,
-    "narrow": replace(LLAMA, hidden_size=40, intermediate_size=24, num_heads=1, num_kv_heads=1, vocab_size=5),
-    "wide_heads": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
-    "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=64, num_heads=6, num_kv_heads=2),
-    "heads_of_80": replace(LLAMA, head_dim=80, rotary_dim=80, num_heads=7, num_kv_heads=1, qk_norm=True),
-    "many_heads_a_group": replace(LLAMA, num_heads=16, num_kv_heads=1),
-    "more_units_than_blocks": replace(LLAMA, hidden_size=1544, intermediate_size=4104, vocab_size=40_001, num_layers=1),
-}
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    """A CUDA context with a stream, and the decode kernel loaded into it."""
-    from edgellm.kernels.decode_kernels import CudaDecodeKernels
-
-    with cuda_device() as device:
-        device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
-        yield device
-
-
-def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 rounded to nearest even, as the bits that the device holds."""
-    if dtype == "float16":
-        return values.astype(np.float16)
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16":
-        return values.astype(np.float32)
-    return (values.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """The model as its dtype holds it, in float32."""
-    return {
-        name: from_bits(to_bits(array, dtype), dtype) if array.dtype == np.float32 else array
-        for name, array in arrays.items()
-    }
-
-
-class Loaded:
-    """An engine bound to device copies of `arrays`; with a `last` token one that prefills, and gives its logits.
-
-    `kind`: of engine, where not the fastest.
-    """
-
-    def __init__(
-        self,
-        gpu,
-        config: DecoderConfig,
-        arrays: dict[str, np.ndarray],
-        dtype: str,
-        rows: int,
-        last: int | None = None,
-        kind: type[CudaKernelEngine] | None = None,
-    ) -> None:
-        batch, tokens, _ = arrays["inputs_embeds"].shape
-        phase, selected = "decode" if tokens == 1 else "verify", tokens
-        if last is not None:
-            phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
-        self.gpu, self.dtype = gpu, dtype
-        shape = EngineShape(phase, batch, tokens, rows, rows, selected)
-        kernels = gpu.decode_kernels
-        kind = kind or decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
-        self.engine = kind(kernels, config, shape, dtype)
-        self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
-        gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
-        self.engine.attach(gpu, self.scratch)
-        self.arrays: dict[str, DeviceArray] = {}
-        for name, array in arrays.items():
-            held = dtype if array.dtype == np.float32 else array.dtype.name
-            self.arrays[name] = gpu.empty(array.shape, held)
-            gpu.upload(self.arrays[name], to_bits(array, dtype) if array.dtype == np.float32 else array)
-        for name in [name for name in arrays if "_cache_" in name]:
-            self.arrays[f"present_{name}"] = self.arrays[name]
-        self.arrays["logits"] = gpu.empty((batch, selected, config.vocab_size), "float32")
-        self.clear_logits()
-        if config.feature_layers:
-            width = len(config.feature_layers) * config.hidden_size
-            self.arrays["hidden_states"] = gpu.empty((batch, tokens, width), dtype)
-        self.engine.bind(self.arrays)
-
-    def clear_logits(self) -> None:
-        logits = self.arrays["logits"]
-        self.gpu.upload(logits, np.full(logits.shape, np.nan, np.float32))
-
-    def values(self, name: str) -> np.ndarray:
-        array = self.arrays[name]
-        values = self.gpu.download(array)
-        return values if array.dtype == "float32" else from_bits(values, self.dtype)
-
-
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """Not a number in what was found makes the result not a number, which is within no tolerance."""
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
-def assert_equals_twin(
-    gpu, config: DecoderConfig, starts: list[int], rows: int, dtype: str, parents: tuple[int | None, ...] = (None,)
-) -> None:
-    arrays = rounded(random_model(config, len(starts), rows, starts, parents), dtype)
-    tokens = len(parents)
-    loaded = Loaded(gpu, config, arrays, dtype, rows)
-    loaded.engine.enqueue()
-    before = {name: array.copy() for name, array in arrays.items()}
-    expected = twin_step(config, arrays)
-    for name in ("logits", "hidden_states") if config.feature_layers else ("logits",):
-        assert relative(loaded.values(name).reshape(expected[name].shape), expected[name]) < TOLERANCE[dtype], name
-    for name in [name for name in arrays if "_cache_" in name]:
-        found = loaded.values(name)
-        for b, start in enumerate(starts):
-            new = slice(start, start + tokens)
-            assert relative(found[b, :, new], arrays[name][b, :, new]) < TOLERANCE[dtype]
-            others = np.delete(found[b], new, axis=1)
-            np.testing.assert_array_equal(others, np.delete(before[name][b], new, axis=1))
-    for name in ("hidden", "qkv", "context", "activation"):
-        array = loaded.engine._scratch[name]
-        values = gpu.download(array)
-        found = values if array.dtype == "float32" else from_bits(values, dtype)
-        assert relative(found, expected[name]) < 2 * TOLERANCE[dtype], name
-    first = gpu.download(loaded.arrays["logits"])
-    loaded.clear_logits()
-    loaded.engine.enqueue()  # the same step again: the counters are as before
-    np.testing.assert_array_equal(gpu.download(loaded.arrays["logits"]), first)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_decode_kernels import FAMILIES, LLAMA
+from decode_models import FAMILIES, LLAMA
 
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_decode_kernels import FAMILIES, LLAMA, random_model, random_parents, twin_step
+from decode_models import FAMILIES, LLAMA, random_model, random_parents, twin_step
 
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.model.config import DecoderConfig, EngineShape

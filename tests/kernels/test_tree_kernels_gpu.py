@@ -6,9 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decode_models import (
+    FAMILIES,
+    LLAMA,
+    ODD,
+    Loaded,
+    ancestors,
+    assert_equals_twin,
+    random_model,
+    random_parents,
+    relative,
+    rounded,
+    twin_step,
+)
 from gpu_device import device_copy
-from test_decode_kernels import FAMILIES, LLAMA, ancestors, random_model, random_parents, twin_step
-from test_decode_kernels_gpu import ODD, Loaded, assert_equals_twin, gpu, relative, rounded
 
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
@@ -20,8 +31,6 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.linear_tilings import tilings
 from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
-
-__all__ = ["gpu"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 

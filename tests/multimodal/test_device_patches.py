@@ -12,7 +12,7 @@ from golden_vision import golden_directory
 from synthetic_images import synthetic_image
 from vision_configs import llava_vision, qwen_vision
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.multimodal import device_patches
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.errors import ImageError

@@ -10,7 +10,8 @@ import pytest
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 from tiny_multimodal import FAMILIES
 
-from edgellm.engines.backends.base import Backend, open_backend
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.tensors import float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -10,7 +10,7 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend, host_view
 from golden_vision import GoldenImage, golden_directory, golden_images, open_vision
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape

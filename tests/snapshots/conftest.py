@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgellm.decoding.runner import PlainRunner, Runner
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues

@@ -14,7 +14,7 @@ import pytest
 def killed(folder: Path, kills: int, kind: str, seed: int = 0) -> dict[str, int]:
     command = [
         sys.executable,
-        str(Path(__file__).parent / "killed_writer.py"),
+        str(Path(__file__).parents[1] / "helpers" / "killed_writer.py"),
         str(folder),
         str(seed),
         str(kills),

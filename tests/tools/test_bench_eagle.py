@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
@@ -72,7 +72,7 @@ def test_rounds_of_a_random_draft_get_the_lengths_of_the_schedule(make_checkpoin
             verified.logits[0, parent, verified.tokens[0, node]] = 1e30
             node = parent
 
-    runner.before_acceptance = force
+    runner.verification.before_acceptance = force
     try:
         runner.start(0, [5, 6, 7], 0, SamplingValues()).wait()
         lengths = [len(runner.step(1, plan).wait()[0]) for _ in range(40)]

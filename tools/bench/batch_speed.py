@@ -28,7 +28,7 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import Runner, open_runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits

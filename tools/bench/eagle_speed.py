@@ -35,7 +35,7 @@ from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, si
 from edgellm.drafting.adaptive import measure_round_costs
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
@@ -72,7 +72,7 @@ class RoundBench:
         self.runner, self.backend = runner, runner.backend
         self.stream = runner.backend.device.stream
         self.forced = ForcedAcceptance(runner.backend)
-        runner.before_acceptance = self.forced
+        runner.verification.before_acceptance = self.forced
         self._prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, PROMPT_TOKENS)]
 
     def fill(self, lengths: np.ndarray) -> None:
@@ -133,10 +133,10 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
             stage()
     with enqueue_replaced(lambda engine: None):
         others = bench.graph(plan)
-    bench.runner.before_acceptance = None
+    bench.runner.verification.before_acceptance = None
     with enqueue_replaced(lambda engine: None):
         without_forcing = bench.graph(plan)
-    bench.runner.before_acceptance = bench.forced
+    bench.runner.verification.before_acceptance = bench.forced
     alone = [bench.backend.capture(engine.enqueue, engine.shape.name) for engine in engines]
 
     def one_after_another() -> None:

@@ -24,7 +24,7 @@ from simulated_acceptance import schedule, simulated_mean
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.kernels.launch import Launch
@@ -72,12 +72,12 @@ class PartsBench(RoundBench):
 
     def others(self) -> float:
         """Of the kernels that are no engine's, without those that force acceptance."""
-        self.runner.before_acceptance = None
+        self.runner.verification.before_acceptance = None
         try:
             with enqueue_replaced(lambda engine: None):
                 launch = self.graph(self.plan)
         finally:
-            self.runner.before_acceptance = self.forced
+            self.runner.verification.before_acceptance = self.forced
         return 1000 * self.milliseconds(launch, self.lengths, self.plan)
 
     def line(self, name: str, before: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from simulated_acceptance import schedule
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 ROUNDS = 4

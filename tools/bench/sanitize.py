@@ -1,6 +1,6 @@
 """Runs samples of the kernels' GPU tests under compute-sanitizer's tools, several processes at a time.
 
-    python tools/bench/sanitize.py [--tools memcheck racecheck initcheck] [--files tests/kernels/test_kernels_cuda.py ...]
+    python tools/bench/sanitize.py [--tools memcheck racecheck initcheck] [--files tests/kernels/... ]
                                    [--tests 12] [--seconds 150] [--processes 8] [--logs FOLDER]
 
 Of each file so many tests are taken, spread evenly over it; those that capture graphs, take times or expect errors are

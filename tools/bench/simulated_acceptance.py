@@ -40,7 +40,7 @@ extern "C" __global__ void force_acceptance(float* logits, const int* tokens, co
 
 
 class ForcedAcceptance:
-    """A hook for `EagleRunner.before_acceptance` that fixes the accepted length of each round (batch 1)."""
+    """A hook for `TreeVerification.before_acceptance` that fixes the accepted length of each round (batch 1)."""
 
     def __init__(self, backend: Any) -> None:
         self._backend, self._stream = backend, backend.device.stream

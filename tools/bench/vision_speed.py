@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance, report
 from random_checkpoint import QWEN_2_5_VL_3B, QWEN_2_5_VL_PREPROCESSOR, write_checkpoint
 
-from edgellm.engines.backends.base import Backend, open_backend
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits

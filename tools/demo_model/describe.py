@@ -7,7 +7,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import edgellm.engines.families.vision_config  # noqa: F401  (makes vision encoders known)
 from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config

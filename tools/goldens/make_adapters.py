@@ -3,8 +3,9 @@
     python tools/goldens/make_adapters.py tests/goldens/lora
 
 Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model of
-`tests/goldens/decoder` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that PEFT
-computes in float32 for the `token_ids` of that model's own `expected.safetensors`, from the adapter's files read again.
+`tests/goldens/decoder` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that
+PEFT computes in float32 for the `token_ids` of that model's own `expected.safetensors`, from the adapter's files read
+again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3_biases_bfloat16.all": ({"r": 8, "lora_alpha": 8, "target_modules": _ALL}, "bfloat16"),
 }
-_BASES = Path(__file__).parents[2] / "tests" / "goldens"
+_BASES = Path(__file__).parents[2] / "tests" / "goldens" / "decoder"
 
 
 def make_adapter(name: str, directory: Path) -> None:

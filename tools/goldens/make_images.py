@@ -26,7 +26,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from synthetic_images import synthetic_image
 
 _HALF = [0.5, 0.5, 0.5]

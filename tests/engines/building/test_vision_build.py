@@ -20,8 +20,7 @@ from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import network_digest
-from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, EngineError
-from edgellm.engines.model import descriptions
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.model.config import EngineLimits, vision_shape
 from edgellm.multimodal.vision_layout import window_rows
 
@@ -234,15 +233,8 @@ def test_the_command_builds_and_tells(tmp_path: Path) -> None:
     assert [built.shape.name for built in report.plans if built.seconds] == ["vision.encode-p160"]
 
 
-def test_vision_encoders_need_someone_to_describe_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptions, "_VISION", [])
-    with pytest.raises(EngineError, match=r"import edgellm\.multimodal\.vision_checkpoint first"):
-        network_digest(golden_config("qwen3_vl"), vision_shape(64), "float16", "auto")
-    assert descriptions.describing_modules() == []
-
-
 @needs_tensorrt
-def test_another_process_imports_who_describes(tmp_path: Path) -> None:
+def test_another_process_describes_the_same_encoder(tmp_path: Path) -> None:
     directory = golden_directory("llava_siglip", tmp_path / "engines", "float16")
     shapes = [vision_shape(16)]
     (plan,) = build_plans(directory.models, shapes, "float16", "composed", "sm_86", workers=1)

@@ -21,7 +21,7 @@ INDEX = "pytorch_model.bin.index.json"
 
 @pytest.fixture
 def folder(repository: Path) -> Path:
-    return repository / "tests" / "torch_files"
+    return repository / "tests" / "goldens" / "torch_files"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from golden_images import FOLDER, NAMES, TOLERANCE, GoldenModel
 from golden_vision import GoldenImage, golden_directory, open_vision
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues

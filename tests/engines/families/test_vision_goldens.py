@@ -9,7 +9,8 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend, host_view
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 
-from edgellm.engines.backends.base import Backend, open_backend
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 
 TOLERANCE = 1e-4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory

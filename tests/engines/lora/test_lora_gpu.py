@@ -12,7 +12,7 @@ from rounded_arithmetic import MARGIN, Distance, open_rounded_runner
 from tiny_families import FAMILIES as TINY_FAMILIES
 from tiny_families import PROMPT
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -13,7 +13,7 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend
 from safetensors.numpy import load_file, save_file
 
-from edgellm.engines.backends.base import open_backend
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits

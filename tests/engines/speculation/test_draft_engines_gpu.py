@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.backends.base import Backend, Engine, open_backend
+from edgellm.engines.backends.base import Backend, Engine
+from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -189,7 +189,7 @@ def test_acceptance_can_be_simulated_between_verification_and_acceptance(runner:
             verified.logits[0, node, verified.tokens[0, node + 1]] = 1e6
         verified.logits[0, wanted, (verified.tokens[0, wanted + 1] + 1) % verified.logits.shape[2]] = 1e6
 
-    runner.before_acceptance = accept_levels
+    runner.verification.before_acceptance = accept_levels
     runner.start(0, PROMPT, 0, GREEDY).wait()
     assert [len(runner.round(1, chain(4)).wait()[0]) for _ in range(4)] == [wanted + 1] * 4
 

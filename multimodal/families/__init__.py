@@ -1,1 +1,0 @@
-"""The vision encoders of the supported families, each described once against `edgellm.engines.model.operations`."""
