@@ -6,6 +6,9 @@ Importing the package loads nothing; the names below are loaded when first used.
 from __future__ import annotations
 
 import logging
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +26,25 @@ if TYPE_CHECKING:
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
+
+
+class _CheckoutFolders:
+    """Finds the packages that stand beside this folder in a checkout, where an installation has them inside of it.
+
+    Python started in a checkout takes this folder for the package, whatever is installed: so these come from it, too.
+    """
+
+    names = frozenset(f"{__name__}.{folder}" for folder in ("engines", "kernels", "multimodal", "configs"))
+    root = Path(__file__).resolve().parents[1]
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The specification of one of these packages; None for any other module."""
+        return PathFinder.find_spec(name, [str(cls.root)]) if name in cls.names else None
+
+
+if not Path(__file__).with_name("engines").is_dir():
+    sys.meta_path.insert(0, _CheckoutFolders)
 
 __all__ = [
     "LLM",

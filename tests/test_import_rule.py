@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,13 @@ def _sources(repository: Path) -> list[tuple[str, Path]]:
     return [(layer, path) for layer in LAYERS for path in sorted((repository / layer).rglob("*.py"))]
 
 
-def _imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
-    """(module, line, whether at the top of the file) of every import."""
+def _imports(tree: ast.AST, known: Collection[str] = ()) -> list[tuple[str, int, bool]]:
+    """(module, line, whether at the top of the file) of every import, and of every string among `known`."""
     top = {id(node) for node in ast.iter_child_nodes(tree)}
     found = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and "." in str(node.value) and node.value in known:
+            found.append((node.value, node.lineno, False))
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -42,13 +46,58 @@ def _layer_of(module: str) -> str | None:
 
 
 def test_no_layer_imports_a_later_one(repository: Path) -> None:
-    wrong = []
+    wrong, known = [], {_module_name(layer, path, repository) for layer, path in _sources(repository)}
     for layer, path in _sources(repository):
-        for module, line, _ in _imports(ast.parse(path.read_text())):
+        for module, line, _ in _imports(ast.parse(path.read_text()), known):
             imported = _layer_of(module)
             if imported is not None and (imported not in LAYERS or LAYERS.index(imported) > LAYERS.index(layer)):
                 wrong.append(f"{path.relative_to(repository)}:{line} imports {module}")
     assert not wrong
+
+
+def _graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules each module imports, by their names: at the top, in functions, for types alone, or in strings."""
+    graph: dict[str, set[str]] = {}
+    for module, text in sources.items():
+        named = [name for name, _, _ in _imports(ast.parse(text), sources)]
+        # `from package import name` imports a module of that name, or the package that has the name
+        found = (name if name in sources else name.rpartition(".")[0] for name in named)
+        graph[module] = {name for name in found if name in sources} - {module}
+    return graph
+
+
+def _module_name(layer: str, path: Path, repository: Path) -> str:
+    parts = path.relative_to(repository).with_suffix("").parts
+    parts = parts if layer == "edgellm" else ("edgellm", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _circle(sources: dict[str, str]) -> list[str]:
+    try:
+        TopologicalSorter(_graph(sources)).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_imports_go_in_circles(repository: Path) -> None:
+    sources = {_module_name(layer, path, repository): path.read_text() for layer, path in _sources(repository)}
+    assert _circle(sources) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from edgellm.a import x",
+        "import edgellm.a",
+        "def f():\n    from edgellm import a",
+        "if TYPE_CHECKING:\n    from edgellm.a import X",
+        "name = 'edgellm.a'",
+    ],
+)
+def test_the_rule_finds_circles(back: str) -> None:
+    assert _circle({"edgellm.a": "from edgellm.b import y", "edgellm.b": back})
+    assert not _circle({"edgellm.a": "", "edgellm.b": back})
 
 
 def test_gpu_modules_are_not_imported_at_the_top_and_tools_not_at_all(repository: Path) -> None:
