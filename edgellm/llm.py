@@ -126,6 +126,21 @@ class LLM:
         return self._runtime.has_vision_model
 
     @property
+    def default_system_prompt(self) -> str:
+        """See `SpecDecodeRuntime.default_system_prompt`."""
+        return self._runtime.default_system_prompt
+
+    @property
+    def default_image_system_prompt(self) -> str:
+        """See `SpecDecodeRuntime.default_image_system_prompt`."""
+        return self._runtime.default_image_system_prompt
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """See `SpecDecodeRuntime.default_params`."""
+        return self._runtime.default_params
+
+    @property
     def drafting(self) -> DraftingConfig | None:
         """How requests are drafted; None: plainly."""
         return self._runtime.drafting
@@ -191,9 +206,16 @@ class LLM:
         adapter: str | None = None,
         *,
         deadline: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> Response:
-        """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template."""
-        with self.stream_chat(messages, params, adapter=adapter, deadline=deadline) as generation:
+        """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template.
+
+        Without a system message it begins with `default_system_prompt`; see `Request`.
+        """
+        with self.stream_chat(
+            messages, params, adapter, deadline=deadline, tools=tools, template_variables=template_variables
+        ) as generation:
             return generation.result()
 
     def stream_chat(
@@ -203,15 +225,29 @@ class LLM:
         adapter: str | None = None,
         *,
         deadline: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> Generation:
         """As `chat`, but returns the answer as it grows."""
-        return self.submit(Request(None, messages, params, adapter, deadline))
+        return self.submit(
+            Request(None, messages, params, adapter, deadline, tools=tools, template_variables=template_variables)
+        )
 
     def create_session(
-        self, system: str | None = None, params: SamplingParams | None = None, adapter: str | None = None
+        self,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> Session:
-        """A conversation that remembers what was said, with an optional system prompt."""
-        return Session(self.stream_chat, system, params, adapter)
+        """A conversation that remembers what was said.
+
+        Its system prompt is `system` (None: `default_system_prompt`, "": none). `tools` and `template_variables` go
+        with every message, see `Request`.
+        """
+        return Session(self.stream_chat, system, params, adapter, tools=tools, template_variables=template_variables)
 
     def cache_system_prompt(
         self, text: SystemPrompt, adapter: str | None = None, save: str | Path | None = None

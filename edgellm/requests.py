@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +13,7 @@ from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.errors import RequestError
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import is_image
+from edgellm.text.template_inputs import checked_tools, checked_variables
 
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
@@ -27,6 +28,11 @@ class Request:
     asked on: what the answer has by then is the answer.
 
     `images` are those that a prompt shows, in the order of their places in it; a conversation has them in its messages.
+
+    A conversation without a system message begins with the model's default system prompt
+    (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
+    call, in the form of OpenAI's API or as functions' objects alone; `template_variables` are values for what else the
+    chat template reads, such as {"enable_thinking": False}. Both are for conversations, with values as JSON has them.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -35,6 +41,8 @@ class Request:
     adapter: str | None = None
     deadline: float | None = None
     images: Sequence[Any] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_variables: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -46,6 +54,11 @@ class Request:
             raise RequestError(f"adapter is a {type(self.adapter).__name__}: expected a LoRA adapter's name, or None")
         if not isinstance(self.images, (list, tuple)):
             raise RequestError(f"images is a {type(self.images).__name__}: expected a list of images")
+        object.__setattr__(self, "tools", checked_tools(self.tools))
+        object.__setattr__(self, "template_variables", checked_variables(self.template_variables))
+        if self.messages is None and (self.tools or self.template_variables):
+            given = "tools" if self.tools else "template_variables"
+            raise RequestError(f"{given} are for the chat template, which a prompt has none of: ask with messages")
         seconds = self.deadline
         if seconds is not None:
             if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < float("inf"):

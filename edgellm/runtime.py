@@ -14,6 +14,7 @@ from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import Runner, open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
+from edgellm.defaults import ModelDefaults
 from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser
 from edgellm.drafting.controller import DraftingController, DraftingReport
@@ -26,6 +27,7 @@ from edgellm.generation import Answering, ChunkCallbacks, OnChunk, callbacks_of_
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.requests import Request, Response
+from edgellm.sampling_params import SamplingParams
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import RequestQueue
 from edgellm.serving.server import RequestServer
@@ -70,6 +72,7 @@ class SpecDecodeRuntime:
         self.directory = EngineDirectory.open(Path(engine_directory))
         self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
+        self._defaults = ModelDefaults(self.directory.path)
         self.metrics = metrics or Metrics()
         self.tokenizer.takes_images = self.has_vision_model
         #: What `capture_decoding_cuda_graph` could not capture, by name.
@@ -98,7 +101,7 @@ class SpecDecodeRuntime:
         try:
             if self._eyes is not None:
                 self._eyes.load(progress)
-            self._preparation = Preparation(self.directory, self.tokenizer, self._eyes)
+            self._preparation = Preparation(self.directory, self.tokenizer, self._eyes, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             if asked is not None:
@@ -123,6 +126,23 @@ class SpecDecodeRuntime:
     def has_vision_model(self) -> bool:
         """Whether prompts can show images."""
         return self._multimodal_directory is not None
+
+    @property
+    def default_system_prompt(self) -> str:
+        """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
+        return self._defaults.system_prompt
+
+    @property
+    def default_image_system_prompt(self) -> str:
+        """As `default_system_prompt`, for conversations that show images: `system_prompt_image.txt`, where there is
+        one."""
+        return self._defaults.image_system_prompt
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling that the model is published with (`generation_config.json`), which a request has to ask for:
+        `params=default_params`. Greedy where it recommends none. Raises EngineDirectoryError for a wrong file."""
+        return self._defaults.params
 
     @property
     def drafting(self) -> DraftingConfig | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from edgellm.errors import RequestError
 from edgellm.generation import Answering, Generation
 from edgellm.requests import Response
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.template_inputs import checked_tools, checked_variables
 
 #: Of a message: text, or a list of parts.
 Content = str | Sequence[dict[str, Any]]
@@ -43,9 +44,14 @@ class Session:
         system: str | None = None,
         params: SamplingParams | None = None,
         adapter: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ask` answers messages (`LLM.stream_chat`)."""
+        """`ask` answers messages (`LLM.stream_chat`), with the model's default system prompt where `system` is None and
+        without any where it is "". Raises RequestError for malformed tools or template variables."""
         self._ask, self._params, self._adapter = ask, params, adapter
+        self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: _Asked | None = None
         self._lock = threading.Lock()
@@ -84,7 +90,12 @@ class Session:
             self._settle()
             message = {"role": "user", "content": content}
             generation = self._ask(
-                [*self._messages, message], params or self._params, adapter=self._adapter, deadline=deadline
+                [*self._messages, message],
+                params or self._params,
+                adapter=self._adapter,
+                deadline=deadline,
+                tools=self._tools,
+                template_variables=self._variables,
             )
             self._open = _Asked(message, generation.answering, given_up)
             return generation

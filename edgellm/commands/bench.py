@@ -22,7 +22,6 @@ from edgellm.commands.opening import (
     model_name,
     open_model_with,
     sampling_params,
-    system_prompt,
 )
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
@@ -106,7 +105,7 @@ def measure(
         if drafted:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
             llm = opened.enter_context(open_model_with(settings, drafted[0]))
-        asked = _with_system_prompt(prompts, system_prompt(llm, settings))
+        asked = _with_system_prompt(prompts, settings.system)
         try:
             result = run_benchmark(llm, plain, asked, chosen, params, repeat, progress)
         finally:
@@ -124,6 +123,7 @@ def measure(
 
 
 def _with_system_prompt(prompts: Sequence[BenchPrompt], text: str | None) -> list[BenchPrompt]:
+    """The prompts under this system prompt where they have no other (None: under the model's own, "": under none)."""
     if text is None:
         return list(prompts)
     system = {"role": "system", "content": text}

@@ -25,12 +25,13 @@ from edgellm.commands.console import (
     write_error,
     write_note,
 )
-from edgellm.commands.opening import model_name, model_sampling_defaults, open_model, sampling_params, system_prompt
+from edgellm.commands.opening import model_name, open_model, sampling_params, system_prompt
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import dropped_files, shown_content
 from edgellm.commands.words import adapters_in_words
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
+from edgellm.text.template_inputs import require_tools_shown
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
@@ -96,6 +97,7 @@ def chat(
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
+    tooling: options.ToolOptions,
     system_cache: options.SystemCache = None,
     images: options.Images = None,
     history: Annotated[
@@ -114,6 +116,7 @@ def chat(
 ) -> None:
     """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
     prepare_output()
+    tools, variables = options.template_inputs(tooling)
     settings = options.chosen_settings(
         config,
         model=engine_directory,
@@ -129,9 +132,11 @@ def chat(
     with ended_by_signals(), observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
         if observer is not None:
             llm.observe(observer)
-        params = sampling_params(settings, model_sampling_defaults(llm))
+        params = sampling_params(settings, llm.default_params)
+        if tools:
+            require_tools_shown(tools, llm.tokenizer.template_variables(), llm.tokenizer.template_origin)
         conversation = Conversation(system_prompt(llm, settings), [], params, settings.adapter)
-        state = ChatState(llm, conversation, say=write_note)
+        state = ChatState(llm, conversation, say=write_note, tools=tools, template_variables=variables)
         state.blind_system, state.seeing_system = conversation.system, system_prompt(llm, settings, with_images=True)
         for image in images or ():
             state.show(image)
@@ -213,9 +218,15 @@ def answer(state: ChatState, question: str, with_stats: bool) -> None:
     messages = [*conversation.prompt_messages(), asked]
     with CancelOnInterrupt() as interrupt:
         try:
-            stream = llm.stream_chat(messages, params, adapter=conversation.adapter)
+            stream = llm.stream_chat(
+                messages,
+                params,
+                conversation.adapter,
+                tools=state.tools,
+                template_variables=state.template_variables,
+            )
         except EdgeLLMError:
-            used = len(llm.tokenizer.encode_chat(messages))
+            used = len(llm.tokenizer.encode_chat(messages, tools=state.tools, **state.template_variables))
             if conversation.messages and used >= llm.context_length:
                 write_note(f"The context is full ({used} of {llm.context_length} tokens): /reset starts anew.")
             raise

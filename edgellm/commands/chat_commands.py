@@ -47,7 +47,7 @@ class ChatState:
     """A chat as it goes on: the model, the conversation, and what has been counted.
 
     `pictures` are shown with the next question. `seeing_system` takes the place of the system prompt where that is
-    `blind_system` and images are shown.
+    `blind_system` and images are shown. `tools` and `template_variables` go with every question.
     """
 
     llm: LLM
@@ -60,6 +60,8 @@ class ChatState:
     pictures: list[Part] = field(default_factory=list)
     blind_system: str | None = None
     seeing_system: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
 
     def show(self, path: Path, question: str = "The next question") -> None:
         """Show an image with the next question, which is called `question`.

@@ -30,9 +30,8 @@ class Conversation:
     adapter: str | None = None
 
     def prompt_messages(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first."""
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.messages]
+        """All messages, the system prompt first; where there is none it is empty, which keeps the model's own away."""
+        return [{"role": "system", "content": self.system or ""}, *self.messages]
 
 
 def save_conversation(path: Path, conversation: Conversation, model: str) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
-from edgellm.commands.opening import open_model, sampling_params, system_prompt
+from edgellm.commands.opening import open_model, sampling_params
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import read_picture, require_sight, shown_content
 from edgellm.errors import RequestError
@@ -38,6 +38,7 @@ def generate(
     logprobs: options.Logprobs = None,
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
+    tooling: options.ToolOptions,
     system_cache: options.SystemCache = None,
     images: options.Images = None,
     model: Annotated[
@@ -57,6 +58,9 @@ def generate(
         raise typer.BadParameter(
             "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
         )
+    tools, variables = options.template_inputs(tooling)
+    if raw and (tools or variables):
+        raise typer.BadParameter("has no chat template: leave tools and template variables out", param_hint="--raw")
     settings = options.chosen_settings(
         config,
         model=model,
@@ -77,14 +81,15 @@ def generate(
         if images:
             require_sight(llm)
         pictures = [read_picture(image) for image in images or ()]
-        own = None if raw else system_prompt(llm, settings, with_images=bool(pictures))
-        messages = [{"role": "system", "content": own}] if own else []
+        messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         with CancelOnInterrupt() as interrupt:
             if raw:
                 stream = llm.stream(text, params, adapter=settings.adapter)
             else:
                 asked = {"role": "user", "content": shown_content(pictures, text)}
-                stream = llm.stream_chat([*messages, asked], params, adapter=settings.adapter)
+                stream = llm.stream_chat(
+                    [*messages, asked], params, settings.adapter, tools=tools, template_variables=variables
+                )
             interrupt.watch(stream)
             response = _read_answer(stream, show=not json_output)
         if logprobs is not None and not json_output:

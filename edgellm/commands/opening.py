@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edgellm.commands.console import write_note
 from edgellm.commands.settings import Settings
-from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError, did_you_mean
-from edgellm.sampling_params import SamplingParams, checked_value
+from edgellm.errors import AdapterError, RequestError, SettingsError, did_you_mean
+from edgellm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.snapshots.system_prompt import CachedPrompt
 
-GENERATION_CONFIG_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PROGRESS_AFTER_SECONDS = 0.7
 
 
@@ -158,40 +158,19 @@ def model_name(llm: LLM) -> str:
 
 
 def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:
-    """The system prompt of the settings, else the model's own: `system_prompt.txt`, or `system_prompt_image.txt` for a
-    conversation `with_images` where there is one; None where there is none."""
+    """The system prompt of the settings, else the model's own, for a conversation `with_images` or without; None where
+    there is none."""
     if settings.system is not None:
         return settings.system or None
-    path = llm.directory.path / ("system_prompt_image.txt" if with_images else "system_prompt.txt")
-    try:
-        return path.read_text(encoding="utf-8").rstrip("\n") or None
-    except FileNotFoundError:
-        return system_prompt(llm, settings) if with_images else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
+    return (llm.default_image_system_prompt if with_images else llm.default_system_prompt) or None
 
 
-def sampling_params(settings: Settings, defaults: dict[str, Any] | None = None) -> SamplingParams:
-    """The sampling that the settings ask for, on top of `defaults`."""
+def sampling_params(settings: Settings, defaults: SamplingParams | None = None) -> SamplingParams:
+    """The sampling that the settings ask for, on top of `defaults` (None: those of `SamplingParams`)."""
     try:
-        return SamplingParams(**{**(defaults or {}), **settings.sampling})
+        return replace(defaults or SamplingParams(), **settings.sampling)
     except RequestError as error:  # a combination that no single key shows
         raise SettingsError(str(error)) from error
-
-
-def model_sampling_defaults(llm: LLM) -> dict[str, Any]:
-    """What the model's `generation_config.json` recommends where it asks for sampling (`do_sample`), else nothing."""
-    from edgellm.text.tokenizer import read_json_object
-
-    path = llm.directory.path / "generation_config.json"
-    published = read_json_object(path)
-    if published.get("do_sample") is not True:
-        return {}
-    found = {key: published[key] for key in GENERATION_CONFIG_KEYS if published.get(key) is not None}
-    try:
-        return {"temperature": 1.0} | {key: checked_value(key, value) for key, value in found.items()}
-    except RequestError as error:
-        raise EngineDirectoryError(f"{path}: {error}") from error
 
 
 class _Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from edgellm.commands.words import named_directories
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
+from edgellm.text.template_inputs import checked_tools, checked_variables
 
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
@@ -174,6 +176,77 @@ class AdapterOptions:
         """The settings of adapters with these options on top, by their names; a wrong one is a usage error."""
         adapter = settings.adapter if self.adapter is None else self.adapter or None
         return {"adapter": adapter, "adapters": settings.adapters | named_directories(self.lora or ())}
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """What the chat template gets beside the messages; None or [] is an option that was not given."""
+
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            "--tools",
+            metavar="FILE",
+            help="Tell the model of functions that it may call: a JSON list, as OpenAI's API takes it.",
+        ),
+    ] = None
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Let the model think before it answers, or not, where its template has that choice (enable_thinking).",
+            show_default=False,
+        ),
+    ] = None
+    template_variable: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--template-variable",
+            metavar="NAME=VALUE",
+            help="Set a variable of the chat template; VALUE is JSON, else text; may be given several times.",
+        ),
+    ] = None
+
+
+def template_inputs(options: ToolOptions) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+    """The tools (None: none) and the template's variables that were given.
+
+    Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
+    """
+    variables: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
+    for text in options.template_variable or ():
+        name, equals, value = checked_argument(text, "--template-variable").partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r}: expected NAME=VALUE", param_hint="--template-variable")
+        if name in variables:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--template-variable")
+        variables[name] = _json_or_text(value)
+    try:
+        variables = checked_variables(variables)
+    except RequestError as error:
+        raise typer.BadParameter(str(error), param_hint="--template-variable") from error
+    return None if options.tools is None else read_tools(options.tools), variables
+
+
+def read_tools(path: Path) -> list[dict[str, Any]] | None:
+    """The tools of a JSON file, checked (`checked_tools`); raises RequestError that names the file and the place."""
+    text = read_text_file(path, "--tools")
+    try:
+        return checked_tools(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"--tools {path} is not valid JSON: {error}") from error
+    except RequestError as error:
+        raise RequestError(f"--tools {path}: {error}") from error
+
+
+def _json_or_text(text: str) -> Any:
+    def refuse(name: str) -> Any:  # NaN and Infinity, which JSON has not
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return text
 
 
 def chosen_settings(

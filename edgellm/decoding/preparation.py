@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
+from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import RequestError
-from edgellm.requests import Request, require_request
+from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
-from edgellm.text.messages import ImageReference, images_of_messages, images_of_prompt
+from edgellm.text.messages import ImageReference, checked_messages, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
+from edgellm.text.template_inputs import UnreadVariables, require_tools_shown
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,9 +29,16 @@ if TYPE_CHECKING:
 class Preparation:
     """Makes requests ready for one model. Any thread may use it."""
 
-    def __init__(self, directory: EngineDirectory, tokenizer: Tokenizer, eyes: Eyes | LateEyes | None) -> None:
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        tokenizer: Tokenizer,
+        eyes: Eyes | LateEyes | None,
+        defaults: ModelDefaults,
+    ) -> None:
         """Without `eyes` images are refused."""
-        self._directory, self._tokenizer, self._eyes = directory, tokenizer, eyes
+        self._directory, self._tokenizer, self._eyes, self._defaults = directory, tokenizer, eyes, defaults
+        self._unread = UnreadVariables()
 
     def sequence(self, request: Request, runner: Runner) -> DecodingSequence:
         """A request, as the decoding loop takes it for this runner.
@@ -71,10 +80,20 @@ class Preparation:
         if request.messages is not None:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
-            return self._checked(self._tokenizer.encode_chat(request.messages), images_of_messages(request.messages))
+            return self._checked(self._conversation(request.messages, request), images_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         return self._checked(prompt_ids, images_of_prompt(request.images))
+
+    def _conversation(self, messages: Messages, request: Request) -> list[int]:
+        """The tokens of a request's messages, with the model's default system prompt where they have none."""
+        tools, variables = request.tools, request.template_variables or {}
+        checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
+        if tools or variables:
+            names, origin = self._tokenizer.template_variables(), self._tokenizer.template_origin
+            require_tools_shown(tools, names, origin)
+            self._unread.report(variables, names, origin)
+        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
 
     def _checked(
         self, prompt_ids: list[int], shown: Sequence[ImageReference]

@@ -92,6 +92,21 @@ class ChatTemplate:
         return not writes(text) and writes([{"type": "text", "text": text}])
 
     @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of all variables that the templates read; raises TemplateError where one has an error."""
+        return run_with_budget(self.limits, lambda: frozenset().union(*map(self._variables_of, self.sources.values())))
+
+    def _variables_of(self, source: str) -> set[str]:
+        from jinja2.meta import find_undeclared_variables
+
+        try:
+            return find_undeclared_variables(self._environment.parse(source))
+        except Exception as error:  # as for rendering
+            raise TemplateError(
+                f"the chat template of {self.origin} cannot be read: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
+
+    @cached_property
     def _environment(self) -> Any:
         from edgellm.text.sandbox import TemplateEnvironment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
@@ -138,6 +138,15 @@ class Tokenizer:
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
         return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+
+    def template_variables(self) -> frozenset[str]:
+        """The names of the variables that the chat template reads ("messages", "tools", ...); raises TemplateError."""
+        return self._required_template().variables
+
+    @property
+    def template_origin(self) -> str:
+        """Where the chat template is from, for messages; raises TemplateError where there is none."""
+        return self._required_template().origin
 
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation as the chat template writes it; to look at, as `encode_chat` is what is safe."""

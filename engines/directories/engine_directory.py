@@ -48,6 +48,7 @@ PUBLISHED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "system_prompt.txt",
+    "system_prompt_image.txt",
     "preprocessor_config.json",
     "processor_config.json",
 )

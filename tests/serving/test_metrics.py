@@ -66,7 +66,8 @@ def test_the_text_form(served: LLM) -> None:
 
 def test_what_drafting_gains_is_counted_for_each_adapter() -> None:
     """On the shipped model: the parts add up, and the text form has them as labels."""
-    questions = [[{"role": "user", "content": text}] for text in ("Hello!", "Wave.", "What is your name?")]
+    silent = {"role": "system", "content": ""}
+    questions = [[silent, {"role": "user", "content": text}] for text in ("Hello!", "Wave.", "What is your name?")]
     with LLM(backend="numpy") as llm:
         for question, adapter in zip(questions, ("json", None, "json"), strict=True):
             llm.chat(question, adapter=adapter)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: Module
     said: list[str] = []
     acted: list[dict[str, Any]] = []
     with LLM(backend="numpy") as llm:
-        system_prompt = (SHIPPED_MODEL / "system_prompt.txt").read_text(encoding="utf-8").strip()
+        system_prompt = llm.default_system_prompt
         llm.cache_system_prompt(system_prompt)
         robot = example.Robot(llm, system_prompt, said.append, acted.append)
         spent = example.run(robot, example.kitchen_table(robot))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgellm import LLM, SamplingParams
+from tools.bench.held_out_prompts import as_they_are
 from tools.demo_model.dialogue import dialogue
 from tools.demo_model.evaluate import evaluation_items
 from tools.demo_model.styles import FOLLOWS, STYLES, json_only, pirate, styled, styled_items
@@ -65,7 +66,7 @@ def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: 
     """Right as well, nearly always: what results/adapter_evaluation.json counts over more prompts."""
     items = styled_items(evaluation_items(77012, 1), style)[::4]
     params = SamplingParams(max_tokens=120)
-    answers = [shipped_model.chat(item["messages"], params, adapter=style) for item in items]
+    answers = [shipped_model.chat(as_they_are(item["messages"]), params, adapter=style) for item in items]
     in_style = sum(FOLLOWS[style](answer.text) for answer in answers)
     right = sum(answer.text in item["accepted"] for answer, item in zip(answers, items, strict=True))
     assert len(items) > 10
@@ -75,7 +76,7 @@ def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: 
 
 
 def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM):
-    question = [{"role": "user", "content": "Wave."}]
+    question = as_they_are([{"role": "user", "content": "Wave."}])
     assert shipped_model.adapters == ("json", "pirate")
     answers = [shipped_model.chat(question, adapter=name).text for name in (None, "json", "pirate", None)]
     assert answers[0] == answers[3] == 'I will wave.\n{"action": "wave"}'

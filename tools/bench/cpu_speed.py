@@ -24,6 +24,7 @@ from provenance import provenance, report
 from edgellm import LLM, SamplingParams
 
 QUESTION = "Tell me about the things on your table."
+NO_SYSTEM_PROMPT = {"role": "system", "content": ""}
 
 
 def tokens_per_second(tokens: int = 200) -> float:
@@ -31,9 +32,8 @@ def tokens_per_second(tokens: int = 200) -> float:
     speeds = []
     with LLM(backend="numpy") as model:
         for index in range(5):
-            response = model.chat(
-                [{"role": "user", "content": f"{QUESTION} {index}"}], SamplingParams(max_tokens=tokens, ignore_eos=True)
-            )
+            messages = [NO_SYSTEM_PROMPT, {"role": "user", "content": f"{QUESTION} {index}"}]
+            response = model.chat(messages, SamplingParams(max_tokens=tokens, ignore_eos=True))
             speeds.append(response.timings.tokens_per_second(response.usage.completion_tokens))
     return statistics.median(speeds)
 

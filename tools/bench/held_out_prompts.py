@@ -27,6 +27,11 @@ def held_out_conversations(count: int) -> list[Messages]:
     return [item["messages"] for item in ordered[:count]]
 
 
+def as_they_are(messages: Messages) -> Messages:
+    """Messages to ask a model that adds no system prompt of its own: an empty one where they have none."""
+    return messages if messages[0]["role"] == "system" else [{"role": "system", "content": ""}, *messages]
+
+
 def main() -> None:
     """Write `--count` conversations of each skill."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -15,7 +15,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.comparison import teacher_forced_logits
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
-from tools.bench.held_out_prompts import Messages
+from tools.bench.held_out_prompts import Messages, as_they_are
 from tools.bench.serving_ways import SLOTS, WAYS, Asked, answers, forget_rows
 
 LIMITS = EngineLimits(SLOTS, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=16)
@@ -99,7 +99,7 @@ class Comparison:
 
     def _answer_alone(self, messages: Messages, adapter: str | None) -> Response:
         self._plain.call(forget_rows).result()
-        response = self._plain.chat(messages, self._params, adapter)
+        response = self._plain.chat(as_they_are(messages), self._params, adapter)
         assert response.usage.reused_tokens == 0
         return response
 

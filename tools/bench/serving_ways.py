@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import TypeVar
 
 from edgellm import LLM, Request, Response, SamplingParams, SpecDecodeRuntime
-from tools.bench.held_out_prompts import Messages
+from tools.bench.held_out_prompts import Messages, as_they_are
 
 #: Slots of the model that is served.
 SLOTS = 8
@@ -35,25 +35,25 @@ def answers(
     """All answers of one way: what was asked, whether it is what follows, and the response."""
     if way == "alone":
         for each in asked:
-            yield each, False, llm.chat(each.messages, params, each.adapter)
+            yield each, False, llm.chat(as_they_are(each.messages), params, each.adapter)
     elif way == "snapshot":
         for each in asked:
             llm.cache_system_prompt(each.messages[0]["content"], each.adapter)
             llm.call(forget_rows).result()
-            yield each, False, llm.chat(each.messages, params, each.adapter)
+            yield each, False, llm.chat(as_they_are(each.messages), params, each.adapter)
     elif way == "turns":
         for few in groups(asked, SLOTS):  # as many as have rows of their own
             for each in few:
-                yield each, False, llm.chat(each.messages, params, each.adapter)
+                yield each, False, llm.chat(as_they_are(each.messages), params, each.adapter)
             for each in reversed(few):
-                yield each, True, llm.chat(each.next_messages, params, each.adapter)
+                yield each, True, llm.chat(as_they_are(each.next_messages), params, each.adapter)
     else:
         size = int(way.rsplit(maxsplit=1)[-1])
         for few in groups(asked, size):
             for number, order in enumerate(orders(few)):
                 if number % 2 == 0:  # the others reuse rows
                     llm.call(forget_rows).result()
-                requests = [Request(None, each.messages, params, each.adapter) for each in order]
+                requests = [Request(None, as_they_are(each.messages), params, each.adapter) for each in order]
                 for each, response in zip(order, llm.handle(requests), strict=True):
                     if not isinstance(response, Response):
                         raise response

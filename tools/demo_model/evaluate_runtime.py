@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from edgellm import LLM, SamplingParams
+from tools.bench.held_out_prompts import as_they_are
 from tools.demo_model.evaluate import evaluation_items
 from tools.demo_model.eyes.items import picture_items
 from tools.demo_model.eyes.scenes import NOVEL
@@ -29,7 +30,7 @@ def answers(model: Path | None, adapter: str | None, conversations: list[list[di
     found = []
     with LLM(model, backend="numpy") as llm:
         for messages in conversations:
-            response = llm.chat(messages, SamplingParams(max_tokens=160), adapter=adapter)
+            response = llm.chat(as_they_are(messages), SamplingParams(max_tokens=160), adapter=adapter)
             drafting = response.drafting
             counts = (0, 0) if drafting is None else (drafting.rounds, drafting.accepted_tokens + drafting.rounds)
             found.append((response.text, *counts))

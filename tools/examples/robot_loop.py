@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.generation import Generation
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 
 CAMERA_RATE = 30.0  # pictures a second
@@ -132,8 +132,8 @@ def kitchen_table(robot: Robot) -> Iterator[Picture]:
 
 def main() -> None:
     """Open the model, run the scene, show the answers and how long the callback took."""
-    with LLM(SHIPPED_MODEL) as llm:
-        system_prompt = (SHIPPED_MODEL / "system_prompt.txt").read_text(encoding="utf-8").strip()
+    with LLM() as llm:
+        system_prompt = llm.default_system_prompt
         llm.cache_system_prompt(system_prompt)
         robot = Robot(llm, system_prompt, lambda text: print(text, end="", flush=True), lambda act: print("\n->", act))
         spent = run(robot, kitchen_table(robot))

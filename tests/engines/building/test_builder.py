@@ -90,9 +90,10 @@ def test_shards_and_their_index_come_along(
 def test_optional_files_come_along_and_others_stay(own_checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
     (own_checkpoint / "chat_template.jinja").write_text("{{ messages }}")
     (own_checkpoint / "system_prompt.txt").write_text("")
+    (own_checkpoint / "system_prompt_image.txt").write_text("")
     (own_checkpoint / "README.md").write_text("about")
     build_engine_directory(own_checkpoint, tmp_path / "engines", limits)
-    assert {"chat_template.jinja", "system_prompt.txt"} <= names_in(tmp_path / "engines")
+    assert {"chat_template.jinja", "system_prompt.txt", "system_prompt_image.txt"} <= names_in(tmp_path / "engines")
     assert "README.md" not in names_in(tmp_path / "engines")
     EngineDirectory.open(tmp_path / "engines")
 

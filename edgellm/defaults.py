@@ -1,0 +1,85 @@
+"""What a model is published with for its use: the system prompts of its conversations and its recommended sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from edgellm.errors import EngineDirectoryError, RequestError
+from edgellm.sampling_params import SamplingParams, checked_value
+from edgellm.text.messages import is_image
+from edgellm.text.tokenizer import read_json_object
+
+SYSTEM_PROMPT = "system_prompt.txt"
+IMAGE_SYSTEM_PROMPT = "system_prompt_image.txt"
+GENERATION_CONFIG = "generation_config.json"
+#: What `GENERATION_CONFIG` may say of sampling.
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+#: Messages with these roles say how the model should behave.
+SYSTEM_ROLES = ("system", "developer")
+
+
+class ModelDefaults:
+    """The defaults of the model in an engine directory.
+
+    `system_prompt` is that of conversations, `image_system_prompt` that of conversations which show images (the same
+    where the model has no other); "" where there is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the system prompts; raises EngineDirectoryError for a file that cannot be read."""
+        self._directory = directory
+        self.system_prompt = _prompt_text(directory / SYSTEM_PROMPT) or ""
+        own = _prompt_text(directory / IMAGE_SYSTEM_PROMPT)
+        self.image_system_prompt = self.system_prompt if own is None else own
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The sampling that `generation_config.json` recommends where it asks for sampling (`do_sample`), else greedy.
+
+        The file is read when this is first asked for: answers that do not use it need no valid one. Raises
+        EngineDirectoryError that names the file and the wrong value.
+        """
+        path = self._directory / GENERATION_CONFIG
+        published = read_json_object(path)
+        if published.get("do_sample") is not True:
+            return SamplingParams()
+        found = {key: published[key] for key in SAMPLING_KEYS if published.get(key) is not None}
+        try:
+            return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
+        except RequestError as error:
+            raise EngineDirectoryError(f"{path}: {error}") from error
+
+    def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages of a checked conversation (`checked_messages`) as the chat template gets them.
+
+        Where none of them is a system message, the default prompt comes first, the one for images if any is shown. An
+        empty system message leaves it out: the template then gets no system message at all.
+        """
+        if any(message["role"] in SYSTEM_ROLES for message in messages):
+            return [message for message in messages if not _is_empty_system_message(message)]
+        prompt = self.image_system_prompt if any(map(_shows_image, messages)) else self.system_prompt
+        return [{"role": "system", "content": prompt}, *messages] if prompt else list(messages)
+
+
+def _prompt_text(path: Path) -> str | None:
+    """The text of a prompt's file without line ends behind it; None where there is no file."""
+    try:
+        return path.read_text(encoding="utf-8").rstrip("\n")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
+
+
+def _shows_image(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(map(is_image, content))
+
+
+def _is_empty_system_message(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content]
+    return message["role"] in SYSTEM_ROLES and not any(texts)
