@@ -67,6 +67,11 @@ def is_multimodal(config: dict[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
 
 
+def vision_prefix(name: str) -> str | None:
+    """What begins the name of a tensor, or of a module, of the vision part; None for one of the language model."""
+    return next((prefix for prefix in VISION_PREFIXES if name.startswith(prefix)), None)
+
+
 def language_model_name(name: str) -> str:
     """The name that a tensor, or a module, has in the language model's own checkpoints; others stay as they are."""
     for wrapped, own in _WRAPPINGS:

@@ -15,6 +15,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, refuse_sliding_window
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
@@ -26,6 +27,9 @@ __all__ = ["CONVENTION_KEY", "read_draft"]
 IMAGE_EMBEDDINGS_KEY = "eagle_image_embeddings"
 #: Which ids of the base's vocabulary the head has: it follows from `MAPPING`, and must agree with it.
 _INVERSE_MAPPING = "t2d"
+#: What names the number of a reduced head's logits; the first that is there counts. vLLM's configuration of EAGLE heads
+#: writes the second, with the whole vocabulary where a head's own field is another.
+_VOCABULARY_KEYS = ("draft_vocab_size", "truncated_vocab_size")
 _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.midlayer.", "model.layers.0.")
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _ADVICE = "Take a head that was trained for this very base, with the config.json that was published with it."
@@ -34,9 +38,16 @@ _ADVICE = "Take a head that was trained for this very base, with the config.json
 def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> DraftConfig:
     """The draft head of a checkpoint, checked whole and against its base.
 
-    Tables that equal the base's are left out, so that the two are shared. Raises UnsupportedModelError where the head
-    has a feature that is not implemented, else CheckpointError; either lists all problems.
+    Tables that equal the base's are left out, so that the two are shared. Raises UnsupportedModelError where the draft
+    is no EAGLE head or has a feature that is not implemented, else CheckpointError; either lists all problems.
     """
+    other = other_draft(draft.config, draft.tensors)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{draft.path} cannot be the draft of {base.path}: {other}. Such drafts cannot be served; heads of "
+            "EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, SpecForge and speculators publish them: take "
+            "one that was trained for this very base, or build without a draft"
+        )
     reader = _Reader(draft, base, base_config)
     config = reader.read()
     problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
@@ -162,13 +173,25 @@ class _Reader:
         return "each" if each else "whole" if whole else "none"
 
     def _draft_vocab_size(self, vocab_size: int, is_first: bool) -> int:
-        value = self.top.get("draft_vocab_size")
-        if value is None or is_first:
+        """As `config.json` says; where it names no reduced vocabulary, the tensors do."""
+        if is_first:
             return vocab_size
+        named = [(key, self.top[key]) for key in _VOCABULARY_KEYS if self.top.get(key) is not None]
+        key, value = named[0] if named else ("", None)
+        if not named or (key != _VOCABULARY_KEYS[0] and value == vocab_size):
+            key, value = self._vocabulary_of_tensors(vocab_size)
         if not is_integer(value) or not 1 <= value <= vocab_size:
-            self.problems.append(f"draft_vocab_size is {shown(value)}, expected a whole number from 1 to {vocab_size}")
+            self.problems.append(f"{key} is {shown(value)}, expected a whole number from 1 to {vocab_size}")
             return vocab_size
         return value
+
+    def _vocabulary_of_tensors(self, vocab_size: int) -> tuple[str, int]:
+        """Which tensor says how many logits the head has, and how many; all where it has neither mapping nor head."""
+        for name, dimensions in ((MAPPING, 1), (DRAFT_HEAD, 2)):
+            info = self.draft.tensors.get(name)
+            if info is not None and len(info.shape) == dimensions:
+                return f"the length of {name}", info.shape[0]
+        return "vocab_size", vocab_size
 
     def _checked(self, config: DraftConfig) -> DraftConfig:
         """Compare with the tensors, then leave out the tables that equal the base's."""

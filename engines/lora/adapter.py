@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, language_model_name
+from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, language_model_name, vision_prefix
 from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
@@ -25,7 +25,9 @@ ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME)
 LARGEST_RANK = 1024
 
 _PICKLED_NAME = "adapter_model.bin"
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+#: What PEFT puts before every name, and what begins the language model's own.
+_WHOLE_MODEL, _LANGUAGE_MODEL = "base_model.model.", "model."
+_TENSOR = re.compile(rf"{re.escape(_WHOLE_MODEL)}(.+)\.lora_([AB])\.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,37 +126,76 @@ def _check_files(path: Path) -> None:
 def _read_pairs(
     file: SafetensorsFile, settings: LoraConfig, config: DecoderConfig, problems: list[str]
 ) -> dict[str, LoraPair]:
-    """The pairs that are right; what is not goes to `problems`."""
+    """The pairs that are right, by the modules' own names; what is not goes to `problems`.
+
+    The settings match the names that the modules had in training.
+    """
     sizes = {
         module: (rows, each.inputs)
         for each in adapted_projections(decoder_weights(config))
         for module, rows in each.modules
     }
-    expected = [module for module in sizes if settings.adapts(module)]
+    tensors = _language_tensors(file.tensors, settings, problems)
+    trained = _names_in_training(tensors, sizes)
+    own = {name: module for module, name in trained.items()}
+    expected = {module: name for module, name in trained.items() if settings.adapts(name)}
     if not expected and not settings.problems:
-        problems.append("'target_modules' matches no linear layer of the model")
+        problems.append("'target_modules' matches no linear layer of the language model")
     found: dict[tuple[str, str], TensorInfo] = {}
-    for name, info in file.tensors.items():
+    for name, info in tensors.items():
         match = _TENSOR.fullmatch(name)
-        module = "" if match is None else language_model_name(match[1])
-        if match is None or module not in sizes:
+        module = "" if match is None else own.get(match[1], "")
+        if match is None or not module:
             problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
         elif module in expected:
             found[module, match[2]] = info
         elif expected:
             problems.append(f"unexpected: {name} is not among the targets of {CONFIG_NAME}")
     pairs = {}
-    for module in expected:
-        rank, (rows, columns) = settings.rank_of(module), sizes[module]
+    for module, name in expected.items():
+        rank, (rows, columns) = settings.rank_of(name), sizes[module]
         a, b = (
-            _read_matrix(file, found.get((module, kind)), f"{module}.lora_{kind}", shape, problems)
+            _read_matrix(file, found.get((module, kind)), f"{name}.lora_{kind}", shape, problems)
             for kind, shape in (("A", (rank, columns)), ("B", (rows, rank)))
         )
         if rank > LARGEST_RANK:
-            problems.append(f"{module} has the rank {rank}: expected at most {LARGEST_RANK}")
+            problems.append(f"{name} has the rank {rank}: expected at most {LARGEST_RANK}")
         elif a is not None and b is not None:
-            pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(module))
+            pairs[module] = LoraPair(a[0], b[0], (a[1], b[1]), settings.scale_of(name))
     return pairs
+
+
+def _language_tensors(
+    tensors: Mapping[str, TensorInfo], settings: LoraConfig, problems: list[str]
+) -> dict[str, TensorInfo]:
+    """The tensors but those for a vision part, which are one problem together."""
+    prefixes = {name: vision_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
+    vision = [name for name, prefix in prefixes.items() if prefix]
+    if vision:
+        modules = {name.removeprefix(_WHOLE_MODEL).split(".lora_")[0] for name in vision}
+        exclude = settings.excluding({prefix for prefix in prefixes.values() if prefix})
+        problems.append(
+            f"it adapts {len(modules)} layers of the vision part ({len(vision)} tensors, the first is "
+            f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
+            f"exclude_modules={exclude!r}"
+        )
+    return {name: info for name, info in tensors.items() if not prefixes[name]}
+
+
+def _names_in_training(tensors: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+    """What each of the language model's modules was called in training, by its own name.
+
+    Multimodal models put the language model's modules below others, in one way or another; the names of the tensors
+    say in which. An adapter of the language model alone has its own names.
+    """
+    own, prefix = set(modules), _LANGUAGE_MODEL
+    for name in tensors:
+        match = _TENSOR.fullmatch(name)
+        module = "" if match is None else language_model_name(match[1])
+        if match is not None and module in own:
+            prefix = match[1].removesuffix(module.removeprefix(_LANGUAGE_MODEL))
+            break
+    return {module: prefix + module.removeprefix(_LANGUAGE_MODEL) for module in modules}
 
 
 def _read_matrix(

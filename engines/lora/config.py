@@ -86,7 +86,11 @@ class LoraConfig:
         return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def adapts(self, module: str) -> bool:
-        """Whether the adapter must have a pair for a module, such as `model.layers.0.self_attn.q_proj`."""
+        """Whether the adapter must have a pair for a module, such as `model.layers.0.self_attn.q_proj`.
+
+        Modules are named as in training, here as for ranks and scales: in a multimodal model, the language model's
+        often begin with `model.language_model.`.
+        """
         if self.excluded and _selects(self.excluded, module):
             return False
         if isinstance(self.targets, str):
@@ -94,6 +98,14 @@ class LoraConfig:
         if module in self.targets:
             return True
         return _selects(self.targets, module) and (self.layers is None or _layer_of(module) in self.layers)
+
+    def excluding(self, prefixes: Iterable[str]) -> str:
+        """The value of `exclude_modules` that also excludes all modules below `prefixes`, which end with a dot."""
+        if isinstance(self.excluded, str):
+            present = [f"({self.excluded})"] if self.excluded else []
+        else:
+            present = [pattern for name in self.excluded for pattern in (re.escape(name), rf".*\.{re.escape(name)}")]
+        return "|".join([*present, *(f"{re.escape(prefix)}.*" for prefix in sorted(prefixes))])
 
 
 def _parse(values: dict[str, Any]) -> LoraConfig:

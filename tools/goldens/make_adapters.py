@@ -2,10 +2,11 @@
 
     python tools/goldens/make_adapters.py tests/goldens/lora
 
-Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model of
-`tests/goldens/decoder` whose name precedes the dot, and `expected.safetensors`: the float32 `logits` [2, T, V] that
-PEFT computes in float32 for the `token_ids` of that model's own `expected.safetensors`, from the adapter's files read
-again.
+Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model whose name
+precedes the dot, and `expected.safetensors`: the float32 logits that PEFT computes in float32 for the inputs of that
+model's own `expected.safetensors`, from the adapter's files read again. For a model of `tests/goldens/decoder` these
+are the `logits` [2, T, V] of the `token_ids`, for one of `tests/goldens/image_prompts` the `logits` [V] after the
+prompt with images and the `continued_logits` [n, V] of the tokens `continued` after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import peft
 import torch
 import transformers
 from golden_folders import VERSIONS, write_folders
+from make_image_prompts import IMAGE
 from safetensors.torch import load_file, save_file
 
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -51,49 +53,175 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3_biases_bfloat16.all": ({"r": 8, "lora_alpha": 8, "target_modules": _ALL}, "bfloat16"),
 }
-_BASES = Path(__file__).parents[2] / "tests" / "goldens" / "decoder"
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_LANGUAGE = "model.language_model.layers"
+#: The same for models that take images. Regular expressions are as training programs write them.
+IMAGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen2_5_vl.alphas": (
+        {
+            "r": 4,
+            "lora_alpha": 4,
+            "target_modules": _ATTENTION,
+            "alpha_pattern": {f"{_LANGUAGE}.{layer}.self_attn.{name}": 14 for layer in (0, 2) for name in _ATTENTION},
+        },
+        "float32",
+    ),
+    "qwen2_5_vl.pattern_of_targets": (
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": rf"^(model\.language_model(?=\.).*\.({'|'.join(_ALL)}))$",
+            "rank_pattern": {f"{_LANGUAGE}.1.mlp.up_proj": 7, f"{_LANGUAGE}.0.self_attn.k_proj": 2},
+        },
+        "bfloat16",
+    ),
+    "qwen2_5_vl_old.first_names": (
+        {
+            "r": 3,
+            "lora_alpha": 3,
+            "target_modules": rf"^(model(?=\.).*\.({'|'.join(_ALL)}))$",
+            "alpha_pattern": {"model.layers.1.mlp.down_proj": 6, r"model\.layers\.2\..*": 4},
+        },
+        "float16",
+    ),
+    "qwen3_vl.full_names": (
+        {
+            "r": 4,
+            "lora_alpha": 12,
+            "target_modules": [
+                f"{_LANGUAGE}.{layer}.{name}" for layer in (0, 2) for name in ("self_attn.q_proj", "mlp.up_proj")
+            ],
+            "rank_pattern": {f"{_LANGUAGE}.2.mlp.up_proj": 1},
+            "alpha_pattern": {f"{_LANGUAGE}.0.self_attn.q_proj": 2},
+        },
+        "float16",
+    ),
+    "qwen3_vl.all_but_vision": (
+        {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "exclude_modules": r"model\.visual\..*"},
+        "bfloat16",
+    ),
+    "qwen3_vl.parts_of_names": (
+        {
+            "r": 2,
+            "lora_alpha": 6,
+            "target_modules": r".*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj|gate_proj).*?"
+            r"|\bmodel\.layers\.\d{1,}\.(?:self_attn|mlp)\.(?:q_proj|v_proj|gate_proj)",
+        },
+        "float16",
+    ),
+    "llava_qwen3.all_but_vision": (
+        {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": _ALL,
+            "exclude_modules": r"model\.vision_tower\..*",
+            "rank_pattern": {f"{_LANGUAGE}.0.self_attn.q_proj": 5},
+            "alpha_pattern": {f"{_LANGUAGE}.1.mlp.gate_proj": 15},
+        },
+        "float16",
+    ),
+    "llava_qwen3.one_layer": (
+        {"r": 4, "lora_alpha": 16, "target_modules": ["o_proj", "down_proj"], "layers_to_transform": [1]},
+        "float16",
+    ),
+    "llava_llama_old.first_names": (
+        {
+            "r": 2,
+            "lora_alpha": 2,
+            "target_modules": rf"^(language_model(?=\.).*\.({'|'.join(_ALL)}))$",
+            "rank_pattern": {"language_model.model.layers.2.mlp.down_proj": 4},
+            "alpha_pattern": {f"language_model.model.layers.{layer}.self_attn.q_proj": 10 for layer in range(3)},
+        },
+        "float16",
+    ),
+}
+_GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
+
+
+class _FirstNames(torch.nn.Module):
+    """A model's own modules, below the names that they had in the first releases of its family."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        inner = model.model
+        if hasattr(inner, "visual"):
+            self.visual, self.model, self.lm_head = inner.visual, inner.language_model, model.lm_head
+        else:
+            self.vision_tower, self.multi_modal_projector = inner.vision_tower, inner.multi_modal_projector
+            self.language_model = torch.nn.Module()
+            self.language_model.model, self.language_model.lm_head = inner.language_model, model.lm_head
 
 
 def make_adapter(name: str, directory: Path) -> None:
     """Write one adapter with random matrices and what PEFT computes with it."""
-    settings, dtype = ADAPTERS[name]
-    base = _BASES / name.split(".", 1)[0]
-    torch.manual_seed(list(ADAPTERS).index(name))
-    model = peft.get_peft_model(_base_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    kinds = ADAPTERS | IMAGE_ADAPTERS
+    settings, dtype = kinds[name]
+    torch.manual_seed(list(kinds).index(name))
+    _, named = _base_model(name)
+    task = {"task_type": "CAUSAL_LM"} if name in ADAPTERS else {}
+    adapted = peft.get_peft_model(named, peft.LoraConfig(**task, **settings))
     with torch.no_grad():  # B starts at 0, where mistakes would not show
-        for parameter_name, parameter in model.named_parameters():
+        for parameter_name, parameter in adapted.named_parameters():
             if "lora_" in parameter_name:
                 parameter.normal_(std=0.3)
     stored = {
         key: value.to(getattr(torch, dtype)).contiguous()
-        for key, value in peft.get_peft_model_state_dict(model).items()
+        for key, value in peft.get_peft_model_state_dict(adapted).items()
     }
-    model.save_pretrained(directory)
+    adapted.save_pretrained(directory)
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     _tidy(directory)
-    token_ids = load_file(base / "expected.safetensors")["token_ids"]
-    again = peft.PeftModel.from_pretrained(_base_model(base), directory, autocast_adapter_dtype=True).eval()
-    with torch.no_grad():
-        logits = again(token_ids).logits.float().contiguous()
-        without = again.unload()(token_ids).logits
-    save_file({"logits": logits}, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
-    changed = (logits - without).abs()
+    model, named = _base_model(name)
+    compute = _text_logits if name in ADAPTERS else _image_logits
+    without = compute(name, model)
+    again = peft.PeftModel.from_pretrained(named, directory, autocast_adapter_dtype=True).eval()
+    found = peft.get_peft_model_state_dict(again)
+    if any(not torch.equal(found[key].to(value.dtype), value) for key, value in stored.items()):
+        raise RuntimeError(f"{name}: PEFT did not read what it wrote")
+    expected = compute(name, model)
+    save_file(expected, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
+    changed = (expected["logits"] - without["logits"]).abs()
     print(f"{name}: logits changed by {changed.mean():.3f} on average, {changed.max():.2f} at most")
 
 
-def _base_model(base: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+def _base(name: str) -> Path:
+    return _GOLDENS / ("decoder" if name in ADAPTERS else "image_prompts") / name.split(".", 1)[0]
+
+
+def _base_model(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The model that computes, and the one of the same modules whose names PEFT sees."""
+    kind = transformers.AutoModelForCausalLM if name in ADAPTERS else transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(_base(name), dtype=torch.float32, attn_implementation="eager").eval()
+    return model, _FirstNames(model) if name.endswith(".first_names") else model
+
+
+@torch.no_grad()
+def _text_logits(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    token_ids = load_file(_base(name) / "expected.safetensors")["token_ids"]
+    return {"logits": model(token_ids).logits.float().contiguous()}
+
+
+@torch.no_grad()
+def _image_logits(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    inputs = load_file(_base(name) / "expected.safetensors")
+    token_ids = torch.cat((inputs["token_ids"], inputs["continued"]))[None]
+    pixels = {"pixel_values": inputs["pixel_values"]}
+    if "positions" in inputs:
+        pixels |= {"image_grid_thw": inputs["grids"], "mm_token_type_ids": (token_ids == IMAGE).int()}
+    logits = model(input_ids=token_ids, **pixels).logits[0].float()
+    prompt = len(inputs["token_ids"])
+    return {"logits": logits[prompt - 1].contiguous(), "continued_logits": logits[prompt:].contiguous()}
 
 
 def _tidy(directory: Path) -> None:
-    """Leave the files that make the adapter, without the path of the base."""
+    """Leave the files that make the adapter, without the path and the class of the base."""
     (directory / "README.md").unlink(missing_ok=True)
     config = json.loads((directory / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = None
+    config["base_model_name_or_path"] = config["auto_mapping"] = None
     if isinstance(config["target_modules"], list):
         config["target_modules"].sort()
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {name: partial(make_adapter, name) for name in ADAPTERS})
+    write_folders(__doc__, {name: partial(make_adapter, name) for name in ADAPTERS | IMAGE_ADAPTERS})

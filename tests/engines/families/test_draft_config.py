@@ -17,6 +17,7 @@ from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedMod
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import feature_layers, read_draft
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 
@@ -99,6 +100,49 @@ def test_a_head_of_the_whole_vocabulary_needs_no_mapping_and_no_head(draft: Path
     assert config.head_name == "model.embed_tokens.weight"  # the base's is tied
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": None, "truncated_vocab_size": 200, "architectures": ["LlamaForCausalLM"]},
+        {"draft_vocab_size": 200, "truncated_vocab_size": 320},  # the whole vocabulary, by vLLM's default
+        {"draft_vocab_size": None, "truncated_vocab_size": 320},
+        {"draft_vocab_size": None},
+        {"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]},
+    ],
+)
+def test_a_reduced_vocabulary_by_another_name_or_by_its_tensors(
+    changes: dict[str, Any], draft: Path, tiny_checkpoint: Path
+) -> None:
+    expected = read(draft, tiny_checkpoint)
+    assert expected.draft_vocab_size == 200
+    assert read(configure(draft, **changes), tiny_checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "edit", "message"),
+    [
+        ({"truncated_vocab_size": 199}, None, r"(?s)2 problems.*lm_head.weight is \[200, 64\], expected \[199, 64\]"),
+        (
+            {"truncated_vocab_size": "200"},
+            None,
+            r"truncated_vocab_size is \"200\", expected a whole number from 1 to 320",
+        ),
+        ({}, lambda t: t.pop("d2t"), r"missing: d2t \[200\]"),
+        ({}, lambda t: t.pop("lm_head.weight"), r"missing: lm_head.weight \[200, 64\]"),
+        ({}, lambda t: t.update(d2t=np.zeros(321, np.int64)), r"the length of d2t is 321, expected .* from 1 to 320"),
+        ({}, lambda t: t.update(d2t=t["d2t"][:-1].copy()), r"lm_head.weight is \[200, 64\], expected \[199, 64\]"),
+    ],
+)
+def test_a_reduced_vocabulary_that_does_not_fit(
+    changes: dict[str, Any], edit: Edit | None, message: str, draft: Path, tiny_checkpoint: Path
+) -> None:
+    configure(draft, draft_vocab_size=None, **changes)
+    if edit is not None:
+        edited(draft, edit)
+    with pytest.raises(CheckpointError, match=message):
+        read(draft, tiny_checkpoint)
+
+
 BAD_TENSORS: dict[str, tuple[Edit, str]] = {
     "no d2t": (lambda t: t.pop("d2t"), r"missing: d2t \[200\]"),
     "d2t of another size": (lambda t: t.update(d2t=t["d2t"][:-1].copy()), r"wrong shape: d2t is \[199\]"),
@@ -165,7 +209,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], type[EdgeLLMError], str]] = {
         UnsupportedModelError,
         r"use_aux_hidden_state is false",
     ),
-    "another speculator": ({"speculators_model_type": "dflash"}, UnsupportedModelError, r"supported is eagle3"),
+    "another speculator": ({"speculators_model_type": "mlp"}, UnsupportedModelError, r"supported is eagle3"),
     "a layer's fields missing": (
         {"speculators_model_type": "eagle3", "transformer_layer_config": 3},
         CheckpointError,
@@ -179,6 +223,98 @@ def test_configurations_that_do_not_fit(problem: str, draft: Path, tiny_checkpoi
     changes, error, message = BAD_CONFIGS[problem]
     with pytest.raises(error, match=message):
         read(configure(draft, **changes), tiny_checkpoint)
+
+
+DFLASH = {"mask_token_id": 318, "target_layer_ids": [0, 1]}
+#: What other drafts are published with, and what they are said to be.
+OTHER_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
+    "z-lab's DFlash": (
+        {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 5, "block_size": 16}
+        | {"dflash_config": DFLASH},
+        'a DFlash draft (architectures has "DFlashDraftModel")',
+    ),
+    "a DFlash draft by its fields": (
+        {"architectures": None, "dflash_config": DFLASH},
+        "a DFlash draft (config.json has dflash_config)",
+    ),
+    "speculators' DFlash": (
+        {"architectures": None, "speculators_model_type": "dflash", "transformer_layer_config": {}},
+        'a DFlash draft (speculators_model_type is "dflash")',
+    ),
+    "SpecForge's Domino": (
+        {"architectures": ["DominoDraftModel"], "dflash_config": DFLASH | {"projector_type": "domino"}},
+        'a Domino draft (architectures has "DominoDraftModel")',
+    ),
+    "Domino as a DFlash draft": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": DFLASH | {"projector_type": "domino"}},
+        'a Domino draft (dflash_config.projector_type is "domino")',
+    ),
+    "SpecForge's DSpark": (
+        {"architectures": ["DSparkDraftModel"], "dflash_config": DFLASH | {"projector_type": "dspark"}},
+        'a DSpark draft (architectures has "DSparkDraftModel")',
+    ),
+    "DeepSpec's DSpark": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256},
+        'a DSpark draft (architectures has "Qwen3DSparkModel")',
+    ),
+    "speculators' DSpark": (
+        {"architectures": None, "speculators_model_type": "dspark", "markov_rank": 0},
+        'a DSpark draft (speculators_model_type is "dspark")',
+    ),
+    "SpecForge's P-EAGLE": (
+        {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4},
+        'a P-EAGLE draft (architectures has "PEagleDraftModel")',
+    ),
+    "speculators' P-EAGLE": (
+        {"speculators_model_type": "peagle", "transformer_layer_config": {}},
+        'a P-EAGLE draft (speculators_model_type is "peagle")',
+    ),
+    "vLLM's P-EAGLE": ({"ptd_token_id": 319}, "a P-EAGLE draft (config.json has ptd_token_id)"),
+    "an algorithm of speculators": (
+        {"architectures": None, "speculators_config": {"algorithm": "peagle"}},
+        'a P-EAGLE draft (speculators_config.algorithm is "peagle")',
+    ),
+}
+
+
+def refusal_of_other_draft(draft: Path, base: Path) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(draft, base)
+    message = str(caught.value)
+    assert str(draft) in message
+    assert "heads of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can" in message
+    assert "layers" not in message
+    return message
+
+
+@pytest.mark.parametrize("kind", OTHER_DRAFTS)
+def test_other_drafts_are_refused_as_what_they_are(kind: str, draft: Path, tiny_checkpoint: Path) -> None:
+    changes, words = OTHER_DRAFTS[kind]
+    assert f"it is {words}, which" in refusal_of_other_draft(configure(draft, **changes), tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ("hidden_norm.weight", "a DFlash draft (the weights have hidden_norm.weight)"),
+        ("model.hidden_norm.weight", "a DFlash draft (the weights have model.hidden_norm.weight)"),
+        ("prefix_gru.weight_ih_l0", "a Domino draft (the weights have prefix_gru.weight_ih_l0)"),
+        ("logit_head.prefix_gru.weight_ih_l0", "a Domino draft (the weights have logit_head.prefix_gru.weight_ih_l0)"),
+        ("markov_head.markov_w1.weight", "a DSpark draft (the weights have markov_head.markov_w1.weight)"),
+        ("mask_hidden", "a P-EAGLE draft (the weights have mask_hidden)"),
+    ],
+)
+def test_other_drafts_show_in_their_tensors(tensor: str, words: str, draft: Path, tiny_checkpoint: Path) -> None:
+    edited(draft, lambda tensors: tensors.update({tensor: np.ones((1, 4), np.float16)}))
+    assert words in refusal_of_other_draft(draft, tiny_checkpoint)
+
+
+def test_no_eagle_head_is_taken_for_another_draft(draft: Path, tiny_checkpoint: Path) -> None:
+    for path in (draft, *(path for path in GOLDENS.iterdir() if not path.name.endswith("_base"))):
+        with Checkpoint.open(path) as checkpoint:
+            assert other_draft(checkpoint.config, checkpoint.tensors) is None
+    odd = {"architectures": [3], "dflash_config": None, "speculators_config": "dflash", "speculators_model_type": 5}
+    assert other_draft(odd, ()) is None
 
 
 def test_every_problem_is_listed_at_once(draft: Path, tiny_checkpoint: Path) -> None:

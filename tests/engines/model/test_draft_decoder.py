@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,12 +94,15 @@ class Base:
 
 
 class Head:
-    """A draft head of the golden files with the base that it belongs to; every sequence of the batch is the same."""
+    """A draft head of the golden files, or its copy in `folder`, with the base that it belongs to.
 
-    def __init__(self, name: str, batch: int = 1) -> None:
+    Every sequence of the batch is the same.
+    """
+
+    def __init__(self, name: str, batch: int = 1, folder: Path = GOLDENS) -> None:
         self.expected, self.metadata = expected_of(name)
         base_path = GOLDENS / self.metadata["base"]
-        with Checkpoint.open(base_path) as base, Checkpoint.open(GOLDENS / name) as checkpoint:
+        with Checkpoint.open(base_path) as base, Checkpoint.open(folder / name) as checkpoint:
             base_config = decoder_config(base.config, base.generation_config)
             base_weights = load_numpy_weights(base, decoder_weights(base_config))
             self.config = read_draft(checkpoint, base, base_config)
@@ -214,6 +219,22 @@ def test_another_residual_would_be_noticed(name: str) -> None:
     head.config = replace(head.config, norm_before_residual=not head.config.norm_before_residual)
     logits, _ = head.feed("prefill", slice(0, len(head.expected["prefill_logits"])))
     assert np.abs(logits - head.expected["prefill_logits"]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{"truncated_vocab_size": 48, "architectures": ["LlamaForCausalLM"]}, {}])
+def test_a_reduced_vocabulary_without_its_usual_name_equals_the_reference(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copytree(GOLDENS / "eagle3", tmp_path / "eagle3")
+    path = tmp_path / "eagle3" / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "draft_vocab_size"}
+    path.write_text(json.dumps(config | changes))
+    head, expected = Head("eagle3", folder=tmp_path), expected_of("eagle3")[0]
+    logits, hidden = head.feed("prefill", slice(0, len(expected["prefill_logits"])))
+    assert logits.shape[1] == 48
+    assert_close(logits, expected["prefill_logits"])
+    assert_close(hidden, expected["prefill_hidden_states"])
+    np.testing.assert_array_equal(head.mapping, Head("eagle3").mapping)
 
 
 def test_the_mapping_adds_offsets() -> None:
