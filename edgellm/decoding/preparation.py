@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
@@ -14,7 +14,7 @@ from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import RequestError
 from edgellm.requests import Request, require_request
 from edgellm.sampling_params import SamplingParams
-from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
+from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
 from edgellm.text.messages import ImageReference, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
@@ -60,12 +60,20 @@ class Preparation:
             logprobs=params.logprobs,
         )
 
-    def system_prompt(self, prompt: SystemPrompt) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens that every conversation under a system prompt begins with, and its images. Raises RequestError."""
+    def system_prompt(
+        self,
+        prompt: SystemPrompt,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], Sequence[PreparedImage]]:
+        """The tokens that every conversation under a system prompt begins with, and its images.
+
+        `tools` and `template_variables` go to the chat template as those of conversations do. Raises RequestError.
+        """
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
         shown = images_of_messages([{"role": "system", "content": prompt}])
-        return self._checked(system_prompt_ids(self._tokenizer, prompt), shown)
+        return self._checked(system_prompt_ids(self._tokenizer, prompt, tools, template_variables), shown)
 
     def _prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
         if request.messages is not None:
