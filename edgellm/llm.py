@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgellm.drafting.controller import DraftingReport
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.observing.observer import Observer
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt
+    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
 
 #: The engine directory that is installed with the package.
@@ -250,10 +250,20 @@ class LLM:
         return Session(self.stream_chat, system, params, adapter, tools=tools, template_variables=template_variables)
 
     def cache_system_prompt(
-        self, text: SystemPrompt, adapter: str | None = None, save: str | Path | None = None
+        self,
+        text: SystemPrompt,
+        adapter: str | None = None,
+        save: str | Path | None = None,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> CachedPrompt:
         """See `SpecDecodeRuntime.generate_and_save_system_prompt_kv_cache`; `save` is its file."""
-        return self.call(lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(text, adapter, save)).result()
+        return self.call(
+            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
+                text, adapter, save, tools=tools, template_variables=template_variables
+            )
+        ).result()
 
     def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
         """See `SpecDecodeRuntime.load_snapshot`."""

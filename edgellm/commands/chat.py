@@ -116,7 +116,6 @@ def chat(
 ) -> None:
     """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
     prepare_output()
-    tools, variables = options.template_inputs(tooling)
     settings = options.chosen_settings(
         config,
         model=engine_directory,
@@ -127,9 +126,18 @@ def chat(
         adapters=adapters,
         system_cache=system_cache,
     )
+    from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
+
+    settings, tools, variables = with_cached_prompt(
+        settings, bool(system_cache) and not prompting.has_system_prompt, *options.template_inputs(tooling)
+    )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats
-    with ended_by_signals(), observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
+    with (
+        ended_by_signals(),
+        observing(observed) as observer,
+        open_model(settings, every_adapter=True, tools=tools, template_variables=variables) as llm,
+    ):
         if observer is not None:
             llm.observe(observer)
         params = sampling_params(settings, llm.default_params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 
 HELP = '''\
 /help, /?            this list
-/reset               forget the conversation, keep the system prompt
+/reset               forget the conversation, keep the system prompt (but for one that an image brought)
 /system [TEXT]       show or set the system prompt; "" is none
 /image [FILE]        show an image with the next question, or list those it will show; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
 /adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
-/save FILE           write the conversation to a file
+/save FILE           write the conversation to a new file, or over a conversation
+/save! FILE          write it over any file
 /load FILE           go on with a conversation from a file
 /stats               counts and speeds of the last answer and of this session
 /exit, /bye          leave (also Ctrl-D)
@@ -47,7 +49,8 @@ class ChatState:
     """A chat as it goes on: the model, the conversation, and what has been counted.
 
     `pictures` are shown with the next question. `seeing_system` takes the place of the system prompt where that is
-    `blind_system` and images are shown. `tools` and `template_variables` go with every question.
+    `blind_system` and images are shown, until the conversation is forgotten or nothing is shown any more. `tools` and
+    `template_variables` go with every question.
     """
 
     llm: LLM
@@ -71,9 +74,23 @@ class ChatState:
         require_sight(self.llm)
         picture = read_picture(path)
         self.pictures.append(picture)
-        if self.seeing_system is not None and self.conversation.system == self.blind_system:
-            self.conversation.system = self.seeing_system
         self.say(f"{question} shows {picture_in_words(picture)}.")
+        if self._has_seeing_system and self.conversation.system == self.blind_system:
+            self.conversation.system = self.seeing_system
+            self.say(
+                "The system prompt is now the model's own for images: /system shows it, /reset takes the first one."
+            )
+
+    def return_to_first_system(self) -> bool:
+        """Take the system prompt again that images took the place of; says whether they had."""
+        if not self._has_seeing_system or self.conversation.system != self.seeing_system:
+            return False
+        self.conversation.system = self.blind_system
+        return True
+
+    @property
+    def _has_seeing_system(self) -> bool:
+        return self.seeing_system is not None and self.seeing_system != self.blind_system
 
 
 def is_command(message: str) -> bool:
@@ -102,7 +119,8 @@ def _help(state: ChatState, argument: str) -> None:
 def _reset(state: ChatState, argument: str) -> None:
     state.conversation.messages.clear()
     state.pictures.clear()
-    state.say("The conversation is forgotten.")
+    returned = state.return_to_first_system()
+    state.say(f"The conversation is forgotten{', and the system prompt is the first one again' if returned else ''}.")
 
 
 def _system(state: ChatState, argument: str) -> None:
@@ -130,7 +148,9 @@ def _adapter(state: ChatState, argument: str) -> None:
 def _image(state: ChatState, argument: str) -> None:
     if argument in ('""', "''"):
         state.pictures.clear()
-        state.say("The next question shows no image.")
+        shows_none = not any(isinstance(message["content"], list) for message in state.conversation.messages)
+        returned = shows_none and state.return_to_first_system()
+        state.say(f"The next question shows no image{', and the system prompt is the first one' if returned else ''}.")
     elif argument:
         text, files = dropped_files(argument)
         for path in files if files and not text else [Path(argument)]:
@@ -185,9 +205,9 @@ def _path(argument: str, command: str) -> Path:
     return user_path(argument)
 
 
-def _save(state: ChatState, argument: str) -> None:
-    path = _path(argument, "save")
-    save_conversation(path, state.conversation, model_name(state.llm))
+def _save(state: ChatState, argument: str, replaces_any: bool = False) -> None:
+    path = _path(argument, "save!" if replaces_any else "save")
+    save_conversation(path, state.conversation, model_name(state.llm), replaces_any)
     state.say(f"Saved {len(state.conversation.messages)} messages to {path}.")
 
 
@@ -260,6 +280,7 @@ COMMANDS: dict[str, Callable[[ChatState, str], None]] = {
     "image": _image,
     "set": _set,
     "save": _save,
+    "save!": partial(_save, replaces_any=True),
     "load": _load,
     "stats": _stats,
     "exit": _exit,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
@@ -15,7 +15,7 @@ from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
-from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
+from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
 from edgellm.text.messages import ImageReference, checked_messages, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
 from edgellm.text.template_inputs import UnreadVariables, require_tools_shown
@@ -69,12 +69,21 @@ class Preparation:
             logprobs=params.logprobs,
         )
 
-    def system_prompt(self, prompt: SystemPrompt) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens that every conversation under a system prompt begins with, and its images. Raises RequestError."""
+    def system_prompt(
+        self,
+        prompt: SystemPrompt,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], Sequence[PreparedImage]]:
+        """The tokens that every conversation under a system prompt begins with, and its images.
+
+        `tools` and `template_variables` go to the chat template as those of conversations do. Raises RequestError.
+        """
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
+        self._check_template_inputs(tools, template_variables or {})
         shown = images_of_messages([{"role": "system", "content": prompt}])
-        return self._checked(system_prompt_ids(self._tokenizer, prompt), shown)
+        return self._checked(system_prompt_ids(self._tokenizer, prompt, tools, template_variables), shown)
 
     def _prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
         if request.messages is not None:
@@ -89,11 +98,15 @@ class Preparation:
         """The tokens of a request's messages, with the model's default system prompt where they have none."""
         tools, variables = request.tools, request.template_variables or {}
         checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
+        self._check_template_inputs(tools, variables)
+        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
+
+    def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
+        """Refuse tools, and report variables, that the chat template never reads."""
         if tools or variables:
             names, origin = self._tokenizer.template_variables(), self._tokenizer.template_origin
             require_tools_shown(tools, names, origin)
             self._unread.report(variables, names, origin)
-        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
 
     def _checked(
         self, prompt_ids: list[int], shown: Sequence[ImageReference]

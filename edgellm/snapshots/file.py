@@ -20,12 +20,15 @@ from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, Tensor
 from edgellm.engines.directories.digests import usable_cores
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
-from edgellm.errors import SnapshotError
+from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.snapshot import (
+    BEGINNING,
     DIGEST,
     FORMAT_VERSION,
     METADATA_KEY,
+    PROMPT_KEY,
+    READABLE_VERSIONS,
     STATE_PREFIX,
     TOKEN_IDS,
     Snapshot,
@@ -33,11 +36,17 @@ from edgellm.snapshots.snapshot import (
     TensorPlace,
 )
 from edgellm.snapshots.staging import DIGEST_BYTES, RunningDigest, StagedFile, content_digest, section_digest
+from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE = "damaged", "no snapshot", "unreadable"
 _ADVICE = "Remove it and make it again: edgellm cache build"
 _ROWS_NAME = re.compile(r"(base|draft)\.[kv]_cache_(0|[1-9][0-9]{0,3})")
 _WRITE_BYTES = 8 << 20
+_LENGTH_BYTES = 8
+#: A file whose first bytes differ from `BEGINNING` by no more bits is a snapshot that was damaged there.
+_MOST_FLIPPED_BITS = 8
+#: Reasons for which `read_snapshot` refuses what is a snapshot all the same.
+_OTHER_VERSIONS = ("old version", "future version")
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
@@ -69,13 +78,13 @@ def read_snapshot(path: Path) -> Snapshot:
     """Map a snapshot and check its structure; its content is not verified yet. Raises SnapshotError."""
     file = _map_file(path)
     try:
-        facts = _read_facts(path, file)
+        facts, prompt = _read_metadata(path, file)
         places = _checked_places(path, facts, file.tensors)
         whole = _size(file)
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
-    return Snapshot(facts, content, places, is_mapped=True)
+    return Snapshot(facts, content, places, is_mapped=True, prompt=prompt)
 
 
 def verify_snapshot(path: Path | None, snapshot: Snapshot, found: bytes | None = None) -> None:
@@ -103,6 +112,36 @@ def check_binding(path: Path | None, snapshot: Snapshot, expected: SnapshotBindi
             "edgellm cache build",
             f"other {next(iter(differences)).replace('_', ' ')}",
         )
+
+
+def require_snapshot_file(path: Path) -> None:
+    """Raise SnapshotError unless a file is a snapshot, of whatever format, or was one and is damaged.
+
+    That is told by how an ordinary file begins; a link is none, wherever it leads. A header that can be read must have
+    the text `METADATA_KEY` in its metadata. Of one that cannot, or that has it no more, the bytes behind the header's
+    length must be `BEGINNING` but for `_MOST_FLIPPED_BITS` bits: so files are known that were cut behind it, or changed
+    anywhere, and those are not of which nothing is left that tells.
+    """
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+            raise SnapshotError(f"{path} is {kind}: expected a snapshot", NO_SNAPSHOT)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            begins = file.read(_LENGTH_BYTES + len(BEGINNING))[_LENGTH_BYTES:]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(begins) == len(BEGINNING):
+        flipped = int.from_bytes(begins, "little") ^ int.from_bytes(BEGINNING, "little")
+        if bin(flipped).count("1") <= _MOST_FLIPPED_BITS:
+            return
+    try:
+        read_snapshot(path)  # written by another program its header may have another order
+    except SnapshotError as error:
+        if error.reason not in _OTHER_VERSIONS:
+            raise SnapshotError(
+                f"{path} is no snapshot: it does not begin as one, nor as one that was damaged", NO_SNAPSHOT
+            ) from error
 
 
 def damaged(path: Path | str, cause: str) -> SnapshotError:
@@ -135,7 +174,7 @@ def _size(file: SafetensorsFile) -> int:
     return max((info.offset + info.nbytes for info in file.tensors.values()), default=0)
 
 
-def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
+def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, PromptRecord | None]:
     start = min((info.offset for info in file.tensors.values()), default=0)
     header = file.bytes_of(TensorInfo("header", "uint8", (start,), path, 0, start)).tobytes()
     length = int.from_bytes(header[:8], "little")
@@ -143,7 +182,8 @@ def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
         metadata = json.loads(header[8 : 8 + length]).get("__metadata__") if header else None
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"its header is not valid JSON ({error})") from error
-    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise SnapshotError(
             f"{path} holds no snapshot: its header has no text {METADATA_KEY!r} in __metadata__. Expected a file that "
@@ -152,13 +192,24 @@ def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
         )
     values = JSONObject.parse(text.encode(), f"{path}: {METADATA_KEY}", _DamagedError, _ADVICE)
     version = values.get("format_version", "int")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise SnapshotError(
-            f"the snapshot {path} has the format version {version}, this EdgeLLM reads {FORMAT_VERSION}. Make it "
-            "again with this version: edgellm cache build",
+            f"the snapshot {path} has the format version {version}, this EdgeLLM reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}. Make it again with this version: edgellm cache build",
             "future version" if version > FORMAT_VERSION else "old version",
         )
-    return values.dataclass(SnapshotFacts, binding=SnapshotBinding)
+    return values.dataclass(SnapshotFacts, binding=SnapshotBinding), _read_prompt(path, metadata.get(PROMPT_KEY))
+
+
+def _read_prompt(path: Path, text: object) -> PromptRecord | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(text).__name__}, expected text")
+    try:
+        return PromptRecord.from_json(text)
+    except RequestError as error:
+        raise damaged(path, f"{PROMPT_KEY} in its header: {error}") from error
 
 
 class _DamagedError(SnapshotError):

@@ -31,6 +31,11 @@ def snapshot_folder() -> Path:
     return user_cache_directory() / "snapshots"
 
 
+def is_snapshot_path(name: str) -> bool:
+    """Whether a user who writes this means a file's path rather than the name of a snapshot."""
+    return name.endswith(SUFFIX) or any(separator in name for separator in (os.sep, os.altsep) if separator)
+
+
 def delete_file(path: Path) -> None:
     """Delete a snapshot's file; SnapshotError where that cannot be done, but for one that is gone already."""
     try:
@@ -92,6 +97,7 @@ def touch(path: Path) -> tuple[int, ...] | None:
 
 
 _MARK = ".partial-"
+_MARK_BYTES = 4
 
 
 class StagedFile:
@@ -109,7 +115,7 @@ class StagedFile:
             raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
         remove_abandoned(self._target.parent, self._target.name)
         while True:
-            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(4)}")
+            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
             self.file = self.path.open("xb", buffering=0)
             fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
             if self.path.exists():  # not taken for an abandoned one before it was locked
@@ -143,7 +149,9 @@ class StagedFile:
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes left in a folder of the files they wrote (of `name` alone, or all)."""
     pattern = "*" if name is None else glob.escape(name)
-    for path in folder.glob(f".{pattern}{_MARK}*"):
+    for path in folder.glob(f".{pattern}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}"):
+        if path.is_symlink() or not path.is_file():  # opening a pipe would wait for ever
+            continue
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another writes it
             path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def test_help_and_settings_are_listed(chat):
         ("/set top_p 7", "top_p is 7: expected a number above 0 and up to 1"),
         ("/set seed many", "seed is 'many': expected a whole number from 0"),
         ("/save", "/save needs the name of a file: /save FILE"),
+        ("/save!", "/save! needs the name of a file: /save! FILE"),
         ("/load /no/such/file", "/no/such/file cannot be read: No such file or directory"),
         ("/save /no/such/folder/file", "/no/such/folder/file cannot be written: No such file or directory"),
     ],
@@ -131,6 +133,67 @@ def test_saved_conversation_goes_on_where_it_was(chat, chat_engines, tmp_path):
     assert saved["messages"] == expected[1:3]
     assert (code, out) == (0, expected[-1]["content"] + "\n")
     assert err == f"Loaded 2 messages from {path}.\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["precious", "", "[1]", '{"format": 5}', '{"format": "edgellm"}', "\0", "[" * 100000]
+)
+def test_save_overwrites_no_file_but_conversations(chat, tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    code, _, err = chat(f"/save {path}\n")
+    assert code == 1
+    assert err == (
+        f"error: {path} is there and no conversation: choose another name, or overwrite it with /save! FILE\n"
+    )
+    assert path.read_text() == content
+    code, _, err = chat(f"/save! {path}\n/save {path}\n", "--system", "Be kind.")
+    assert (code, err) == (0, f"Saved 0 messages to {path}.\n" * 2)
+    assert json.loads(path.read_text())["system"] == "Be kind."
+    assert [file.name for file in tmp_path.iterdir() if "notes" in file.name] == ["notes.txt"]
+
+
+def test_save_overwrites_a_conversation_of_another_release(chat, tmp_path):
+    (tmp_path / "talk.json").write_text('{"format": "edgellm conversation 7"}')
+    code, _, _ = chat(f"/save {tmp_path / 'talk.json'}\n")
+    assert (code, json.loads((tmp_path / "talk.json").read_text())["format"]) == (0, "edgellm conversation 1")
+
+
+def test_a_failed_save_leaves_the_file_as_it_was(chat, tmp_path, monkeypatch):
+    path = tmp_path / "talk.json"
+    assert chat(f"/save {path}\n")[0] == 0
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for command in ("/save", "/save!"):
+        code, _, err = chat(f"{command} {path}\n", "--system", "Other.")
+        assert (code, err) == (1, f"error: {path} cannot be written: No space left on device\n")
+        assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if "talk" in file.name] == ["talk.json"]
+
+
+def test_a_conversation_is_saved_where_a_link_leads_to(chat, tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "talk.json")
+    (tmp_path / "notes.txt").write_text("precious")
+    (tmp_path / "linked notes").symlink_to(tmp_path / "notes.txt")
+    lines = f"/save {tmp_path / 'link.json'}\n/save {tmp_path / 'linked notes'}\n"
+    code, _, err = chat(lines)
+    assert code == 1 and err.count("Saved 0 messages") == 1
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "talk.json").is_file()
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+
+
+def test_what_is_no_ordinary_file_takes_no_conversation_and_gives_none(chat, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, words in (("pipe", "is no ordinary file"), ("folder", "is a directory")):
+        for command in ("/save", "/save!", "/load"):
+            code, _, err = chat(f"{command} {tmp_path / name}\n")
+            assert code == 1 and err.startswith(f"error: {tmp_path / name} {words}: expected the name of a file")
+    assert "/dev/zero is no ordinary file" in chat("/load /dev/zero\n")[2]
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
