@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.directories.digests import usable_cores
+from edgellm.engines.checkpoints.tensors import value_and_place
+from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content, usable_cores
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.errors import RequestError, SnapshotError
@@ -35,10 +36,20 @@ from edgellm.snapshots.snapshot import (
     SnapshotFacts,
     TensorPlace,
 )
-from edgellm.snapshots.staging import DIGEST_BYTES, RunningDigest, StagedFile, content_digest, section_digest
+from edgellm.snapshots.staging import (
+    DIGEST_BYTES,
+    Findings,
+    RunningDigest,
+    Section,
+    SectionFindings,
+    StagedFile,
+    content_digest,
+    content_findings,
+    examine,
+)
 from edgellm.snapshots.system_prompt import PromptRecord
 
-DAMAGED, NO_SNAPSHOT, UNREADABLE = "damaged", "no snapshot", "unreadable"
+DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
 _ADVICE = "Remove it and make it again: edgellm cache build"
 _ROWS_NAME = re.compile(r"(base|draft)\.[kv]_cache_(0|[1-9][0-9]{0,3})")
 _WRITE_BYTES = 8 << 20
@@ -61,10 +72,12 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             body = memoryview(snapshot.body)
             for start in range(0, len(body), _WRITE_BYTES):
                 staged.write(body[start : start + _WRITE_BYTES])
-            expected = digest.finish()
-            staged.write(memoryview(expected))
+            found = digest.finish()
+            if found.not_finite is not None:
+                raise _not_finite(f"{path} is not written", snapshot, *found.not_finite, "not written")
+            staged.write(memoryview(found.digest))
             staged.sync()
-            _check_written(staged.path, path, snapshot, expected)
+            _check_written(staged.path, path, snapshot, found.digest)
             staged.commit()
     except OSError as error:
         raise SnapshotError(
@@ -87,18 +100,24 @@ def read_snapshot(path: Path) -> Snapshot:
     return Snapshot(facts, content, places, is_mapped=True, prompt=prompt)
 
 
-def verify_snapshot(path: Path | None, snapshot: Snapshot, found: bytes | None = None) -> None:
-    """Compare the content with its digest, which was `found` or (None) is computed now; raises SnapshotError."""
+def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | None = None) -> None:
+    """Compare the content with its digest, and see that its values are finite, by what was `found` in it or (None) is
+    now; raises SnapshotError."""
     if snapshot.is_verified:
         return
     if found is None:
-        found = content_digest(snapshot.body, snapshot.sections)
+        found = content_findings(snapshot.body, snapshot.sections)
     stored = snapshot.tensor(DIGEST).tobytes()
-    if found != stored:
+    if not found.digest == stored == snapshot.claimed_digest:
         raise damaged(
             path or snapshot.facts.label,
-            f"its content has the SHA-256 {found.hex()[:16]}..., it says {stored.hex()[:16]}...",
+            f"its content has the SHA-256 {found.digest.hex()[:16]}..., it says {stored.hex()[:16]}...",
         )
+    if found.not_finite is not None:
+        name = repr(snapshot.facts.label) if path is None else path
+        raise _not_finite(f"{name} cannot be used", snapshot, *found.not_finite, NOT_FINITE)
+    if not is_known_finite_content(found.digest.hex()):
+        remember_finite_content(found.digest.hex())
     snapshot.is_verified = True
 
 
@@ -147,6 +166,16 @@ def require_snapshot_file(path: Path) -> None:
 def damaged(path: Path | str, cause: str) -> SnapshotError:
     """The error for a file that is not what was written."""
     return SnapshotError(f"the snapshot {path} is damaged: {cause}. {_ADVICE}", DAMAGED)
+
+
+def _not_finite(what: str, snapshot: Snapshot, name: str, index: int, reason: str) -> SnapshotError:
+    values = value_and_place(snapshot.tensor(name), snapshot.places[name].dtype, index)
+    return SnapshotError(
+        f"the snapshot {what}: the tensor {name!r} {list(snapshot.places[name].shape)} is {values}, expected finite "
+        "numbers; a model computes others where it is damaged or its values are beyond the range of float16. Check it "
+        "with edgellm info --verify, build it with --dtype bfloat16, then make the snapshot again: edgellm cache build",
+        reason,
+    )
 
 
 def _map_file(path: Path) -> SafetensorsFile:
@@ -263,11 +292,12 @@ _MOST_THREADS, _MOST_READERS = 16, 8
 
 class Part(NamedTuple):
     """What one thread reads at a time: `target` [lines, n] uint8 is filled from the file, line i from `offset` +
-    i * `stride` on; all in bytes."""
+    i * `stride` on; all in bytes. Where parts are hashed each is one `section`."""
 
     target: np.ndarray
     offset: int
     stride: int
+    section: Section = Section(0, 0)
 
 
 class Reading:
@@ -276,24 +306,24 @@ class Reading:
     def __init__(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> None:
         self._descriptor, self._parts, self._is_hashed = descriptor, parts, is_hashed
         self._numbers = itertools.count()
-        self._arrived: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
-        self._digests: dict[int, bytes] = {}
+        self._arrived: SimpleQueue[tuple[int, SectionFindings] | Exception] = SimpleQueue()
+        self._findings: dict[int, SectionFindings] = {}
         self._stopped = False
         self.workers: list[Future[None]] = []
 
     def wait_for(self, number: int) -> None:
         """Return once the part is there. Raises SnapshotError where the file cannot be read to its end."""
-        while number not in self._digests:
+        while number not in self._findings:
             arrived = self._arrived.get()
             if isinstance(arrived, Exception):
                 raise arrived
-            self._digests[arrived[0]] = arrived[1]
+            self._findings[arrived[0]] = arrived[1]
 
-    def digests(self) -> list[bytes]:
+    def findings(self) -> list[SectionFindings]:
         """Those of all parts, in their order, once all are there; they are empty unless the parts are hashed."""
         for number in range(len(self._parts)):
             self.wait_for(number)
-        return [self._digests[number] for number in range(len(self._parts))]
+        return [self._findings[number] for number in range(len(self._parts))]
 
     def stop(self) -> None:
         """Leave out what has not begun; nothing is read or written afterwards."""
@@ -307,7 +337,8 @@ class Reading:
                 part = self._parts[number]
                 for line, target in enumerate(part.target):
                     _read(self._descriptor, memoryview(target), part.offset + line * part.stride)
-                self._arrived.put((number, section_digest(part.target.reshape(-1)) if self._is_hashed else b""))
+                found = examine(part.target.reshape(-1), part.section) if self._is_hashed else SectionFindings(b"")
+                self._arrived.put((number, found))
         except Exception as error:
             self._arrived.put(error)
 

@@ -25,7 +25,7 @@ from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, ima
 from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
-from edgellm.snapshots.staging import file_identity, opened_unchanged
+from edgellm.snapshots.staging import Findings, file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
@@ -222,9 +222,9 @@ class SlotSnapshots:
         elif snapshot.is_verified:
             self._runner.base.expect_rows(self._arriving(self._from_file(stored, snapshot, copies, None)))
         else:  # damage is to be known before anything is computed
-            digest: list[bytes] = []
-            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, digest))))
-            verify_snapshot(stored.path, snapshot, digest[0])
+            found: list[Findings] = []
+            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, found))))
+            verify_snapshot(stored.path, snapshot, found[0])
 
     def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
         """The transfers by the names that runners have for their caches."""
@@ -232,10 +232,10 @@ class SlotSnapshots:
             yield name.removeprefix("base."), transfer
 
     def _from_file(
-        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None
+        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], findings: list[Findings] | None
     ) -> Iterator[tuple[str, Transfer]]:
         with self._opened(stored.path, stored.identity) as descriptor:
-            yield from self._uploader.upload_file(descriptor, snapshot, copies, digest)
+            yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
 
     @contextmanager
     def _opened(self, path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int]:

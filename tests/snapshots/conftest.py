@@ -17,6 +17,7 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.snapshots.binding import LAYOUT, NONE, SnapshotBinding
 from edgellm.snapshots.snapshot import DIGEST, FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 
@@ -40,7 +41,8 @@ def _make_snapshot(token_ids: Sequence[int], seed: int = 0, **changes: object) -
     snapshot = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8), prompt)
     for name in tensors:
         values = snapshot.tensor(name)
-        values[...] = (random.standard_normal(values.shape) * 100).astype(values.dtype)
+        numbers = (random.standard_normal(values.shape) * 100).astype(np.float32)
+        values[...] = bfloat16_bits(numbers) if binding.dtype == "bfloat16" else numbers.astype(values.dtype)
     snapshot.tensor(TOKEN_IDS)[...] = token_ids
     assert not snapshot.tensor(DIGEST).any()
     return snapshot
