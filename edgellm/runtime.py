@@ -37,6 +37,7 @@ from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.turns import OngoingConversation
 from edgellm.vision.encoder import open_eyes, vision_directory
 
 if TYPE_CHECKING:
@@ -259,12 +260,13 @@ class SpecDecodeRuntime:
             raise results[0]
         return results[0]
 
-    def prepare(self, request: Request) -> DecodingSequence:
-        """A request, checked, as `loop` takes it. Any thread may call it.
+    def prepare(self, request: Request, conversation: OngoingConversation | None = None) -> DecodingSequence:
+        """A request, checked, as `loop` takes it; where it goes on a conversation perhaps without the oldest turns (see
+        `edgellm.sessions.Session`). Any thread may call it.
 
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
-        return self._preparation.sequence(request, self._open_runner())
+        return self._preparation.sequence(request, self._open_runner(), conversation)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""

@@ -7,7 +7,7 @@ import os
 import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.pictures import read_picture
 from edgellm.commands.settings import SAMPLING_KEYS
@@ -15,6 +15,9 @@ from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages, is_image
+
+if TYPE_CHECKING:
+    from edgellm.sessions import Session
 
 FORMAT = "edgellm conversation 1"
 _ANY_FORMAT = "edgellm conversation "
@@ -32,9 +35,17 @@ class Conversation:
     params: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
 
-    def prompt_messages(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first; where there is none it is empty, which keeps the model's own away."""
-        return [{"role": "system", "content": self.system or ""}, *self.messages]
+    @classmethod
+    def of(cls, session: Session) -> Conversation:
+        """The conversation of a session."""
+        system = session.system
+        messages = session.messages[0 if system is None else 1 :]
+        return cls(system or None, messages, session.params or SamplingParams(), session.adapter)
+
+    def go_on(self, session: Session) -> None:
+        """Let a session go on with this conversation. Raises RequestError while an answer is growing."""
+        session.replace(self.messages)
+        session.system, session.params, session.adapter = self.system or "", self.params, self.adapter
 
 
 def save_conversation(path: Path, conversation: Conversation, model: str, replaces_any: bool = False) -> None:

@@ -270,15 +270,89 @@ def test_sampling_defaults_come_from_the_model(chat, chat_engines, tmp_path):
 def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
     more = "more\n" * 5  # at least 25 tokens each
     code, out, err = chat(f"{'x' * 1440}\n{more}/reset\n/set max_tokens 4\nhello\n")
+    cut = f"The context is full ({CONTEXT} tokens), the answer was cut: /set max_tokens N keeps room for N."
+    left = f"The oldest question and its answer left the conversation, to make room in the context ({CONTEXT} tokens)."
     lines = err.splitlines()
-    assert lines[0] == f"The context is full ({CONTEXT} tokens), the answer was cut: /reset starts anew."
-    full = [
-        line for line in lines if re.fullmatch(rf"The context is full \(\d+ of {CONTEXT} tokens\): /reset .*", line)
-    ]
-    assert len(full) == len([line for line in lines if line.startswith("error: the prompt has")]) > 0
+    assert lines[0] == cut
+    assert left in lines and "error" not in err
     assert lines[-2:] == ["The conversation is forgotten.", "max_tokens 4"]
-    assert code == 1
+    assert code == 0
     assert out.endswith(answers(conversation(chat_engines, ["hello"], max_tokens=4)))
+
+
+def test_a_chat_goes_on_for_ever(chat, chat_engines):
+    asked = [f"{number} {'x' * 200}" for number in range(30)]
+    code, out, err = chat("\n".join(asked) + "\n/stats\n", "--max-tokens", 4, "--system", "Be kind.")
+    assert code == 0
+    with LLM(chat_engines, backend="numpy") as llm:
+        session = llm.create_session("Be kind.", SamplingParams(max_tokens=4))
+        responses = [session.send(question) for question in asked]
+    assert out == "".join(f"{response.text}\n" for response in responses)
+    dropped = [response.dropped_turns for response in responses if response.dropped_turns]
+    assert [int(count) for count in re.findall(r"The oldest (\d+) questions and their answers left", err)] == dropped
+    assert sum(dropped) >= 20
+    assert "session: 30 answers" in err
+
+
+def test_a_context_that_is_nearly_full_is_noted(chat):
+    err = chat(f"{'x' * 1300}\n", "--max-tokens", 60, "--stats")[2]
+    statistics, note = err.splitlines()
+    used = int(re.search(rf"context (\d+)/{CONTEXT}", statistics)[1])
+    assert used > 0.9 * CONTEXT
+    fills = f"fills {used} of the {CONTEXT} tokens of the context"
+    assert note == f"Note: the conversation {fills}: its oldest turns leave soon."
+    assert chat("hello\n", "--max-tokens", 60)[2] == ""
+
+
+def test_a_question_is_taken_back(chat, chat_engines):
+    lines = "hello\nwhy?\n/undo\nhow?\n/undo\n/undo\n/undo\n"
+    code, out, err = chat(lines, "--max-tokens", 4)
+    first = conversation(chat_engines, ["hello", "why?"], max_tokens=4)
+    second = conversation(chat_engines, ["hello", "how?"], max_tokens=4)
+    assert (code, out) == (1, answers(first) + answers(second[2:]))
+    taken_back = ["Taken back: why?", "Taken back: how?", "Taken back: hello"]
+    assert err.splitlines() == [*taken_back, "error: nothing was said yet: there is no turn to take back"]
+
+
+def test_a_question_is_answered_again(chat, chat_engines):
+    code, out, err = chat("/retry\nhello\n/retry\nwhy?\n", "--max-tokens", 4)
+    messages = conversation(chat_engines, ["hello", "why?"], max_tokens=4)
+    assert (code, out) == (1, answers(messages[:2]) + answers(messages))
+    assert err.splitlines() == [
+        "error: nothing was asked yet: there is no answer to give again",
+        "Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.",
+    ]
+
+
+def test_a_question_is_answered_again_with_another_seed(chat, tmp_path):
+    path = tmp_path / "talk.json"
+    sampling = ("--max-tokens", 12, "--temperature", 1.2, "--seed", 5)
+    lines = f"/set ignore_eos true\nhello\n/retry\n/retry\n/stats\n/save {path}\n/set seed\n"
+    code, out, err = chat(lines, *sampling)
+    assert code == 0
+    messages = json.loads(path.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert out.endswith(messages[1]["content"] + "\n")
+    first = chat("/set ignore_eos true\nhello\n", *sampling)[1]
+    assert out.startswith(first) and not out.endswith(first)
+    assert re.search(r"last answer: .* \| seed \d\d+$", err, re.MULTILINE)
+    assert err.splitlines()[-1] == "seed 5"  # the setting stays
+
+
+def test_the_last_questions_are_kept(chat, chat_engines):
+    lines = f"one\ntwo\nthree\n/trim 1\nfour\n/trim 7\n/trim\n/trim x\n/trim 1{'0' * 5000}\n"
+    code, out, err = chat(lines, "--max-tokens", 4)
+    everything = conversation(chat_engines, ["one", "two", "three"], max_tokens=4)
+    with LLM(chat_engines, backend="numpy") as llm:
+        fourth = llm.chat([*everything[4:], {"role": "user", "content": "four"}], SamplingParams(max_tokens=4)).text
+    assert (code, out) == (1, answers(everything) + fourth + "\n")
+    assert err.splitlines() == [
+        "2 questions and their answers left the conversation.",
+        "0 questions and their answers left the conversation.",
+        "error: /trim takes how many questions to keep, not '': /trim N",
+        "error: /trim takes how many questions to keep, not 'x': /trim N",
+        "error: /trim takes how many questions to keep, not '10000000000000000000': /trim N",
+    ]
 
 
 def test_a_question_longer_than_the_context(chat, chat_engines):
