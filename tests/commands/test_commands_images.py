@@ -121,8 +121,8 @@ def prompted(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("prompted")
     checkpoint = make_checkpoint(folder / "checkpoint", 0, **FAMILIES["qwen2_5_vl"])
     (checkpoint / "system_prompt.txt").write_text("You are blind.\n")
+    (checkpoint / "system_prompt_image.txt").write_text("You see.\n")
     build_engine_directory(checkpoint, folder / "engines", EngineLimits(1, 16, 256, image_rows=(64,)), [])
-    (folder / "engines" / "system_prompt_image.txt").write_text("You see.\n")
     return folder / "engines"
 
 
