@@ -13,6 +13,7 @@ from edgellm.engines.errors import (
     PlanError,
     UnsupportedModelError,
 )
+from edgellm.kernels.errors import shown
 from edgellm.multimodal.errors import ImageError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SnapshotError",
     "TemplateError",
     "UnsupportedModelError",
+    "shown",
 ]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Answering, Generation
-from edgellm.requests import Response
+from edgellm.requests import Response, check_choices
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.messages import checked_messages
 
 #: Of a message: text, or a list of parts.
 Content = str | Sequence[dict[str, Any]]
@@ -45,6 +46,9 @@ class Session:
         adapter: str | None = None,
     ) -> None:
         """`ask` answers messages (`LLM.stream_chat`)."""
+        check_choices(params, adapter)
+        if system is not None:
+            checked_messages([{"role": "system", "content": system}], takes_images=True)
         self._ask, self._params, self._adapter = ask, params, adapter
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: _Asked | None = None
@@ -58,10 +62,19 @@ class Session:
             return [dict(message) for message in self._messages]
 
     def replace(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Go on as if this had been said. Raises RequestError while an answer is growing."""
+        """Go on as if this had been said. Raises RequestError for what are no messages, and while an answer grows."""
+        if not (isinstance(messages, (list, tuple)) and not messages):
+            checked_messages(messages, takes_images=True)
         with self._lock:
             self._settle()
             self._messages = [dict(message) for message in messages]
+
+    def __repr__(self) -> str:
+        if self._lock.acquire(blocking=False):  # a debugger may ask at any time
+            self._take_in()
+            self._lock.release()
+        count, state = len(self._messages), "idle" if self._open is None else "being answered"
+        return f"<Session: {count} message{'' if count == 1 else 's'}, {state}>"
 
     def stream(
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
@@ -84,7 +97,10 @@ class Session:
             self._settle()
             message = {"role": "user", "content": content}
             generation = self._ask(
-                [*self._messages, message], params or self._params, adapter=self._adapter, deadline=deadline
+                [*self._messages, message],
+                self._params if params is None else params,
+                adapter=self._adapter,
+                deadline=deadline,
             )
             self._open = _Asked(message, generation.answering, given_up)
             return generation

@@ -39,7 +39,7 @@ class Preparation:
         require_request(request)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
-        prompt_ids, images = self._prompt(request)
+        prompt_ids, images = self._checked(*self._prompt(request))
         answer = Answer(
             self._tokenizer.detokenizer(),
             params.stop,
@@ -60,23 +60,31 @@ class Preparation:
             logprobs=params.logprobs,
         )
 
+    def count_tokens(self, request: Request) -> int:
+        """How many tokens a request's prompt has, those of its images included; more than the context holds, or none,
+        are no error. Raises RequestError, ImageError, TemplateError for what cannot be counted."""
+        return len(self._prompt(request)[0])
+
     def system_prompt(self, prompt: SystemPrompt) -> tuple[list[int], Sequence[PreparedImage]]:
         """The tokens that every conversation under a system prompt begins with, and its images. Raises RequestError."""
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
         shown = images_of_messages([{"role": "system", "content": prompt}])
-        return self._checked(system_prompt_ids(self._tokenizer, prompt), shown)
+        return self._checked(*self._with_images(system_prompt_ids(self._tokenizer, prompt), shown))
 
     def _prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
         if request.messages is not None:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
-            return self._checked(self._tokenizer.encode_chat(request.messages), images_of_messages(request.messages))
+            prompt_ids = self._tokenizer.encode_chat(
+                request.messages, continue_final_message=request.continue_final_message
+            )
+            return self._with_images(prompt_ids, images_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
-        return self._checked(prompt_ids, images_of_prompt(request.images))
+        return self._with_images(prompt_ids, images_of_prompt(request.images))
 
-    def _checked(
+    def _with_images(
         self, prompt_ids: list[int], shown: Sequence[ImageReference]
     ) -> tuple[list[int], Sequence[PreparedImage]]:
         """A prompt with all tokens of the images that it shows, and the images."""
@@ -89,6 +97,12 @@ class Preparation:
                 f"the request shows {len(shown)} images, but {self._directory.path} has no vision model: leave them "
                 "out, or open a directory that has one"
             )
+        return prompt_ids, images
+
+    def _checked(
+        self, prompt_ids: list[int], images: Sequence[PreparedImage]
+    ) -> tuple[list[int], Sequence[PreparedImage]]:
+        """The same, where they fit into the context."""
         capacity = self._directory.limits.kv_capacity
         if not prompt_ids:
             raise RequestError("the prompt is empty: it must have at least one token")
