@@ -21,7 +21,8 @@ from edgellm.engines.speculation.draft_plan import (
     choices_plan,
     tree,
 )
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.errors import EdgeLLMError, RequestError, shown
+from edgellm.sampling_params import as_float
 
 #: Trees of choices that come with the package, as `configs/NAME.yaml`; the first is the default.
 NAMED_CHOICES = ("mc_sim_7b_63", "eagle_25")
@@ -59,14 +60,14 @@ class DraftingConfig:
         for name, least in (("draft_top_k", 1), ("draft_steps", 1), ("verify_tree_size", 2)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise RequestError(f"{name} is {value!r}: expected a whole number of at least {least}")
+                raise RequestError(f"{name} is {shown(value)}: expected a whole number of at least {least}")
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
-                raise RequestError(f"{name} is {value!r}: expected a number above 0 and up to 1")
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= 1:
+                raise RequestError(f"{name} is {shown(value)}: expected a number above 0 and up to 1")
         for name in ("sampled", "adaptive"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}: expected true or false")
+                raise RequestError(f"{name} is {shown(getattr(self, name))}: expected true or false")
         if self.sampled and self.kind != "chain":
             raise RequestError(f"sampled is true for kind {self.kind!r}: only a chain can be sampled")
         if self.sampled and self.acceptance == "typical":
@@ -159,5 +160,5 @@ def _request(check: Any, value: Any) -> Any:
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise RequestError(f"{name} is {value!r}: expected one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise RequestError(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")

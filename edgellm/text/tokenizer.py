@@ -7,17 +7,20 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
+from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import checked_messages
 from edgellm.text.template import ChatTemplate
 
+#: Tokenizers count tokens in 32 bits.
+_IDS = 2**32
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -101,11 +104,13 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary, or None."""
+        check_encodable(token, "a token")
         return self._tokenizer.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
         """A token's text in the vocabulary (byte-level alphabet and all), or None for an unknown id."""
-        return self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        known = _checked_ids([token_id])
+        return self._tokenizer.id_to_token(known[0]) if known else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
@@ -121,20 +126,36 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         """The ids of a conversation, rendered by the chat template, up to where the model's answer begins.
 
         Messages have a `role` and a `content` (text, or a list of parts); no text in them becomes a special token.
-        `variables` are handed to the template as they are (`enable_thinking=False`).
+        `variables` are handed to the template as they are (`enable_thinking=False`). With `continue_final_message` the
+        last message, an assistant's, is not closed: the ids end with its text. Raises RequestError where the template
+        does not write that out.
         """
+        if not isinstance(tools, (list, tuple, type(None))):
+            raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, or None")
         values = {"messages": self._checked(messages), "tools": list(tools) if tools else None, **variables}
-        for text in strings_in(values):
-            check_encodable(text, "a message")
-        disguise = Disguise(self._special_pattern, values)
+        final = None
+        try:
+            texts = strings_in(values)
+            for text in texts:
+                check_encodable(text, "a message")
+            if continue_final_message:
+                final = FinalMessage(values["messages"][-1], texts)
+                values["messages"] = [*values["messages"][:-1], final.marked]
+            disguise = Disguise(self._special_pattern, values)
+            given = disguise.apply(values)
+        except RecursionError as error:
+            raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
         rendered = self._required_template().render(
-            disguise.apply(values), self.special_tokens, add_generation_prompt=add_generation_prompt
+            given, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
         )
+        if final is not None:
+            rendered = final.cut(rendered, given["messages"][-1])
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
         return self._tokenizer.encode(rendered, add_special_tokens=False).ids
@@ -158,7 +179,7 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; equals what a `Detokenizer` gives for the same ids. Unknown ids have no text."""
         detokenizer = self.detokenizer(skip_special_tokens)
-        return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
+        return "".join([*map(detokenizer.push, _checked_ids(token_ids)), detokenizer.finish()])
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new streaming detokenizer."""
@@ -200,14 +221,73 @@ class Tokenizer:
             self._tokenizer.add_special_tokens(missing)
 
 
+class FinalMessage:
+    """The last message of a conversation, an assistant's, which the model is to go on with.
+
+    A mark, a character that occurs nowhere in what the template is given, is written behind its text, with a space that
+    tells whether the template trims messages. What is rendered is cut there, and ends with the text.
+    """
+
+    def __init__(self, message: dict[str, Any], texts: Sequence[str]) -> None:
+        """`message` was checked; `texts` are all that the template is given."""
+        if message["role"] != "assistant":
+            raise RequestError(
+                f"continue_final_message is true, but the last message is of the role {message['role']!r}: expected an "
+                "assistant's message, whose text is gone on with"
+            )
+        used = set().union(*texts)
+        self._mark = next(mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)
+        content = message["content"]
+        if isinstance(content, str):
+            self.marked = {**message, "content": f"{content}{self._mark} "}
+            return
+        parts = list(content or ())
+        places = [place for place, part in enumerate(parts) if part["type"] == "text"]
+        if not places:
+            raise RequestError("continue_final_message is true, but the last message has no text to go on with")
+        parts[places[-1]] = {"type": "text", "text": f"{parts[places[-1]]['text']}{self._mark} "}
+        self.marked = {**message, "content": parts}
+
+    def cut(self, rendered: str, marked: dict[str, Any]) -> str:
+        """A rendered conversation up to the end of the message's text; `marked` is the message as the template saw it.
+
+        Raises RequestError where the text does not stand there.
+        """
+        content = marked["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        text = next(each for each in reversed(texts) if self._mark in each).split(self._mark)[0]
+        kept, mark, rest = rendered.rpartition(self._mark)
+        if not mark or not kept.rstrip().endswith(text.strip()):
+            raise RequestError(
+                "the chat template does not end the conversation with the last message's text as it is, so that "
+                "continue_final_message cannot go on with it: leave it out, or send a prompt as text"
+            )
+        trims = not rest.startswith(" ")
+        return kept.rstrip() if trims and text.strip() else kept
+
+
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A checked message whose content is a list, also where it is text alone."""
     content = message["content"]
     return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
+def _checked_ids(token_ids: Iterable[int]) -> list[int]:
+    """Token ids without those that no tokenizer has; RequestError for what are no whole numbers."""
+    try:
+        ids = list(token_ids)
+    except TypeError as error:
+        raise RequestError(f"token ids are a {type(token_ids).__name__}: expected a list of whole numbers") from error
+    wrong = [each for each in ids if not isinstance(each, Integral)]
+    if wrong:
+        raise RequestError(f"{shown(wrong[0])} is among the token ids: expected whole numbers")
+    return [int(each) for each in ids if 0 <= each < _IDS]
+
+
 def check_encodable(text: str, what: str) -> None:
-    """Raise `RequestError` where `text` holds half of a surrogate pair, which is no character."""
+    """Raise `RequestError` where `text` is none, or holds half of a surrogate pair, which is no character."""
+    if not isinstance(text, str):
+        raise RequestError(f"{what} is a {type(text).__name__}: expected text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -17,6 +17,7 @@ from typing import Any
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.kernels.draft_tree_interface import candidate_count, level_start
+from edgellm.kernels.errors import shown
 
 KINDS = ("tree", "chain", "choices")
 ACCEPTANCES = ("exact", "typical")
@@ -235,7 +236,7 @@ def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:
 def checked_choices(choices: Any) -> tuple[Choice, ...]:
     """The nodes sorted by depth, then by path; raises EngineError (see `choices_plan`)."""
     if not isinstance(choices, (list, tuple)) or not choices:
-        raise EngineError(f"the choices are {choices!r:.200}: expected a list of paths such as [[0], [1], [0, 0]]")
+        raise EngineError(f"the choices are {shown(choices)}: expected a list of paths such as [[0], [1], [0, 0]]")
     nodes = [_node(path) for path in choices]
     known = set(nodes)
     if len(known) < len(nodes):
@@ -253,5 +254,5 @@ def checked_choices(choices: Any) -> tuple[Choice, ...]:
 def _node(path: Any) -> Choice:
     whole = isinstance(path, (list, tuple)) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in path)
     if not whole or not path or min(path) < 0:
-        raise EngineError(f"the choice {path!r:.200} is malformed: expected a list of ranks from 0 on, such as [0, 2]")
+        raise EngineError(f"the choice {shown(path)} is malformed: expected a list of ranks from 0 on, such as [0, 2]")
     return tuple(map(int, path))
