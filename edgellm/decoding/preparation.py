@@ -125,7 +125,8 @@ class Preparation:
     def _chat_ids(self, request: Request) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with
         one token for each image."""
-        messages, tools, variables = request.messages or (), request.tools, request.template_variables or {}
+        tools, variables = request.tools, request.template_variables or {}
+        messages = () if request.messages is None else request.messages
         checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
         self._check_template_inputs(tools, variables)
         return self._tokenizer.encode_chat(
