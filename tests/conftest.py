@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_multimodal
 from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 - fixtures
+from hostile_runs import hostile  # noqa: F401 - a fixture
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -27,6 +27,7 @@ from edgellm.commands.console import ended_by_signals
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.options import DraftingOptions
 from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
+from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
@@ -126,9 +127,9 @@ def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{chosen_folder(folder)}: {_counted(found)}")
+    typer.echo(f"{printable(chosen_folder(folder))}: {_counted(found)}")
     for item in found:
-        typer.echo(f"  {item.path.stem[:8]}  {item.line()}")
+        typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
 
 @cache.command("show")
@@ -141,9 +142,9 @@ def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug
     for item in found:
         if item.error is not None:
             raise item.error
-        typer.echo(str(item.path))
+        typer.echo(printable(item.path))
         for key, value in _rows(item):
-            typer.echo(f"  {key:<16}{value}")
+            typer.echo(f"  {key:<16}{printable(value)}")
 
 
 @cache.command("verify")
@@ -161,10 +162,10 @@ def verify(
     for item in _chosen(name, everything, chosen_folder(folder)):
         try:
             _verify(item, model)
-            typer.echo(f"{item.path}: whole{'' if model is None else f', and made for {model}'}")
+            typer.echo(f"{printable(item.path)}: whole{'' if model is None else f', and made for {model}'}")
         except SnapshotError as error:
             failed = True
-            typer.echo(f"{item.path}: {error.reason}: {error}")
+            typer.echo(f"{printable(item.path)}: {error.reason}: {printable(str(error))}")
     if failed:
         raise typer.Exit(1)
 
@@ -181,7 +182,7 @@ def remove(
 
     for item in _chosen(name, everything, chosen_folder(folder)):
         delete_file(item.path)
-        typer.echo(f"{item.path}: removed")
+        typer.echo(f"{printable(item.path)}: removed")
 
 
 def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: ProgressDisplay) -> Iterator[str]:

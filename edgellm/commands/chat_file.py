@@ -9,6 +9,8 @@ from typing import Any
 
 from edgellm.commands.pictures import read_picture
 from edgellm.commands.settings import SAMPLING_KEYS, did_you_mean
+from edgellm.engines.directories.small_files import read_text
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
@@ -53,14 +55,7 @@ def save_conversation(path: Path, conversation: Conversation, model: str) -> Non
 
 def load_conversation(path: Path) -> tuple[Conversation, str]:
     """Read a conversation and the name of the model it was had with; RequestError says what is wrong with the file."""
-    try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise RequestError(f"{path} is larger than {LARGEST_FILE} bytes: it is no conversation")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not JSON: {error}") from error
+    content = parse_json(read_text(path, LARGEST_FILE, RequestError), str(path), RequestError)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RequestError(f'{path} is no conversation that /save wrote: expected an object with "format": "{FORMAT}"')
     try:

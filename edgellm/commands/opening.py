@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.console import write_note
 from edgellm.commands.settings import Settings, did_you_mean
+from edgellm.engines.directories.small_files import TEMPLATE_BYTES, read_text
 from edgellm.errors import AdapterError, EngineDirectoryError, RequestError, SettingsError
 from edgellm.sampling_params import SamplingParams, checked_value
 
@@ -163,12 +164,9 @@ def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> st
     if settings.system is not None:
         return settings.system or None
     path = llm.directory.path / ("system_prompt_image.txt" if with_images else "system_prompt.txt")
-    try:
-        return path.read_text(encoding="utf-8").rstrip("\n") or None
-    except FileNotFoundError:
+    if not path.exists():
         return system_prompt(llm, settings) if with_images else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
+    return read_text(path, TEMPLATE_BYTES, EngineDirectoryError).rstrip("\n") or None
 
 
 def sampling_params(settings: Settings, defaults: dict[str, Any] | None = None) -> SamplingParams:

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.engines.directories.small_files import open_ordinary, ordinary_bytes
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -21,6 +22,7 @@ logger = logging.getLogger("edgellm.digests")
 BLOCK_BYTES = 4 << 20
 #: Hashing less than this at every start takes no time that anyone notices.
 SMALL_FILE_BYTES = 1 << 20
+_RECORD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ def hash_bytes(data: bytes) -> str:
 
 
 def hash_file(path: Path) -> FileDigest:
-    """Read the whole file in blocks; raises OSError."""
+    """Read a whole ordinary file in blocks; raises OSError."""
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
+    with open_ordinary(path) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count
@@ -52,11 +54,11 @@ def recall_digest(path: Path) -> FileDigest | None:
     """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None."""
     real = Path(os.path.realpath(path))
     try:
-        stored = json.loads(_record_path(real).read_bytes())
+        stored = json.loads(ordinary_bytes(_record_path(real), _RECORD_BYTES))
         if stored["file"] != _identity(real):
             return None
         digest, size = stored["sha256"], stored["file"]["size"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return FileDigest(digest, size) if isinstance(digest, str) else None
 
