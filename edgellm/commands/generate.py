@@ -118,7 +118,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
         )
     else:
-        text, where = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
+        text, where = options.read_standard_input(), "standard input"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file, encoded, largest_id, read_tokenizer
+from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import checked_messages
@@ -60,32 +61,25 @@ class Tokenizer:
         """Read a model's tokenizer files; a tokenizer that has ids beyond the model's `vocab_size` is refused."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise EngineDirectoryError(
                 f"{path} is missing: expected the tokenizer in the format of the tokenizers library, as published with "
                 "the model (convert a tokenizer.model with transformers: AutoTokenizer.from_pretrained(...)"
                 ".save_pretrained(...))"
             )
-        try:
-            parsed = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise EngineDirectoryError(
-                f"{path} cannot be read as a tokenizer: {error}; copy it anew from where the model was published"
-            ) from error
+        parsed = (
+            read_tokenizer(path, EngineDirectoryError)
+            if vocab_size is None
+            else check_tokenizer_file(path, vocab_size, EngineDirectoryError)
+        )
         config = read_json_object(directory / "special_tokens_map.json")
         config |= read_json_object(directory / "tokenizer_config.json")
-        tokenizer = cls(
+        return cls(
             parsed,
             _named_tokens(config),
-            _additional_special_tokens(config),
+            _additional_special_tokens(config, directory),
             ChatTemplate.from_directory(directory, config),
         )
-        if vocab_size is not None and tokenizer.largest_id >= vocab_size:
-            raise EngineDirectoryError(
-                f"{path} has token ids up to {tokenizer.largest_id}, but the model's vocabulary has only {vocab_size} "
-                "entries: the tokenizer belongs to another model"
-            )
-        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +89,7 @@ class Tokenizer:
     @cached_property
     def largest_id(self) -> int:
         """The largest token id."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        return largest_id(self._tokenizer)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -118,7 +112,7 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer puts around a text, usually the beginning of sequence.
         """
         check_encodable(text, "the prompt")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_chat(
         self,
@@ -158,7 +152,7 @@ class Tokenizer:
             rendered = final.cut(rendered, given["messages"][-1])
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
-        return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        return encoded(self._tokenizer, rendered)
 
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that the chat template reads ("messages", "tools", ...); raises TemplateError."""
@@ -299,15 +293,7 @@ def check_encodable(text: str, what: str) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file; raises `EngineDirectoryError`."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise EngineDirectoryError(f"{path} holds a {type(value).__name__}: expected a JSON object")
-    return value
+    return JSONObject.read(path, EngineDirectoryError).values if path.exists() else {}
 
 
 def _token_text(value: Any) -> str | None:
@@ -320,11 +306,16 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _additional_special_tokens(config: dict[str, Any]) -> list[str]:
+def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[str]:
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = config.get(key) or []
-        values = values.values() if isinstance(values, dict) else values
+        values = list(values.values()) if isinstance(values, dict) else values
+        if not isinstance(values, list):
+            raise EngineDirectoryError(
+                f"{directory / 'tokenizer_config.json'}: {key} is {values!r:.60}, expected a list of tokens. Copy the "
+                "file anew from where the model was published"
+            )
         found += [text for text in map(_token_text, values) if text is not None]
     return found
 
@@ -427,5 +418,5 @@ class AnchoredTokenizer:
     def encode(self, rendered: str, disguise: Disguise) -> list[int]:
         """The ids of a rendered template: its own special tokens as such, disguised ones as plain text."""
         anchored = self._pattern.sub(lambda match: self._anchors[match[0]], rendered)
-        ids = self._tokenizer.encode(disguise.undo(anchored), add_special_tokens=False).ids
+        ids = encoded(self._tokenizer, disguise.undo(anchored))
         return [self._ids.get(token_id, token_id) for token_id in ids]
