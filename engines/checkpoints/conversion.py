@@ -15,7 +15,7 @@ from pathlib import Path
 from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.safetensors_file import SourceTensor, verify_safetensors, write_safetensors
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, PUBLISHED_FILES
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
@@ -102,6 +102,7 @@ def _write(
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     with StagedDirectory(target) as staged:
         for name in copied:
+            (staged.path / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, staged.path / name)
         names = [SINGLE_FILE]
         if len(shards) > 1:
@@ -204,7 +205,7 @@ def _files_to_copy(source: Path) -> list[str]:
     """A file as source is converted alone: what lies beside it may be of another model."""
     if not source.is_dir():
         return []
-    return [name for name in (*PUBLISHED_FILES, *_OTHER_FILES) if (source / name).is_file()]
+    return [name for name in (*published_file_names(source), *_OTHER_FILES) if (source / name).is_file()]
 
 
 def _check_places(source: Path, target: Path, force: bool) -> None:
