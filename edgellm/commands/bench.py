@@ -39,9 +39,7 @@ MAX_TOKENS = 64
 @with_option_groups
 def bench(
     *,
-    engine_directory: Annotated[
-        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
-    ] = None,
+    engine: options.ModelOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -66,12 +64,15 @@ def bench(
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compare the speed of drafting configurations with decoding without a draft, and their answers with its."""
+    """Compare the speed of drafting configurations with decoding without a draft, and their answers with its.
+
+    Example: edgellm bench --configurations chain:3,adaptive --plot speed.svg
+    """
     prepare_output()
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = options.chosen_settings(
-        config, model=engine_directory, backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
+        config, model=engine.chosen(), backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
     )
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     for option, path in (("--output", output), ("--plot", plot)):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.snapshots.store import SnapshotStore
 
-cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.")
+cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list")
 
 Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")
@@ -66,9 +66,7 @@ def build(
             help="For answers with this LoRA adapter, one of the engine directory's, or NAME=DIR [default: none].",
         ),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
-    ] = None,
+    model: options.Model = None,
     draft: Annotated[
         bool | None,
         typer.Option("--draft/--no-draft", help="For use with the model's draft, or without.", show_default=False),
@@ -83,7 +81,10 @@ def build(
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk."""
+    """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk.
+
+    Example: edgellm cache build --file system.txt --name robot
+    """
     wanted = read_cache_prompts(prompt, file, prompts, name, output, lora)
     settings = options.chosen_settings(
         config,
@@ -121,7 +122,10 @@ def build(
 
 @cache.command("list")
 def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
-    """List the snapshots in the folder, and files there that cannot be used."""
+    """List the snapshots in the folder, and files there that cannot be used.
+
+    Example: edgellm cache list --json
+    """
     found = list(snapshot_files(chosen_folder(folder)))
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
@@ -133,7 +137,10 @@ def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.
 
 @cache.command("show")
 def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
-    """Say everything that a snapshot says of itself."""
+    """Say everything that a snapshot says of itself.
+
+    Example: edgellm cache show robot
+    """
     found = [find_snapshot(text, chosen_folder(folder)) for text in _required(name)]
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
@@ -156,7 +163,10 @@ def verify(
     folder: Folder = None,
     debug: options.Debug = False,
 ) -> None:
-    """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used."""
+    """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used.
+
+    Example: edgellm cache verify --all --model robot-engines
+    """
     failed = False
     for item in _chosen(name, everything, chosen_folder(folder)):
         try:
@@ -176,7 +186,10 @@ def remove(
     folder: Folder = None,
     debug: options.Debug = False,
 ) -> None:
-    """Delete snapshots."""
+    """Delete snapshots.
+
+    Example: edgellm cache remove robot
+    """
     from edgellm.snapshots.staging import delete_file
 
     for item in _chosen(name, everything, chosen_folder(folder)):

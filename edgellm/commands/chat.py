@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -20,11 +20,13 @@ from edgellm.commands.console import (
     LogLevel,
     ended_by_signals,
     prepare_output,
+    say,
     statistics_line,
     write_answer,
     write_error,
     write_note,
 )
+from edgellm.commands.help_panels import LOGS, OUTPUT
 from edgellm.commands.opening import model_name, open_model, sampling_params, system_prompt
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import dropped_files, shown_content
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ObservingOptions:
     """What to take note of; by default nothing, which costs nothing."""
+
+    PANEL: ClassVar[str] = LOGS
 
     trace: Annotated[
         Path | None,
@@ -90,9 +94,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
 @with_option_groups
 def chat(
     *,
-    engine_directory: Annotated[
-        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
-    ] = None,
+    engine: options.ModelOptions,
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
@@ -101,11 +103,19 @@ def chat(
     system_cache: options.SystemCache = None,
     images: options.Images = None,
     history: Annotated[
-        bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
+        bool | None,
+        typer.Option(
+            "--history/--no-history", rich_help_panel=OUTPUT, help="Keep the questions in a file.", show_default=False
+        ),
     ] = None,
     stats: Annotated[
         bool | None,
-        typer.Option("--stats/--no-stats", help="A line of counts and speeds after answers.", show_default=False),
+        typer.Option(
+            "--stats/--no-stats",
+            rich_help_panel=OUTPUT,
+            help="A line of counts and speeds after answers; /stats says more.",
+            show_default=False,
+        ),
     ] = None,
     backend: options.Backend = None,
     observed: ObservingOptions,
@@ -114,12 +124,15 @@ def chat(
     log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
-    """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
+    """Talk to a model; from a pipe, every line is a question. /help lists the commands.
+
+    Example: edgellm chat --image cup.jpg --temperature 0.7
+    """
     prepare_output()
     tools, variables = options.template_inputs(tooling)
     settings = options.chosen_settings(
         config,
-        model=engine_directory,
+        model=engine.chosen(),
         backend=backend,
         prompt=prompting,
         sampling=sampling,
@@ -142,7 +155,7 @@ def chat(
             state.show(image)
         try:
             if isinstance(lines, TerminalLines):
-                state.say = print
+                state.say = say
                 write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines, True if with_stats is None else with_stats)
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
-from edgellm.commands.console import statistics_line
+from edgellm.commands.console import statistics_lines
 from edgellm.commands.opening import model_name
 from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
 from edgellm.commands.settings import SAMPLING_KEYS
@@ -218,12 +218,8 @@ def _stats(state: ChatState, argument: str) -> None:
     if response is None:
         lines.append("no answer yet")
     else:
-        seed = "greedy" if state.last_seed is None else f"seed {state.last_seed}"
-        lines.append(f"last answer: {statistics_line(response, llm.context_length)[1:-1]} | {seed}")
-        prefill = response.timings.prefill_seconds
-        computed = response.usage.prompt_tokens - response.usage.reused_tokens
-        speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
-        lines.append(f"prompt: {computed} tokens computed in {prefill:.2f} s{speed}")
+        lines += statistics_lines(response, llm.context_length)
+        lines.append("drawn: " + ("greedy" if state.last_seed is None else f"with seed {state.last_seed}"))
         lines += drafting_lines(llm, response)
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]

@@ -13,6 +13,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
+from edgellm.commands.help_panels import OUTPUT, PROMPT
 from edgellm.commands.opening import open_model, sampling_params
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import read_picture, require_sight, shown_content
@@ -30,10 +31,17 @@ INTERRUPTED = 130
 def generate(
     *,
     prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", rich_help_panel=PROMPT, help="Read the prompt from a file.")
+    ] = None,
     prompting: options.PromptOptions,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without chat template.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", rich_help_panel=PROMPT, help="Complete the prompt as it is, without chat template."),
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the text.")
+    ] = False,
     sampling: options.SamplingOptions,
     logprobs: options.Logprobs = None,
     drafting: DraftingOptions,
@@ -41,16 +49,19 @@ def generate(
     tooling: options.ToolOptions,
     system_cache: options.SystemCache = None,
     images: options.Images = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
-    ] = None,
+    model: options.Model = None,
     backend: options.Backend = None,
     config: options.Config = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""
+    """Answer one prompt; the answer alone goes to standard output.
+
+    What is piped in beside a prompt is appended to it, after a blank line.
+
+    Example: git diff | edgellm generate "Summarize this change:"
+    """
     prepare_output()
     if raw and images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from edgellm.commands.help_panels import ADAPTERS, DRAFTING, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE
 from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.commands.words import named_directories
 from edgellm.errors import RequestError, did_you_mean
@@ -34,7 +35,7 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
         except RequestError as error:
             raise typer.BadParameter(str(error)) from error
 
-    return typer.Option(*flags, callback=check, show_default=False, **details)
+    return typer.Option(*flags, callback=check, show_default=False, rich_help_panel=SAMPLING, **details)
 
 
 def _check_backend(value: str | None) -> str | None:
@@ -90,23 +91,72 @@ SystemCache = Annotated[
     typer.Option(
         "--system-cache",
         metavar="FILE",
+        rich_help_panel=PROMPT,
         help="Snapshot that edgellm cache build made: take the system prompt's KV cache from it. A file, or a name as "
         "edgellm cache list shows it.",
     ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option("--backend", metavar="|".join(BACKENDS), callback=_check_backend, help="What computes."),
+    typer.Option(
+        "--backend",
+        metavar="|".join(BACKENDS),
+        callback=_check_backend,
+        rich_help_panel=MODEL,
+        help="What computes.",
+    ),
 ]
 ChatTemplateFile = Annotated[
     Path | None, typer.Option("--chat-template", help="File with a chat template, instead of the model's.")
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml]."),
+    typer.Option(
+        "--config",
+        rich_help_panel=MODEL,
+        help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].",
+    ),
 ]
 Debug = Annotated[
-    bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from.")
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_set_debug,
+        is_eager=True,
+        rich_help_panel=LOGS,
+        help="Show where an error comes from.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The engine directory, as an argument or as the option that all commands share; None is not given."""
+
+    PANEL: ClassVar[str] = MODEL
+
+    engine_directory: Annotated[
+        Path | None, typer.Argument(show_default=False, help="Engine directory [default: the shipped model].")
+    ] = None
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Engine directory, in place of the argument.")
+    ] = None
+
+    def chosen(self) -> Path | None:
+        """The directory that was given, in whichever way; typer.BadParameter where there are two."""
+        return one_engine_directory(self.engine_directory, self.model)
+
+
+def one_engine_directory(argument: Path | None, option: Path | None) -> Path | None:
+    """The engine directory of a command's argument or of its --model; typer.BadParameter where both are given."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"{option} is given beside {argument}: give one of them", param_hint="--model")
+    return argument if option is None else option
+
+
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", "-m", rich_help_panel=MODEL, help="Engine directory [default: the shipped model]."),
 ]
 
 
@@ -133,7 +183,10 @@ class SamplingOptions:
 Images = Annotated[
     list[Path] | None,
     typer.Option(
-        "--image", metavar="FILE", help="Show an image with the (first) question; may be given several times."
+        "--image",
+        metavar="FILE",
+        rich_help_panel=PROMPT,
+        help="Show an image with the (first) question; may be given several times.",
     ),
 ]
 
@@ -141,6 +194,8 @@ Images = Annotated[
 @dataclass(frozen=True)
 class PromptOptions:
     """What stands before the user's words; None is an option that was not given."""
+
+    PANEL: ClassVar[str] = PROMPT
 
     system: System = None
     system_file: SystemFile = None
@@ -158,6 +213,8 @@ class PromptOptions:
 @dataclass(frozen=True)
 class AdapterOptions:
     """LoRA adapters; None or [] is an option that was not given."""
+
+    PANEL: ClassVar[str] = ADAPTERS
 
     adapter: Annotated[
         str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this LoRA adapter [default: none].")
@@ -181,6 +238,8 @@ class AdapterOptions:
 @dataclass(frozen=True)
 class ToolOptions:
     """What the chat template gets beside the messages; None or [] is an option that was not given."""
+
+    PANEL: ClassVar[str] = TEMPLATE
 
     tools: Annotated[
         Path | None,
@@ -315,7 +374,7 @@ def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     """A command whose parameters of dataclass types are options by options, as typer needs to see them.
 
     Every field of such a dataclass is annotated as a typer option (`Annotated[...]`) and has a default. The options
-    stand in the help where the parameter stands in the function.
+    stand in the help where the parameter stands in the function, in the panel that the dataclass's `PANEL` names.
     """
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
@@ -345,6 +404,8 @@ def _options(group: type) -> list[inspect.Parameter]:
     for item in fields(group):
         if item.default is MISSING:
             raise TypeError(f"{group.__name__}.{item.name} has no default: an option may be left out")
+        option = hints[item.name].__metadata__[0]
+        option.rich_help_panel = option.rich_help_panel or getattr(group, "PANEL", None)
         found.append(
             inspect.Parameter(
                 item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
@@ -356,6 +417,8 @@ def _options(group: type) -> list[inspect.Parameter]:
 @dataclass(frozen=True)
 class DraftingOptions:
     """What was given on the command line; None is an option that was not."""
+
+    PANEL: ClassVar[str] = DRAFTING
 
     draft: Annotated[
         bool | None,

@@ -208,7 +208,10 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     TensorRT cannot build for here.
     """
     if targets:
-        library = load_tensorrt()
+        library = load_tensorrt(
+            "Or leave --target out: the engine directory is then made without plans, which a machine with TensorRT "
+            "makes on first use."
+        )
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
