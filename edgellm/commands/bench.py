@@ -16,6 +16,8 @@ import typer
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
 from edgellm.commands.console import prepare_output, write_note
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import with_option_groups
 from edgellm.commands.opening import (
     backend_name,
     described_directory,
@@ -23,7 +25,6 @@ from edgellm.commands.opening import (
     open_model_with,
     sampling_params,
 )
-from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 

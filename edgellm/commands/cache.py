@@ -25,14 +25,16 @@ from edgellm.commands.cache_prompts import (
 )
 from edgellm.commands.console import ended_by_signals
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.options import DraftingOptions
+from edgellm.commands.drafting_options import DraftingOptions
 from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.snapshots.store import SnapshotStore
 
-cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list")
+cache = typer.Typer(
+    name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
+)
 
 Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")

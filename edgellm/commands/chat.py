@@ -12,6 +12,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command
+from edgellm.commands.chat_completion import chat_completion
 from edgellm.commands.chat_file import Conversation
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
@@ -26,10 +27,10 @@ from edgellm.commands.console import (
     write_error,
     write_note,
 )
-from edgellm.commands.help_panels import LOGS, OUTPUT
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import LOGS, OUTPUT, with_option_groups
 from edgellm.commands.opening import model_name, open_model, sampling_params, system_prompt
-from edgellm.commands.options import DraftingOptions, with_option_groups
-from edgellm.commands.pictures import dropped_files, shown_content
+from edgellm.commands.pictures import dropped_files, require_image_there, shown_content
 from edgellm.commands.words import adapters_in_words
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
@@ -156,6 +157,7 @@ def chat(
         try:
             if isinstance(lines, TerminalLines):
                 state.say = say
+                lines.complete_with(chat_completion(state).candidates)
                 write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines, True if with_stats is None else with_stats)
             else:
@@ -220,6 +222,7 @@ def _handle(state: ChatState, message: str, with_stats: bool) -> None:
         if text:
             answer(state, text, with_stats)
     elif message.strip():
+        require_image_there(message)
         answer(state, message[1:] if message.startswith("//") else message, with_stats)
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
 from edgellm.commands.opening import model_name
-from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
+from edgellm.commands.pictures import (
+    Part,
+    dropped_files,
+    picture_in_words,
+    read_picture,
+    require_image_there,
+    require_sight,
+)
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.words import adapters_in_words
 from edgellm.errors import RequestError, did_you_mean
@@ -86,6 +93,7 @@ def run_command(state: ChatState, line: str) -> None:
     name, _, argument = line[1:].strip().partition(" ")
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
+        require_image_there(line)
         raise RequestError(f"/{name} is no command{_hint(name)}; /help lists them")
     COMMANDS[name](state, argument.strip())
 

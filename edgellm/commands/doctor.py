@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from edgellm.commands.options import ModelOptions, with_option_groups
+from edgellm.commands.help_panels import with_option_groups
+from edgellm.commands.options import ModelOptions
 from edgellm.commands.words import draft_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.presets import default_drafting

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.commands.options import ModelOptions, with_option_groups
+from edgellm.commands.help_panels import with_option_groups
+from edgellm.commands.options import ModelOptions
 from edgellm.commands.words import (
     draft_in_words,
     draft_limits_in_words,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
-import re
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from edgellm.commands.help_panels import ADAPTERS, DRAFTING, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE
 from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.commands.words import named_directories
 from edgellm.errors import RequestError, did_you_mean
@@ -138,9 +135,9 @@ class ModelOptions:
     engine_directory: Annotated[
         Path | None, typer.Argument(show_default=False, help="Engine directory [default: the shipped model].")
     ] = None
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Engine directory, in place of the argument.")
-    ] = None
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Engine directory, in place of the argument.")] = (
+        None
+    )
 
     def chosen(self) -> Path | None:
         """The directory that was given, in whichever way; typer.BadParameter where there are two."""
@@ -368,128 +365,3 @@ def checked_argument(text: str, what: str) -> str:
     except UnicodeEncodeError:
         decoded_text(text.encode("utf-8", "surrogateescape"), what)
     return text
-
-
-def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose parameters of dataclass types are options by options, as typer needs to see them.
-
-    Every field of such a dataclass is annotated as a typer option (`Annotated[...]`) and has a default. The options
-    stand in the help where the parameter stands in the function, in the panel that the dataclass's `PANEL` names.
-    """
-    groups: dict[str, type] = {}
-    parameters: list[inspect.Parameter] = []
-    # Not get_type_hints: in Python 3.10 it hides the annotation of a parameter with the default None in an Optional.
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        group = parameter.annotation
-        if isinstance(group, type) and is_dataclass(group):
-            groups[name] = group
-            parameters += _options(group)
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-
-    @functools.wraps(function)
-    def command(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
-        return function(**values)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def _options(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    found = []
-    for item in fields(group):
-        if item.default is MISSING:
-            raise TypeError(f"{group.__name__}.{item.name} has no default: an option may be left out")
-        option = hints[item.name].__metadata__[0]
-        option.rich_help_panel = option.rich_help_panel or getattr(group, "PANEL", None)
-        found.append(
-            inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
-            )
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class DraftingOptions:
-    """What was given on the command line; None is an option that was not."""
-
-    PANEL: ClassVar[str] = DRAFTING
-
-    draft: Annotated[
-        bool | None,
-        typer.Option(
-            "--draft/--no-draft",
-            help="Draft with the model's EAGLE head, or decode without [default: where it has one].",
-            show_default=False,
-        ),
-    ] = None
-    draft_top_k: Annotated[
-        int | None, typer.Option("--draft-top-k", help="Width of a draft tree's levels; 1 is a chain.")
-    ] = None
-    draft_steps: Annotated[
-        int | None, typer.Option("--draft-steps", help="Levels of the draft: tokens of a chain.")
-    ] = None
-    verify_tree_size: Annotated[
-        int | None, typer.Option("--verify-tree-size", help="Nodes verified in a round, the root included.")
-    ] = None
-    choices: Annotated[
-        str | None,
-        typer.Option(
-            "--choices",
-            metavar="FILE",
-            help="Draft a static tree: a YAML or JSON list of paths, or the name mc_sim_7b_63 or eagle_25.",
-        ),
-    ] = None
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            "--acceptance",
-            metavar="exact|typical",
-            help="exact gives the tokens of decoding without a draft; typical is lossy: it accepts more, other text.",
-        ),
-    ] = None
-    posterior_threshold: Annotated[
-        float | None,
-        typer.Option("--posterior-threshold", help="Typical acceptance: accept from this probability on [0.09]."),
-    ] = None
-    posterior_alpha: Annotated[
-        float | None,
-        typer.Option("--posterior-alpha", help="Typical acceptance: factor of exp(-entropy) [root of the threshold]."),
-    ] = None
-    adaptive: Annotated[
-        bool | None,
-        typer.Option(
-            "--adaptive/--no-adaptive",
-            help="Let measured speed pick a smaller draft, or none, or always draft the same [default: pick].",
-            show_default=False,
-        ),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """The options that were given, under their names as settings."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def applied_to(self, settings: Settings) -> dict[str, Any]:
-        """The drafting settings with these options on top; a contradiction is a usage error that names an option."""
-        given = self.given()
-        if not given:
-            return settings.drafting
-        given.setdefault("draft", True)  # who says how to draft wants a draft
-        from edgellm.drafting.presets import merged_drafting
-
-        try:
-            return merged_drafting(settings.drafting, given)
-        except RequestError as error:
-            raise typer.BadParameter(_with_option_names(str(error))) from error
-
-
-def _with_option_names(message: str) -> str:
-    """An error about settings, in the words of the command line."""
-    names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
-    message = message.replace("but draft is false", "and so is --no-draft")
-    return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,8 +21,11 @@ _ALIGNMENT = 64
 _THREADS = 4
 
 
-def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, np.ndarray]:
-    """Every buffer by name as a C-contiguous float32 array of the spec's shape.
+def load_numpy_weights(
+    checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+) -> dict[str, np.ndarray]:
+    """Every buffer by name as a C-contiguous float32 array of the spec's shape; `progress` gets bytes of them done and
+    in all.
 
     Raises CheckpointError for tensors that are missing or have another shape.
     """
@@ -42,7 +45,12 @@ def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> d
         weights[spec.name] = buffer.reshape(spec.shape)
         position += size
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it converts
-        list(pool.map(lambda each: float32_into(*each), conversions))
+        done, total = 0, sum(target.nbytes for *_, target in conversions)
+        finished = pool.map(lambda each: float32_into(*each), conversions)
+        for (*_, target), _ in zip(conversions, finished, strict=True):
+            done += target.nbytes
+            if progress is not None:
+                progress(done, total)
     return weights
 
 
