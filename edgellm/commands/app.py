@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
     create_app()(args=list(arguments), prog_name="edgellm")
 
 
-def create_app() -> TyperGroup:
+def create_app() -> typer.Typer:
     """The command line; the module of a command is imported when that command is to run or to complete a word."""
     app = typer.Typer(
         cls=_TopLevel,
@@ -61,12 +61,14 @@ def create_app() -> TyperGroup:
         context_settings=_HELP,
     )
     app.callback()(_top_level)
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)  # as a callback makes it one
     for panel, commands in PANELS.items():
         for name, summary in commands.items():
-            group.commands[name] = TyperCommand(name, help=summary, rich_help_panel=panel)
-    return group
+            app.command(name, help=summary, rich_help_panel=panel)(_placeholder)
+    return app
+
+
+def _placeholder() -> None:
+    """Stands in the list of commands; `_TopLevel` takes the command itself where it is asked for."""
 
 
 def load_command(name: str) -> TyperCommand | TyperGroup:

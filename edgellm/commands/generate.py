@@ -151,8 +151,8 @@ def _is_piped(stream: Any) -> bool:
         return False
     try:
         mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # no file of the system's, as in a program that calls this one: then it holds a text
-        return not stream.isatty()
+    except (OSError, ValueError):  # no file of the system's, as in a program that calls this one
+        return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 

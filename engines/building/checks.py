@@ -209,8 +209,8 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     """
     if targets:
         library = load_tensorrt(
-            "Or leave --target out: the engine directory is then made without plans, which a machine with TensorRT "
-            "makes on first use."
+            "Or leave --target out: no plans are made then, and a machine with a GPU and TensorRT makes them on first "
+            "use."
         )
         for target in targets:
             check_target(target, library)
