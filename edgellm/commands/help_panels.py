@@ -27,7 +27,7 @@ PROMPT, SAMPLING, DRAFTING, ADAPTERS, TEMPLATE, MODEL, LOGS, OUTPUT = (
     "Output",
 )
 _ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
-_FRAME = "╭─╮│╰╯"
+_FRAME = ("╭", "─", "╮", "│", "╰", "╯")
 _WIDEST = 100
 _SUMMARY = 200
 
@@ -68,7 +68,7 @@ def _write_panels(rows: Any, formatter: Any) -> None:
     panels: dict[str, list[tuple[str, str]]] = {}
     for panel, row in rows:
         panels.setdefault(panel, []).append(row)
-    framed = _can_show(_FRAME)
+    framed = _can_show("".join(_FRAME))
     if framed:
         formatter.write_paragraph()
     for title, records in panels.items():

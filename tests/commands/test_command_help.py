@@ -49,7 +49,7 @@ def test_options_stand_by_their_subjects_with_their_whole_names() -> None:
     shown = help_of("generate")
     panels = re.split(r"^╭─ ([\w ]+) ─+╮$", shown, flags=re.MULTILINE)
     options = dict(zip(panels[1::2], panels[2::2], strict=True))
-    assert "--repetition-penalty <float>" in options["Sampling"] and "--draft-top-k" in options["Drafting"]
+    assert "--repetition-penalty " in options["Sampling"] and "--draft-top-k" in options["Drafting"]
     assert "--system-file" in options["Prompt"] and "-m, --model" in options["Model"]
     assert list(options)[-1] == "Options" and "-h, --help" in options["Options"]
 
@@ -63,7 +63,7 @@ def test_errors_stay_lines(edgellm: Edgellm) -> None:
     code, _, err = edgellm("generate", "--nope")
     assert code == 2 and "Error: No such option: --nope" in err and "╭" not in err
     code, _, err = edgellm("genrate")
-    assert code == 2 and "Did you mean 'generate'" in err
+    assert code == 2 and "No such command 'genrate'" in err and "╭" not in err
 
 
 def completed(words: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_dtypes_are_the_same_in_help_and_error(edgellm: Edgellm, tiny_checkpoint
     assert code == 1
     expected = set(re.search(r"expected one of (.*)", err)[1].split(", "))
     shown = re.sub(r"[│\s]+", " ", help_of("build"))
-    said = re.search(r"--dtype <str> (.*?): what engines compute in", shown)[1]
+    said = re.search(r"--dtype \S+ (.*?): what engines compute in", shown)[1]
     assert set(re.split(", | or ", said)) == expected
     for dtype in sorted(expected):
         code, _, err = edgellm("build", tiny_checkpoint, tmp_path / dtype, "--dtype", dtype, "--kv-capacity", 96)
