@@ -135,7 +135,7 @@ def test_chat_shows_rounds_and_reasons(edgellm, tiny_draft_engines):
     code, adaptive, err = edgellm("chat", tiny_draft_engines, *options, stdin="hello\n/stats\n")
     assert code == 0 and "\ndraft chosen: " in err and "tokens/s; " in err
     code, plain, err = edgellm("chat", tiny_draft_engines, *options, "--no-draft", stdin="hello\n/stats\n")
-    assert code == 0 and "draft" not in err
+    assert code == 0 and "\ndraft" not in err
     assert fixed == adaptive == plain
 
 
