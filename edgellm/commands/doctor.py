@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from edgellm.commands.descriptions import draft_in_words
 from edgellm.commands.help_panels import with_option_groups
 from edgellm.commands.options import ModelOptions
-from edgellm.commands.words import draft_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.gpu import find_gpu

@@ -242,7 +242,7 @@ def test_a_draft_says_what_positions_it_has(
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
-def test_every_engine_is_built_with_eyes_and_draft(
+def test_every_engine_is_built_with_vision_and_draft(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path]
 ) -> None:
     """For real, by TensorRT: base, draft and vision encoder of one directory."""
