@@ -76,7 +76,7 @@ def test_a_vision_encoder_that_finds_no_memory_is_an_error_of_the_request(
 ) -> None:
     monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 1000)
     closed = Mock()
-    monkeypatch.setattr("edgellm.vision.encoder.Eyes.close", closed)
+    monkeypatch.setattr("edgellm.vision.encoder.VisionEncoder.close", closed)
     with pytest.raises(DeviceMemoryError, match="vision weights"):
         runtime.handle_request(SHOWN)
     monkeypatch.undo()
