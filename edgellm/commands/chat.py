@@ -29,7 +29,7 @@ from edgellm.commands.console import (
 )
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.help_panels import LOGS, OUTPUT, with_option_groups
+from edgellm.commands.option_groups import LOGS, OUTPUT, with_option_groups
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
 from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt
 from edgellm.errors import EdgeLLMError

@@ -22,7 +22,7 @@ from edgellm.commands.images import (
 )
 from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.engines.directories.strict_json import parse_json
+from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value

@@ -53,7 +53,7 @@ from edgellm.engines.directories.plan_files import (
 )
 from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import DecoderConfig, EngineLimits

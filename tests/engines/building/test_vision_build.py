@@ -13,7 +13,7 @@ from golden_vision import NAMES, golden_checkpoint, golden_config, golden_direct
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_image_rows

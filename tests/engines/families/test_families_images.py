@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
