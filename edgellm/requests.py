@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgellm.drafting.acceptance import DraftingStatistics
+from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import RequestError, shown
 from edgellm.sampling_params import SamplingParams, as_float
 from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.stop import FinishReason
 
+#: What Linux takes, in bytes.
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
 #: Told the text of an answer so far; true ends it there.
@@ -255,3 +260,79 @@ def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> li
         pairs = tuple((int(each), float(values[each])) for each in likeliest)
         found.append(TokenLogprobs(int(token), float(values[token]), pairs))
     return found
+
+
+def check_options(
+    engine_directory: Any,
+    multimodal_engine_directory: Any,
+    backend: Any,
+    adapters: Any,
+    drafting: Any,
+    snapshots: Any,
+    snapshot_budget: Any,
+    progress: Any,
+) -> None:
+    """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
+    check_path("engine_directory", engine_directory)
+    if multimodal_engine_directory is not None:
+        check_path("multimodal_engine_directory", multimodal_engine_directory)
+    if not isinstance(backend, str):
+        raise RequestError(f"backend is {shown(backend)}: expected one of auto, numpy, tensorrt")
+    if not isinstance(adapters, (Mapping, type(None))):
+        expected = "expected directories by name, as in {'json': 'adapter-dir'}"
+        raise RequestError(f"adapters is {shown(adapters)}: {expected}")
+    for name, path in (adapters or {}).items():
+        if not isinstance(name, str):
+            raise RequestError(f"adapters has the name {shown(name)}: expected text")
+        check_path(f"the adapter {name!r}", path)
+    if not isinstance(drafting, str) or drafting != "auto":
+        check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
+    is_list = isinstance(snapshots, Iterable) and not isinstance(snapshots, (str, bytes))
+    if not is_list or getattr(snapshots, "ndim", 1) == 0:
+        raise RequestError(f"snapshots is {shown(_plain(snapshots))}: expected a list of files")
+    if not isinstance(snapshot_budget, int) or isinstance(snapshot_budget, bool) or snapshot_budget < 0:
+        raise RequestError(f"snapshot_budget is {shown(snapshot_budget)}: expected a whole number of bytes, 0 or more")
+    if progress is not None and not callable(progress):
+        raise RequestError(
+            f"progress is {shown(progress)}: expected a callable that takes bytes done and in all, or None"
+        )
+
+
+def check_path(name: str, path: Any) -> None:
+    """Raise RequestError for what is no path."""
+    if not isinstance(path, (str, Path)):
+        raise RequestError(f"{name} is {shown(path)}: expected a path, as text or pathlib.Path")
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is {shown(_plain(path))}: half of a surrogate pair is no character") from error
+    if b"\0" in encoded:
+        raise RequestError(f"{name} is {shown(_plain(path))}: a path has no null characters")
+    if len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+        raise RequestError(
+            f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
+        )
+
+
+def check_adapter_names(adapters: Any) -> None:
+    """Raise RequestError for what is no list of adapters' names, None among them, nor None."""
+    names = () if adapters is None else adapters
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, type(None))) for name in names):
+        raise RequestError(f"adapters is {shown(adapters)}: expected a list of names, with None for without an adapter")
+
+
+def check_observer(observer: Any) -> None:
+    """Raise RequestError for what is neither an observer nor None."""
+    wanted = ("device_span", "host_span", "finish")
+    if observer is not None and not all(callable(getattr(observer, name, None)) for name in wanted):
+        raise RequestError(f"an observer is a {type(observer).__name__}: expected {', '.join(wanted)}, or None")
+
+
+def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
+    """Raise RequestError for what is neither a DraftingConfig nor None."""
+    if not isinstance(drafting, (DraftingConfig, type(None))):
+        raise RequestError(f"drafting is {shown(drafting)}: expected {expected}")
+
+
+def _plain(path: Any) -> Any:
+    return str(path) if isinstance(path, Path) else path

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
@@ -27,7 +26,18 @@ from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
 from edgellm.generation import ChunkCallbacks, OnChunk, RequestState, callbacks_of_each, unheard
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
-from edgellm.requests import Request, Response, check_choices, request_list, require_request
+from edgellm.requests import (
+    Request,
+    Response,
+    check_adapter_names,
+    check_choices,
+    check_drafting,
+    check_observer,
+    check_options,
+    check_path,
+    request_list,
+    require_request,
+)
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import RequestQueue, RequestServer
@@ -413,83 +423,3 @@ class SpecDecodeRuntime:
                 return RequestState(self.prepare(request), request.deadline, stop_when=request.stop_when)
         except EdgeLLMError as error:
             return error
-
-
-#: What Linux takes, in bytes.
-_LONGEST_PATH, _LONGEST_NAME = 4096, 255
-
-
-def check_options(
-    engine_directory: Any,
-    multimodal_engine_directory: Any,
-    backend: Any,
-    adapters: Any,
-    drafting: Any,
-    snapshots: Any,
-    snapshot_budget: Any,
-    progress: Any,
-) -> None:
-    """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
-    check_path("engine_directory", engine_directory)
-    if multimodal_engine_directory is not None:
-        check_path("multimodal_engine_directory", multimodal_engine_directory)
-    if not isinstance(backend, str):
-        raise RequestError(f"backend is {shown(backend)}: expected one of auto, numpy, tensorrt")
-    if not isinstance(adapters, (Mapping, type(None))):
-        expected = "expected directories by name, as in {'json': 'adapter-dir'}"
-        raise RequestError(f"adapters is {shown(adapters)}: {expected}")
-    for name, path in (adapters or {}).items():
-        if not isinstance(name, str):
-            raise RequestError(f"adapters has the name {shown(name)}: expected text")
-        check_path(f"the adapter {name!r}", path)
-    if not isinstance(drafting, str) or drafting != "auto":
-        check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    is_list = isinstance(snapshots, Iterable) and not isinstance(snapshots, (str, bytes))
-    if not is_list or getattr(snapshots, "ndim", 1) == 0:
-        raise RequestError(f"snapshots is {shown(_plain(snapshots))}: expected a list of files")
-    if not isinstance(snapshot_budget, int) or isinstance(snapshot_budget, bool) or snapshot_budget < 0:
-        raise RequestError(f"snapshot_budget is {shown(snapshot_budget)}: expected a whole number of bytes, 0 or more")
-    if progress is not None and not callable(progress):
-        raise RequestError(
-            f"progress is {shown(progress)}: expected a callable that takes bytes done and in all, or None"
-        )
-
-
-def check_path(name: str, path: Any) -> None:
-    """Raise RequestError for what is no path."""
-    if not isinstance(path, (str, Path)):
-        raise RequestError(f"{name} is {shown(path)}: expected a path, as text or pathlib.Path")
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is {shown(_plain(path))}: half of a surrogate pair is no character") from error
-    if b"\0" in encoded:
-        raise RequestError(f"{name} is {shown(_plain(path))}: a path has no null characters")
-    if len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
-        raise RequestError(
-            f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
-        )
-
-
-def check_adapter_names(adapters: Any) -> None:
-    """Raise RequestError for what is no list of adapters' names, None among them, nor None."""
-    names = () if adapters is None else adapters
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, type(None))) for name in names):
-        raise RequestError(f"adapters is {shown(adapters)}: expected a list of names, with None for without an adapter")
-
-
-def check_observer(observer: Any) -> None:
-    """Raise RequestError for what is neither an observer nor None."""
-    wanted = ("device_span", "host_span", "finish")
-    if observer is not None and not all(callable(getattr(observer, name, None)) for name in wanted):
-        raise RequestError(f"an observer is a {type(observer).__name__}: expected {', '.join(wanted)}, or None")
-
-
-def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
-    """Raise RequestError for what is neither a DraftingConfig nor None."""
-    if not isinstance(drafting, (DraftingConfig, type(None))):
-        raise RequestError(f"drafting is {shown(drafting)}: expected {expected}")
-
-
-def _plain(path: Any) -> Any:
-    return str(path) if isinstance(path, Path) else path
