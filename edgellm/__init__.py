@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncLLM
     from edgellm.drafting.config import DraftingConfig
-    from edgellm.errors import AdapterError, EdgeLLMError, ImageError, QueueFullError, RequestError, SnapshotError
+    from edgellm.errors import (
+        AdapterError,
+        ContextError,
+        EdgeLLMError,
+        ImageError,
+        QueueFullError,
+        RequestError,
+        SnapshotError,
+    )
     from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.requests import Chunk, Request, Response
@@ -51,6 +59,7 @@ __all__ = [
     "AdapterError",
     "AsyncLLM",
     "Chunk",
+    "ContextError",
     "DraftingConfig",
     "EdgeLLMError",
     "Generation",
@@ -78,6 +87,7 @@ _MODULES = {
     "Generation": "edgellm.generation",
     "QueueFullError": "edgellm.errors",
     "AdapterError": "edgellm.errors",
+    "ContextError": "edgellm.errors",
     "ImageError": "edgellm.errors",
     "SnapshotError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from edgellm.serving.thread import QUEUE_LIMIT
 from edgellm.sessions import Content, Session
 
 if TYPE_CHECKING:
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt
+    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
 
 
 class AsyncGeneration:
@@ -179,11 +179,21 @@ class AsyncLLM:
         return AsyncSession(self.served.create_session(system, params, adapter))
 
     async def cache_system_prompt(
-        self, text: SystemPrompt, adapter: str | None = None, save: str | Path | None = None
+        self,
+        text: SystemPrompt,
+        adapter: str | None = None,
+        save: str | Path | None = None,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> CachedPrompt:
         """See `LLM.cache_system_prompt`."""
         await self.open()
-        kept = self.served.call(lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(text, adapter, save))
+        kept = self.served.call(
+            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
+                text, adapter, save, tools=tools, template_variables=template_variables
+            )
+        )
         return await asyncio.wrap_future(kept)
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "AdapterError",
     "BuildError",
     "CheckpointError",
+    "ContextError",
     "DeviceMemoryError",
     "EdgeLLMError",
     "EngineDirectoryError",
@@ -39,6 +40,14 @@ __all__ = [
 
 class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
+
+
+class ContextError(RequestError):
+    """A prompt does not fit the context: with one token of an answer it has `needed` tokens, of which `limit` fit."""
+
+    def __init__(self, message: str, needed: int, limit: int) -> None:
+        super().__init__(message)
+        self.needed, self.limit = needed, limit
 
 
 def closed_error() -> RequestError:

@@ -19,13 +19,14 @@ from edgellm.serving.metrics import Metrics
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Session
 from edgellm.snapshots.store import MEMORY_BUDGET
+from edgellm.text.turns import OngoingConversation, Overflow
 
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
     from edgellm.drafting.controller import DraftingReport
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.observing.observer import Observer
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt
+    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
 
 #: The engine directory that is installed with the package.
@@ -155,8 +156,7 @@ class LLM:
 
         Raises RequestError or AdapterError for what is wrong with it, QueueFullError, RequestError after `close`.
         """
-        self._thread.check()
-        return self._thread.submit(self._runtime.prepare(request), request.deadline, self)
+        return self._submit(request)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.
@@ -241,19 +241,39 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        overflow: Overflow = "drop_oldest",
     ) -> Session:
-        """A conversation that remembers what was said.
+        """A conversation that remembers what was said; see `Session`.
 
         Its system prompt is `system` (None: `default_system_prompt`, "": none). `tools` and `template_variables` go
-        with every message, see `Request`.
+        with every message, see `Request`. Where it outgrows the context its oldest turns leave; with the `overflow`
+        "error" its next message raises ContextError.
         """
-        return Session(self.stream_chat, system, params, adapter, tools=tools, template_variables=template_variables)
+        return Session(
+            self._submit,
+            system,
+            params,
+            adapter,
+            tools=tools,
+            template_variables=template_variables,
+            overflow=overflow,
+        )
 
     def cache_system_prompt(
-        self, text: SystemPrompt, adapter: str | None = None, save: str | Path | None = None
+        self,
+        text: SystemPrompt,
+        adapter: str | None = None,
+        save: str | Path | None = None,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> CachedPrompt:
         """See `SpecDecodeRuntime.generate_and_save_system_prompt_kv_cache`; `save` is its file."""
-        return self.call(lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(text, adapter, save)).result()
+        return self.call(
+            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
+                text, adapter, save, tools=tools, template_variables=template_variables
+            )
+        ).result()
 
     def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
         """See `SpecDecodeRuntime.load_snapshot`."""
@@ -290,6 +310,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
+        self._thread.check()
+        return self._thread.submit(self._runtime.prepare(request, conversation), request.deadline, self)
 
     def _submit_when_possible(self, request: Request, unfinished: deque[Generation]) -> Generation | EdgeLLMError:
         """Submit a request, waiting for earlier ones of the same caller where the queue is full."""

@@ -96,11 +96,13 @@ def _check_prompt(prompt: Any) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts. `reused_tokens` of the prompt were already in the KV cache."""
+    """Token counts. `reused_tokens` of the prompt were already in the KV cache; `context_left` more than prompt and
+    answer would fit the context."""
 
     prompt_tokens: int
     reused_tokens: int
     completion_tokens: int
+    context_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Response:
     `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
     capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids`
     are all that were generated and count towards usage, the ending one included. `drafting` says what drafting did,
-    where a draft model is loaded; `logprobs` has those of each token, where they were asked for.
+    where a draft model is loaded; `logprobs` has those of each token, where they were asked for. `dropped_turns`, of
+    `dropped_messages` in all, are the oldest ones of a session that left it before this answer, to make room for it.
     """
 
     text: str
@@ -157,6 +160,14 @@ class Response:
     stop_match: str | int | None = field(default=None)
     drafting: DraftingStatistics | None = field(default=None)
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)
+    dropped_turns: int = field(default=0)
+    dropped_messages: int = field(default=0)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is an answer, which a conversation goes on with: not where it was ended before its first
+        word."""
+        return bool(self.text) or self.finish_reason not in ("cancelled", "deadline")
 
 
 @dataclass(frozen=True)

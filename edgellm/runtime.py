@@ -35,8 +35,9 @@ from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
-from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, prompt_label
+from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.turns import OngoingConversation
 from edgellm.vision.encoder import open_eyes, vision_directory
 
 if TYPE_CHECKING:
@@ -259,12 +260,13 @@ class SpecDecodeRuntime:
             raise results[0]
         return results[0]
 
-    def prepare(self, request: Request) -> DecodingSequence:
-        """A request, checked, as `loop` takes it. Any thread may call it.
+    def prepare(self, request: Request, conversation: OngoingConversation | None = None) -> DecodingSequence:
+        """A request, checked, as `loop` takes it; where it goes on a conversation perhaps without the oldest turns (see
+        `edgellm.sessions.Session`). Any thread may call it.
 
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
-        return self._preparation.sequence(request, self._open_runner())
+        return self._preparation.sequence(request, self._open_runner(), conversation)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
@@ -277,17 +279,24 @@ class SpecDecodeRuntime:
         return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed, look)
 
     def generate_and_save_system_prompt_kv_cache(
-        self, prompt: SystemPrompt, lora_name: str | None = None, path: str | Path | None = None
+        self,
+        prompt: SystemPrompt,
+        lora_name: str | None = None,
+        path: str | Path | None = None,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> CachedPrompt:
         """Compute a system prompt now: conversations that begin with it prefill only what follows, the same answers
-        come sooner (`usage.reused_tokens` tells). It is text, or a list of parts, images among them.
+        come sooner (`usage.reused_tokens` tells). It is text, or a list of parts, images among them. `tools` and
+        `template_variables` are those of the conversations, as most chat templates render them beside the prompt.
 
         Its rows serve requests with the LoRA adapter `lora_name` (None: without one), which they depend on. They are
         kept in memory and, with `path`, in that file, which other processes with the same model can load. Raises
         RequestError, AdapterError for an unknown name, SnapshotError where the rows fit neither the memory budget nor
         are saved, or the file cannot be written.
         """
-        snapshot = self.system_prompt_snapshot(prompt, lora_name)
+        snapshot = self.system_prompt_snapshot(prompt, lora_name, None, tools, template_variables)
         path, store = None if path is None else user_path(path), self._open_snapshots().store
         if path is not None:
             write_snapshot(path, snapshot)
@@ -298,16 +307,23 @@ class SpecDecodeRuntime:
         return CachedPrompt(tuple(snapshot.token_ids.tolist()), snapshot.nbytes, path)
 
     def system_prompt_snapshot(
-        self, prompt: SystemPrompt, lora_name: str | None = None, label: str | None = None
+        self,
+        prompt: SystemPrompt,
+        lora_name: str | None = None,
+        label: str | None = None,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
         snapshots = self._open_snapshots()
-        token_ids, prepared = self._preparation.system_prompt(prompt)
+        token_ids, prepared = self._preparation.system_prompt(prompt, tools, template_variables)
         label = label or prompt_label(prompt)
         with self._exclusive():
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
             images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
-            return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images)
+            digests = () if images is None else images.digests
+            record = PromptRecord.of(prompt, digests, tools, template_variables)
+            return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images, record)
 
     def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
         """Use the snapshot of a file from now on.

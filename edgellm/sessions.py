@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +10,25 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Answering, Generation
-from edgellm.requests import Response
+from edgellm.requests import Request, Response
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.template_inputs import checked_tools, checked_variables
+from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
+
+logger = logging.getLogger("edgellm.sessions")
 
 #: Of a message: text, or a list of parts.
 Content = str | Sequence[dict[str, Any]]
+#: Of the context: a conversation that fills so much of it is warned of.
+NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A message whose answer is growing, and whether whoever asked has given it up since."""
+    """A message whose answer is growing, what of the conversation came before it in the prompt, and whether whoever
+    asked has given it up since."""
 
+    before: list[dict[str, Any]]
     message: dict[str, Any]
     answering: Answering
     given_up: threading.Event
@@ -36,25 +44,40 @@ class Session:
     What is said again is not computed again while the KV cache holds it (`usage.reused_tokens`). An answer that was cut
     short stays as far as it came; a message whose answer failed, or did not begin, is taken back. After an answer that
     was cancelled, or let go of, the conversation goes on at once: the next message waits for its last round.
+
+    A conversation may go on for ever. Before each answer room is kept for its `max_tokens`, or else for a quarter of
+    the context. Where that is not there, the oldest turns leave at once, down to about half of the context; the system
+    prompt and the newest turns stay. The response tells (`dropped_turns`), `messages` are what stayed. With the
+    `overflow` "error" nothing leaves. A message that does not fit raises ContextError and changes nothing: with "error"
+    beside all that was said, with "drop_oldest" beside the system prompt alone.
+
+    `params` and `adapter` may be set: they are those of the next answers; `warn`, too, which is called with a sentence
+    where an answer filled nine tenths of the context (by default it goes to the log).
     """
 
     def __init__(
         self,
-        ask: Callable[..., Generation],
+        ask: Callable[[Request, OngoingConversation], Generation],
         system: str | None = None,
         params: SamplingParams | None = None,
         adapter: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        overflow: Overflow = "drop_oldest",
     ) -> None:
-        """`ask` answers messages (`LLM.stream_chat`), with the model's default system prompt where `system` is None and
-        without any where it is "". Raises RequestError for malformed tools or template variables."""
-        self._ask, self._params, self._adapter = ask, params, adapter
+        """`ask` queues a request that goes on a conversation, perhaps without the oldest turns.
+
+        It is answered with the model's default system prompt where `system` is None, without any where it is "". Raises
+        RequestError for malformed tools or template variables.
+        """
+        self._ask, self._conversation = ask, OngoingConversation(overflow)
+        self.params, self.adapter = params, adapter
         self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
+        self.warn: Callable[[str], object] = logger.warning
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: _Asked | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `warn` may change the conversation
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -63,11 +86,56 @@ class Session:
             self._take_in()
             return [dict(message) for message in self._messages]
 
+    @property
+    def system(self) -> Any:
+        """The system prompt, text or parts; "" for none, None for the model's default. Set, it is that of all that was
+        said.
+
+        Setting it raises RequestError while an answer is growing.
+        """
+        messages = self.messages
+        return messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+
+    @system.setter
+    def system(self, content: Any) -> None:
+        with self._lock:
+            self._settle()
+            first = self._messages[:1]
+            behind = self._messages[1:] if first and first[0]["role"] == "system" else self._messages
+            self._messages = behind if content is None else [{"role": "system", "content": content}, *behind]
+
     def replace(self, messages: Sequence[dict[str, Any]]) -> None:
         """Go on as if this had been said. Raises RequestError while an answer is growing."""
         with self._lock:
             self._settle()
             self._messages = [dict(message) for message in messages]
+
+    def trim(self, turns: int) -> int:
+        """Forget all but the system prompt and the last `turns`: messages of the user, with all that answers them.
+
+        Returns how many turns left. Raises RequestError while an answer is growing.
+        """
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
+            raise RequestError(f"turns is {turns!r}: expected how many to keep, a whole number from 0")
+        with self._lock:
+            self._settle()
+            starts = turn_starts(self._messages)
+            leaving = max(0, len(starts) - turns)
+            ends = [*starts, len(self._messages)]
+            self._messages = without_oldest(self._messages, ends[leaving] - ends[0])
+            return leaving
+
+    def undo(self) -> list[dict[str, Any]]:
+        """Take the last turn back; returns its messages. Raises RequestError where there is none, and while an answer
+        is growing."""
+        with self._lock:
+            self._settle()
+            starts = turn_starts(self._messages)
+            if not starts:
+                raise RequestError("nothing was said yet: there is no turn to take back")
+            turn = self._messages[starts[-1] :]
+            self._messages = self._messages[: starts[-1]]
+            return turn
 
     def stream(
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
@@ -77,6 +145,20 @@ class Session:
         Raises RequestError while the one before is growing.
         """
         return self._say(content, params, deadline, threading.Event())
+
+    def retry(self, params: SamplingParams | None = None, deadline: float | None = None) -> Generation:
+        """Answer the last message again, with a new seed where tokens are drawn and none is given. Returns the answer
+        as it grows, which takes the place of the one before once there is something of it.
+
+        Raises RequestError where there is no message of the user, and while an answer is growing.
+        """
+        with self._lock:
+            self._settle()
+            places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
+            if not places:
+                raise RequestError("nothing was asked yet: there is no answer to give again")
+            last = places[-1]
+            return self._answer(self._messages[:last], self._messages[last], params, deadline, threading.Event())
 
     def _say(
         self, content: Content, params: SamplingParams | None, deadline: float | None, given_up: threading.Event
@@ -88,22 +170,41 @@ class Session:
             if given_up.is_set():
                 raise RequestError("the message was given up before it was said")
             self._settle()
-            message = {"role": "user", "content": content}
-            generation = self._ask(
-                [*self._messages, message],
-                params or self._params,
-                adapter=self._adapter,
-                deadline=deadline,
-                tools=self._tools,
-                template_variables=self._variables,
-            )
-            self._open = _Asked(message, generation.answering, given_up)
-            return generation
+            return self._answer(self._messages, {"role": "user", "content": content}, params, deadline, given_up)
 
     def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
         """Say something and wait for the answer; an interrupt while waiting cancels it."""
         with self.stream(content, params, deadline) as generation:
-            return generation.result()
+            response = generation.result()
+        self.take_in()
+        return response
+
+    def take_in(self) -> None:
+        """Remember an answer that has ended now, and not only when the session is used again."""
+        with self._lock:
+            self._take_in()
+
+    def _answer(
+        self,
+        before: list[dict[str, Any]],
+        message: dict[str, Any],
+        params: SamplingParams | None,
+        deadline: float | None,
+        given_up: threading.Event,
+    ) -> Generation:
+        """Ask for the answer to a message behind others; they are the conversation once it is there."""
+        request = Request(
+            messages=[*before, message],
+            params=params or self.params,
+            adapter=self.adapter,
+            deadline=deadline,
+            tools=self._tools,
+            template_variables=self._variables,
+        )
+        generation = self._ask(request, self._conversation)
+        kept = without_oldest(before, generation.answering.sequence.dropped.messages)
+        self._open = _Asked(kept, message, generation.answering, given_up)
+        return generation
 
     def _settle(self) -> None:
         if self._open is not None and self._open.unwanted:
@@ -119,5 +220,13 @@ class Session:
             return
         asked, self._open = self._open, None
         response = asked.answering.response
-        if response is not None and response.text:  # of a failure whoever waits for the answer is told
-            self._messages += [asked.message, {"role": "assistant", "content": response.text}]
+        if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
+            self._messages = [*asked.before, asked.message, {"role": "assistant", "content": response.text}]
+            self._warn_of_full_context(response, asked.answering.sequence.context_length)
+
+    def _warn_of_full_context(self, response: Response, context_length: int) -> None:
+        used = context_length - response.usage.context_left
+        if used >= NEARLY_FULL * context_length and response.finish_reason != "context":  # which says it, too
+            drops = self._conversation.overflow == "drop_oldest"
+            soon = "its oldest turns leave soon" if drops else "messages will not fit soon"
+            self.warn(f"the conversation fills {used} of the {context_length} tokens of the context: {soon}")

@@ -19,7 +19,7 @@ MAXIMUM_ROWS = 65_535
 #: What "compute" may be; NumPy holds bfloat16 as its uint16 bits.
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 
-#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask.
+#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask, a tensor be empty.
 _MAY_BE_EMPTY = frozenset("NL")
 
 _STATE = (
@@ -92,6 +92,7 @@ SIGNATURES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "sample": _SAMPLE,
     "sample_and_advance": _SAMPLE + _STATE,
     "count_tokens": (("token_ids", "N", "int32"), ("token_counts", "V", "int32")),
+    "first_not_finite": (("values", "N", "compute"), ("index", "1", "int64")),
 }
 
 

@@ -32,6 +32,9 @@ _PARAMETERS = {
     "filter_select": "PPPPPPI",
     "sample": "PPPPPPPIPPPPPPPPPI",
     "count_tokens": "PPII",
+    "first_not_finite_float32": "PPN",
+    "first_not_finite_float16": "PPN",
+    "first_not_finite_bfloat16": "PPN",
 }
 _COPY_THREADS = 256
 _ROW_THREADS = 512  # as FILTER_THREADS of cuda/filter_workspace.cuh
@@ -40,6 +43,8 @@ _TOKENS_PER_BLOCK = 4 * _ROW_THREADS
 _MAXIMUM_FILTERED_VOCABULARY = 1 << 21
 #: Above this, more blocks only wait in line for the row's atomics.
 _MAXIMUM_BLOCKS_PER_ROW = 64
+#: What one thread looks at, where that makes no more blocks than fill the largest GPUs a few times.
+_BYTES_PER_THREAD, _MOST_BLOCKS = 64, 2048
 _NO_STATE = (None,) * len(SequenceState._fields)
 
 
@@ -285,6 +290,15 @@ class CudaKernels:
                 sizes["N"],
                 sizes["V"],
             )
+
+    def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
+        """`index` [1]: that of the first of `values` [N] that is infinite or NaN; -1 where none is."""
+        sizes = check_device_arguments("first_not_finite", values, index)
+        self._memset(index.pointer, 0xFFFFFFFF, 2, self._stream)  # -1: more than any index where bits are a size
+        if sizes["N"]:
+            blocks = min(-(-values.nbytes // (_BYTES_PER_THREAD * _COPY_THREADS)), _MOST_BLOCKS)
+            launch = self._functions[f"first_not_finite_{values.dtype}"]
+            launch((blocks, 1), (_COPY_THREADS, 1, 1), self._stream, values.pointer, index.pointer, sizes["N"])
 
     def _launch_rows(self, name: str, sizes: dict[str, int], *arguments: int) -> None:
         """Launch a kernel that spreads each row of the vocabulary over several blocks."""

@@ -154,3 +154,9 @@ class Kernels(Protocol):
 
         The row is first cleared: this starts a new request.
         """
+
+    def first_not_finite(self, values: Array, index: Array) -> None:
+        """`index` [1] int64: that of the first of `values` [N] compute that is infinite or NaN; -1 where none is.
+
+        `values` may begin at any element of an allocation.
+        """

@@ -16,6 +16,10 @@ _COUNT_BITS = IN_PROMPT - 1
 _MINUS_INFINITY = np.float32(-np.inf)
 #: How many of the largest values are tried as the set that top-p keeps before all are sorted.
 _FEW = 128
+#: An infinity's bits; those of NaN are more, of finite values less, but for the sign. uint16 stands for bfloat16.
+_INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "uint16": 0x7F80}
+#: Values looked at together: they stay in the processor's cache until they were looked at twice.
+_LOOKED_AT = 1 << 17
 
 
 class NumpyKernels:
@@ -179,6 +183,28 @@ class NumpyKernels:
         sizes = check_host_arguments("count_tokens", token_ids, token_counts)
         token_counts.fill(0)
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
+
+    def first_not_finite(self, values: np.ndarray, index: np.ndarray) -> None:
+        """`index` [1]: that of the first of `values` [N] that is infinite or NaN; -1 where none is."""
+        check_host_arguments("first_not_finite", values, index)
+        index[0] = first_not_finite(values)
+
+
+def first_not_finite(values: np.ndarray) -> int:
+    """The index of the first of `values` [N] float32, float16 or bfloat16 (bits, uint16) that is infinite or NaN.
+
+    -1 where none is. It makes no copy, and lets other threads run meanwhile.
+    """
+    infinity, size = _INFINITY[values.dtype.name], 8 * values.itemsize
+    signed, unsigned = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
+    sign = 1 << (size - 1)
+    for start in range(0, len(values), _LOOKED_AT):
+        piece = slice(start, start + _LOOKED_AT)
+        # Positive ones are the largest of signed numbers, negative ones of unsigned.
+        if signed[piece].max() >= infinity or unsigned[piece].max() >= infinity + sign:
+            found = (unsigned[piece] & (sign - 1)) >= infinity
+            return start + int(found.argmax())
+    return -1
 
 
 def store_rounded(values: np.ndarray, target: np.ndarray) -> None:

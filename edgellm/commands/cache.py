@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.build import MEBIBYTE, ProgressDisplay
+from edgellm.commands.build import MEBIBYTE
+from edgellm.commands.cache_building import build_snapshots
 from edgellm.commands.cache_prompts import (
-    CachePrompt,
     SnapshotOnDisk,
     adapter_directories,
     chosen_folder,
@@ -23,14 +21,11 @@ from edgellm.commands.cache_prompts import (
     read_cache_prompts,
     snapshot_files,
 )
-from edgellm.commands.console import ended_by_signals
+from edgellm.commands.console import printable, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.options import DraftingOptions
-from edgellm.errors import EdgeLLMError, RequestError, SnapshotError
-
-if TYPE_CHECKING:
-    from edgellm.llm import LLM
-    from edgellm.snapshots.store import SnapshotStore
+from edgellm.commands.options import DraftingOptions, with_option_groups
+from edgellm.errors import SnapshotError
+from edgellm.snapshots.system_prompt import PromptRecord
 
 cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.")
 
@@ -38,14 +33,16 @@ Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")
 ]
 Names = Annotated[
-    list[str] | None, typer.Argument(help="Snapshots: a file, or what its name begins with, or the prompt's name.")
+    list[str] | None,
+    typer.Argument(help="Snapshots: the prompt's name, or what the file's name begins with, or a path."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_STEPS = 2
 
 
 @cache.command("build")
+@with_option_groups
 def build(
+    *,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The system prompt.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the system prompt from a file.")] = None,
     prompts: Annotated[
@@ -74,7 +71,11 @@ def build(
         typer.Option("--draft/--no-draft", help="For use with the model's draft, or without.", show_default=False),
     ] = None,
     chat_template: options.ChatTemplateFile = None,
+    tooling: options.ToolOptions,
     folder: Folder = None,
+    replaces: Annotated[
+        bool, typer.Option("--replace", help="Take the place of a snapshot that has the name already, or the file.")
+    ] = False,
     disk_budget: Annotated[
         str | None,
         typer.Option(help="Most that the folder may take; the least recently used go first [default: 8GiB]."),
@@ -97,26 +98,10 @@ def build(
     settings = replace(
         settings, system_cache=None, adapter=None, adapters=settings.adapters | adapter_directories(wanted)
     )
-    from edgellm.commands.opening import open_model  # what a wrong option needs not load
-    from edgellm.snapshots.store import DISK_BUDGET, SnapshotStore
+    from edgellm.snapshots.store import DISK_BUDGET
 
     budget = DISK_BUDGET if disk_budget is None else size_in_bytes(disk_budget, "--disk-budget")
-    store = SnapshotStore(0, chosen_folder(folder), budget)
-    display = ProgressDisplay(sys.stderr)
-    adapters = [item.adapter for item in wanted if item.adapter is not None]
-    lines: list[str] = []
-    try:
-        with ended_by_signals(), open_model(settings, adapters) as llm, display:
-            for item in wanted:
-                try:
-                    lines += _build_one(llm, store, item, display)
-                except EdgeLLMError as error:
-                    if len(wanted) == 1:
-                        raise
-                    raise RequestError(f"{item.label}: {error}") from error
-    finally:  # where one fails, those before it are there all the same
-        for line in lines:
-            typer.echo(line)
+    build_snapshots(settings, wanted, chosen_folder(folder), budget, replaces, *options.template_inputs(tooling))
 
 
 @cache.command("list")
@@ -126,9 +111,9 @@ def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{chosen_folder(folder)}: {_counted(found)}")
+    typer.echo(f"{printable(chosen_folder(folder))}: {_counted(found)}")
     for item in found:
-        typer.echo(f"  {item.path.stem[:8]}  {item.line()}")
+        typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
 
 @cache.command("show")
@@ -141,9 +126,9 @@ def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug
     for item in found:
         if item.error is not None:
             raise item.error
-        typer.echo(str(item.path))
+        typer.echo(printable(item.path))
         for key, value in _rows(item):
-            typer.echo(f"  {key:<16}{value}")
+            typer.echo(f"  {key:<16}{printable(value)}")
 
 
 @cache.command("verify")
@@ -161,10 +146,10 @@ def verify(
     for item in _chosen(name, everything, chosen_folder(folder)):
         try:
             _verify(item, model)
-            typer.echo(f"{item.path}: whole{'' if model is None else f', and made for {model}'}")
+            typer.echo(f"{printable(item.path)}: whole{'' if model is None else f', and made for {model}'}")
         except SnapshotError as error:
             failed = True
-            typer.echo(f"{item.path}: {error.reason}: {error}")
+            typer.echo(f"{printable(item.path)}: {error.reason}: {printable(error)}")
     if failed:
         raise typer.Exit(1)
 
@@ -176,34 +161,30 @@ def remove(
     folder: Folder = None,
     debug: options.Debug = False,
 ) -> None:
-    """Delete snapshots."""
+    """Delete snapshots, damaged ones too; with --all, what is no snapshot stays, and is named.
+
+    Of several names none is deleted where one means something else than a snapshot.
+    """
+    from edgellm.snapshots.file import require_snapshot_file
     from edgellm.snapshots.staging import delete_file
 
-    for item in _chosen(name, everything, chosen_folder(folder)):
-        delete_file(item.path)
-        typer.echo(f"{item.path}: removed")
-
-
-def _build_one(llm: LLM, store: SnapshotStore, item: CachePrompt, display: ProgressDisplay) -> Iterator[str]:
-    from edgellm.snapshots.file import write_snapshot
-
-    started = time.perf_counter()
-    display(item.label, 0, _STEPS)
-    snapshot = llm.call(lambda runtime: runtime.system_prompt_snapshot(item.text, item.adapter, item.label)).result()
-    display(item.label, 1, _STEPS)
-    removed: list[Path] = []
-    if item.output is None:
-        path, removed = store.save(snapshot)
-    else:
-        path = item.output
-        write_snapshot(path, snapshot)
-    display(item.label, _STEPS, _STEPS)
-    adapted = "" if item.adapter is None else f" for the adapter {item.adapter}"
-    yield (
-        f"{path}: {item.label!r}{adapted}, {snapshot.facts.tokens:,} tokens, "
-        f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB, read back and verified, {time.perf_counter() - started:.1f} s"
-    )
-    yield from (f"{gone}: removed to keep within the disk budget" for gone in removed)
+    chosen: list[Path] = []
+    refused: list[SnapshotError] = []
+    for path in dict.fromkeys(item.path for item in _chosen(name, everything, chosen_folder(folder))):
+        try:
+            require_snapshot_file(path)
+            chosen.append(path)
+        except SnapshotError as error:
+            refused.append(error)
+    if not refused or everything:
+        for path in chosen:
+            delete_file(path)
+            typer.echo(f"{printable(path)}: removed")
+    for reason in refused:
+        write_error(reason)
+    if refused:
+        write_note("What is named was left where it is." if everything else "Nothing was removed.")
+        raise typer.Exit(1)
 
 
 def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
@@ -238,11 +219,23 @@ def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
     first = ", ".join(map(str, snapshot.token_ids[:12].tolist()))
     yield "name", facts.label
     yield "tokens", f"{facts.tokens:,}: {first}{', ...' if facts.tokens > 12 else ''}"
+    if snapshot.prompt is not None:
+        yield from _prompt_rows(snapshot.prompt)
     yield "size", f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
     for key, value in asdict(facts.binding).items():
         yield key.replace("_", " "), "any" if value is None else str(value)
+
+
+def _prompt_rows(prompt: PromptRecord) -> Iterator[tuple[str, str]]:
+    parts = [prompt.content] if isinstance(prompt.content, str) else prompt.content
+    shown = [part if isinstance(part, str) else part.get("text", f"[image {part.get('digest')}]") for part in parts]
+    yield "prompt", " ".join(shown)
+    if prompt.tools is not None:
+        yield "tools", json.dumps(prompt.tools, ensure_ascii=False)
+    if prompt.template_variables is not None:
+        yield "template", json.dumps(prompt.template_variables, ensure_ascii=False)
 
 
 def _counted(found: list[SnapshotOnDisk]) -> str:

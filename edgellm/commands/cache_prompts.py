@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import yaml
 
 from edgellm.commands import options
+from edgellm.commands.console import printable
 from edgellm.commands.words import adapter_choice
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
@@ -19,8 +22,12 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.staging import SUFFIX, snapshot_folder
-from edgellm.snapshots.system_prompt import prompt_label
+from edgellm.snapshots.staging import SUFFIX, is_snapshot_path, snapshot_folder
+from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prompt_label
+
+if TYPE_CHECKING:
+    from edgellm.commands.settings import Settings
+
 
 _KEYS = ("name", "prompt", "file", "lora", "output")
 
@@ -104,7 +111,8 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
     if "name" not in entry or ("prompt" in entry) == ("file" in entry):
         raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
     file, output = entry.get("file"), entry.get("output")
-    text = entry["prompt"] if file is None else options.read_text_file(folder / file, f"{place}:")
+    # Blocks of YAML end with a line end, which is no part of the prompt.
+    text = entry["prompt"].removesuffix("\n") if file is None else options.read_text_file(folder / file, f"{place}:")
     output = None if output is None else folder / output
     try:
         return _cache_prompt(text, place, entry["name"], output, entry.get("lora"), folder)
@@ -115,7 +123,6 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
 def _cache_prompt(
     text: str, place: str, label: str | None, output: Path | None, lora: str | None, folder: Path
 ) -> CachePrompt:
-    text = text.removesuffix("\n")
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
     adapter, directory = (None, None) if lora is None else adapter_choice(lora, folder)
@@ -138,6 +145,10 @@ def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
                     "another name"
                 )
     return found
+
+
+#: Of a text in an error no more characters are shown.
+_LONGEST_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,9 @@ class SnapshotOnDisk:
         """All there is to say, as JSON values; sizes in bytes."""
         if self.snapshot is None:
             return {"path": str(self.path), "error": str(self.error), "reason": self.error and self.error.reason}
-        return {"path": str(self.path), "bytes": self.snapshot.nbytes, **asdict(self.snapshot.facts)}
+        prompt = None if self.snapshot.prompt is None else asdict(self.snapshot.prompt)
+        facts = asdict(self.snapshot.facts)
+        return {"path": str(self.path), "bytes": self.snapshot.nbytes, **facts, "prompt": prompt}
 
     def line(self) -> str:
         """A row of the list."""
@@ -173,17 +186,18 @@ class SnapshotOnDisk:
         drafted = ", draft" if facts.binding.has_draft else ""
         adapted = "" if facts.binding.adapter == NONE else f", adapter {facts.binding.adapter[:8]}"
         return (
-            f"{facts.label:<42}{facts.tokens:>7,} tokens {self.snapshot.nbytes / MEBIBYTE:>9,.1f} MiB  "
-            f"{facts.binding.backend} {facts.binding.dtype}{drafted}{adapted}, {facts.model}"
+            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.snapshot.nbytes / MEBIBYTE:>9,.1f} MiB  "
+            f"{facts.binding.backend} {facts.binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
         )
 
 
 def snapshot_files(folder: Path) -> Iterator[SnapshotOnDisk]:
     """The snapshots in a folder, those that cannot be used among them."""
-    yield from (_read(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+    yield from (read_snapshot_file(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
 
 
-def _read(path: Path) -> SnapshotOnDisk:
+def read_snapshot_file(path: Path) -> SnapshotOnDisk:
+    """A file as the snapshot that it is, or with the reason why it is none that can be used."""
     try:
         return SnapshotOnDisk(path, read_snapshot(path))
     except SnapshotError as error:
@@ -191,16 +205,74 @@ def _read(path: Path) -> SnapshotOnDisk:
 
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
-    """The snapshot that a name means; RequestError where that is none or several."""
-    path = user_path(name)
-    if path.exists() or path.is_symlink():
-        return _read(path)
-    found = [item for item in snapshot_files(folder) if item.path.name.startswith(name) or item.label == name]
+    """The snapshot that a name means; RequestError where that is none or several.
+
+    It is the prompt's name, or what the name of one file in the folder begins with; only what is neither, and is
+    written as a path (with a separator, or with the ending of snapshots), is a file anywhere.
+    """
+    stored = list(snapshot_files(folder)) if name else []
+    found = [item for item in stored if item.label == name]
+    found = found or [item for item in stored if item.path.name.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
         raise RequestError(f"{name!r} may be {', '.join(item.path.stem for item in found)}: write more of one of them")
+    path = user_path(name)
+    is_there = bool(name) and os.path.lexists(path)
+    if is_there and is_snapshot_path(name):
+        return read_snapshot_file(path)
+    if is_there:
+        hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
+        raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
     raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them")
+
+
+def with_cached_prompt(
+    settings: Settings,
+    before_settings_file: bool = False,
+    tools: Tools | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> tuple[Settings, Tools | None, dict[str, Any]]:
+    """The settings with the system prompt that their snapshot keeps, and the tools and template variables of it.
+
+    A system prompt that the settings name otherwise must be the same, unless the snapshot was named
+    `before_settings_file`; so must `tools`, where any are given. Given `template_variables` go before the snapshot's:
+    many of them change nothing of a system prompt. Raises RequestError that names both, or SnapshotError for a snapshot
+    that cannot be used.
+    """
+    tools, given = checked_template_inputs(tools, template_variables)
+    variables = given or {}
+    if not settings.system_cache:
+        return replace(settings, system_cache=None), tools, variables
+    found = find_snapshot(settings.system_cache, chosen_folder(None))
+    record, name = found.opened().prompt, settings.system_cache
+    settings = replace(settings, system_cache=str(found.path.absolute()))
+    if record is None:
+        return settings, tools, variables
+    if record.text is None:
+        raise RequestError(
+            f"the snapshot {name!r} is of a prompt with images or several parts, which options cannot give: use it in "
+            "Python (LLM.load_snapshot)"
+        )
+    if settings.system not in (None, record.text) and not before_settings_file:
+        raise _another(
+            name, record.text, "system prompt", settings.system, "--system, --system-file or a settings file"
+        )
+    if tools is not None and tools != record.tools:
+        raise _another(name, record.tools, "tools", tools, "--tools")
+    return replace(settings, system=record.text), record.tools, {**(record.template_variables or {}), **variables}
+
+
+def _another(name: str, cached: Any, what: str, given: Any, origin: str) -> RequestError:
+    """The error for a snapshot that was made of something else than what is given beside it."""
+    found, wanted = (
+        text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+        for text in (repr(value) if isinstance(value, str) else json.dumps(value) for value in (cached, given))
+    )
+    return RequestError(
+        f"the snapshot {name!r} is of the {what} {found}, but {wanted} is given ({origin}): leave one of them out "
+        '(--system-cache "" is no snapshot), or make a snapshot for the other (edgellm cache build)'
+    )
 
 
 def chosen_folder(folder: Path | None) -> Path:

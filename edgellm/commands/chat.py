@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command
-from edgellm.commands.chat_file import Conversation
+from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command, turns_in_words
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
@@ -34,8 +34,11 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.template_inputs import require_tools_shown
 
 if TYPE_CHECKING:
+    from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.observing.observer import Observer
+    from edgellm.requests import Response
+    from edgellm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,6 @@ def chat(
 ) -> None:
     """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
     prepare_output()
-    tools, variables = options.template_inputs(tooling)
     settings = options.chosen_settings(
         config,
         model=engine_directory,
@@ -127,17 +129,28 @@ def chat(
         adapters=adapters,
         system_cache=system_cache,
     )
+    from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
+
+    settings, tools, variables = with_cached_prompt(
+        settings, bool(system_cache) and not prompting.has_system_prompt, *options.template_inputs(tooling)
+    )
     lines = open_lines(settings.history if history is None else history)
     with_stats = settings.stats if stats is None else stats
-    with ended_by_signals(), observing(observed) as observer, open_model(settings, every_adapter=True) as llm:
+    with (
+        ended_by_signals(),
+        observing(observed) as observer,
+        open_model(settings, every_adapter=True, tools=tools, template_variables=variables) as llm,
+    ):
         if observer is not None:
             llm.observe(observer)
         params = sampling_params(settings, llm.default_params)
         if tools:
             require_tools_shown(tools, llm.tokenizer.template_variables(), llm.tokenizer.template_origin)
-        conversation = Conversation(system_prompt(llm, settings), [], params, settings.adapter)
-        state = ChatState(llm, conversation, say=write_note, tools=tools, template_variables=variables)
-        state.blind_system, state.seeing_system = conversation.system, system_prompt(llm, settings, with_images=True)
+        own = system_prompt(llm, settings) or ""
+        conversation = llm.create_session(own, params, settings.adapter, tools=tools, template_variables=variables)
+        conversation.warn = lambda warning: write_note(f"Note: {warning}.")
+        state = ChatState(llm, conversation, say=write_note)
+        state.blind_system, state.seeing_system = own, system_prompt(llm, settings, with_images=True) or ""
         for image in images or ():
             state.show(image)
         try:
@@ -197,7 +210,11 @@ def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> N
 def _handle(state: ChatState, message: str, with_stats: bool) -> None:
     text, files = dropped_files(message)
     if is_command(message) and text.startswith(message.split(maxsplit=1)[0]):  # no file that was dropped first
-        run_command(state, message)
+        again = run_command(state, message)
+        if again is not None:
+            _answer(state, state.conversation.retry, again, with_stats)
+            if not again.needs_sampling:
+                state.say("Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.")
     elif files and not state.llm.has_vision_model:
         state.say(f"This model sees no images: the path of {files[0].name} is sent as text.")
         answer(state, message, with_stats)
@@ -212,40 +229,36 @@ def _handle(state: ChatState, message: str, with_stats: bool) -> None:
 
 def answer(state: ChatState, question: str, with_stats: bool) -> None:
     """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
-    llm, conversation = state.llm, state.conversation
-    params = conversation.params.seeded()
-    asked = {"role": "user", "content": shown_content(state.pictures, question)}
-    messages = [*conversation.prompt_messages(), asked]
+    content = shown_content(state.pictures, question)
+    response = _answer(state, partial(state.conversation.stream, content), state.params.seeded(), with_stats)
+    if response.is_answered:
+        state.pictures.clear()
+
+
+def _answer(
+    state: ChatState, ask: Callable[[SamplingParams], Generation], params: SamplingParams, with_stats: bool
+) -> Response:
+    """Stream the answer that `ask` gives with these parameters, and say what it did to the conversation."""
     with CancelOnInterrupt() as interrupt:
-        try:
-            stream = llm.stream_chat(
-                messages,
-                params,
-                conversation.adapter,
-                tools=state.tools,
-                template_variables=state.template_variables,
-            )
-        except EdgeLLMError:
-            used = len(llm.tokenizer.encode_chat(messages, tools=state.tools, **state.template_variables))
-            if conversation.messages and used >= llm.context_length:
-                write_note(f"The context is full ({used} of {llm.context_length} tokens): /reset starts anew.")
-            raise
+        stream = ask(params)
         interrupt.watch(stream)
         with stream:
             for chunk in stream:
                 write_answer(chunk.text)
     write_answer("\n")
-    response = stream.result()
+    response, context = stream.result(), state.llm.context_length
     state.last_response, state.last_seed = response, params.seed
     state.answers += 1
     state.answer_tokens += response.usage.completion_tokens
-    if response.text or response.finish_reason != "cancelled":
-        conversation.messages += [asked, {"role": "assistant", "content": response.text}]
-        state.pictures.clear()
     if with_stats:
-        write_note(statistics_line(response, llm.context_length))
+        write_note(statistics_line(response, context))
+    if response.dropped_turns and response.is_answered:
+        turns = turns_in_words(response.dropped_turns)
+        write_note(f"The oldest {turns} left the conversation, to make room in the context ({context} tokens).")
     if response.finish_reason == "context":
-        write_note(f"The context is full ({llm.context_length} tokens), the answer was cut: /reset starts anew.")
+        write_note(f"The context is full ({context} tokens), the answer was cut: /set max_tokens N keeps room for N.")
+    state.conversation.take_in()
+    return response
 
 
 def _greeting(llm: LLM, adapter: str | None) -> str:

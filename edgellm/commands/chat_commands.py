@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
@@ -21,15 +23,20 @@ from edgellm.sampling_params import SamplingParams, checked_value
 if TYPE_CHECKING:
     from edgellm.llm import LLM
     from edgellm.requests import Response
+    from edgellm.sessions import Session
 
 HELP = '''\
 /help, /?            this list
-/reset               forget the conversation, keep the system prompt
+/reset               forget the conversation, keep the system prompt (but for one that an image brought)
+/undo                take the last question and its answer back
+/retry               answer the last question again, with a new seed where answers are drawn
+/trim N              keep the last N questions and their answers, forget what came before
 /system [TEXT]       show or set the system prompt; "" is none
 /image [FILE]        show an image with the next question, or list those it will show; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
 /adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
-/save FILE           write the conversation to a file
+/save FILE           write the conversation to a new file, or over a conversation
+/save! FILE          write it over any file
 /load FILE           go on with a conversation from a file
 /stats               counts and speeds of the last answer and of this session
 /exit, /bye          leave (also Ctrl-D)
@@ -47,11 +54,11 @@ class ChatState:
     """A chat as it goes on: the model, the conversation, and what has been counted.
 
     `pictures` are shown with the next question. `seeing_system` takes the place of the system prompt where that is
-    `blind_system` and images are shown. `tools` and `template_variables` go with every question.
+    `blind_system` and images are shown, until the conversation is forgotten or nothing is shown any more.
     """
 
     llm: LLM
-    conversation: Conversation
+    conversation: Session
     say: Callable[[str], None]
     last_response: Response | None = None
     last_seed: int | None = None
@@ -60,8 +67,11 @@ class ChatState:
     pictures: list[Part] = field(default_factory=list)
     blind_system: str | None = None
     seeing_system: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    template_variables: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> SamplingParams:
+        """How answers are drawn."""
+        return self.conversation.params or SamplingParams()
 
     def show(self, path: Path, question: str = "The next question") -> None:
         """Show an image with the next question, which is called `question`.
@@ -71,9 +81,23 @@ class ChatState:
         require_sight(self.llm)
         picture = read_picture(path)
         self.pictures.append(picture)
-        if self.seeing_system is not None and self.conversation.system == self.blind_system:
-            self.conversation.system = self.seeing_system
         self.say(f"{question} shows {picture_in_words(picture)}.")
+        if self._has_seeing_system and self.conversation.system == self.blind_system:
+            self.conversation.system = self.seeing_system
+            self.say(
+                "The system prompt is now the model's own for images: /system shows it, /reset takes the first one."
+            )
+
+    def return_to_first_system(self) -> bool:
+        """Take the system prompt again that images took the place of; says whether they had."""
+        if not self._has_seeing_system or self.conversation.system != self.seeing_system:
+            return False
+        self.conversation.system = self.blind_system
+        return True
+
+    @property
+    def _has_seeing_system(self) -> bool:
+        return self.seeing_system is not None and self.seeing_system != self.blind_system
 
 
 def is_command(message: str) -> bool:
@@ -81,13 +105,16 @@ def is_command(message: str) -> bool:
     return message.startswith("/") and not message.startswith("//")
 
 
-def run_command(state: ChatState, line: str) -> None:
-    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong."""
+def run_command(state: ChatState, line: str) -> SamplingParams | None:
+    """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong.
+
+    Where the last question is to be answered again, the sampling to do that with is returned.
+    """
     name, _, argument = line[1:].strip().partition(" ")
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
         raise RequestError(f"/{name} is no command{_hint(name)}; /help lists them")
-    COMMANDS[name](state, argument.strip())
+    return COMMANDS[name](state, argument.strip())
 
 
 def _hint(name: str) -> str:
@@ -100,14 +127,44 @@ def _help(state: ChatState, argument: str) -> None:
 
 
 def _reset(state: ChatState, argument: str) -> None:
-    state.conversation.messages.clear()
+    state.conversation.trim(0)
     state.pictures.clear()
-    state.say("The conversation is forgotten.")
+    returned = state.return_to_first_system()
+    state.say(f"The conversation is forgotten{', and the system prompt is the first one again' if returned else ''}.")
+
+
+def _undo(state: ChatState, argument: str) -> None:
+    question = question_in_words(state.conversation.undo())
+    state.say(f"Taken back: {question}")
+
+
+def _retry(state: ChatState, argument: str) -> SamplingParams:
+    return replace(state.params, seed=None).seeded()
+
+
+def _trim(state: ChatState, argument: str) -> None:
+    if not argument.isdecimal() or len(argument) > 9:
+        raise RequestError(f"/trim takes how many questions to keep, not {argument[:20]!r}: /trim N")
+    left = state.conversation.trim(int(argument))
+    state.say(f"{turns_in_words(left).capitalize()} left the conversation.")
+
+
+def turns_in_words(count: int) -> str:
+    """ "3 questions and their answers"."""
+    return "question and its answer" if count == 1 else f"{count} questions and their answers"
+
+
+def question_in_words(turn: Sequence[dict[str, Any]]) -> str:
+    """The question of a turn, in one line that is not long."""
+    contents = [message["content"] for message in turn if message["role"] == "user"]
+    parts = contents[0] if contents else ""
+    text = parts if isinstance(parts, str) else " ".join(part.get("text", "(an image)") for part in parts)
+    return shorten(text, 70, placeholder=" ...")
 
 
 def _system(state: ChatState, argument: str) -> None:
     if argument:
-        state.conversation.system = None if argument in ('""', "''") else argument
+        state.conversation.system = "" if argument in ('""', "''") else argument
         state.say("The system prompt is set; the conversation goes on. /reset starts a new one.")
     else:
         state.say(state.conversation.system or "There is no system prompt.")
@@ -130,7 +187,9 @@ def _adapter(state: ChatState, argument: str) -> None:
 def _image(state: ChatState, argument: str) -> None:
     if argument in ('""', "''"):
         state.pictures.clear()
-        state.say("The next question shows no image.")
+        shows_none = not any(isinstance(message["content"], list) for message in state.conversation.messages)
+        returned = shows_none and state.return_to_first_system()
+        state.say(f"The next question shows no image{', and the system prompt is the first one' if returned else ''}.")
     elif argument:
         text, files = dropped_files(argument)
         for path in files if files and not text else [Path(argument)]:
@@ -144,17 +203,18 @@ def _image(state: ChatState, argument: str) -> None:
 
 def _set(state: ChatState, argument: str) -> None:
     name, _, text = argument.partition(" ")
-    conversation = state.conversation
+    params = state.params
     if not name:
-        state.say("\n".join(f"{key} {shown(getattr(conversation.params, key))}" for key in SAMPLING_KEYS))
+        state.say("\n".join(f"{key} {shown(getattr(params, key))}" for key in SAMPLING_KEYS))
         return
     if name not in SAMPLING_KEYS:
         raise RequestError(f"there is no setting {name!r}{did_you_mean(name, SAMPLING_KEYS)}")
     if not text.strip():
-        state.say(f"{name} {shown(getattr(conversation.params, name))}")
+        state.say(f"{name} {shown(getattr(params, name))}")
         return
-    conversation.params = replace(conversation.params, **{name: checked_value(name, _value(name, text.strip()))})
-    state.say(f"{name} {shown(getattr(conversation.params, name))}")
+    params = replace(params, **{name: checked_value(name, _value(name, text.strip()))})
+    state.conversation.params = params
+    state.say(f"{name} {shown(getattr(params, name))}")
 
 
 def _value(name: str, text: str) -> Any:
@@ -185,10 +245,11 @@ def _path(argument: str, command: str) -> Path:
     return user_path(argument)
 
 
-def _save(state: ChatState, argument: str) -> None:
-    path = _path(argument, "save")
-    save_conversation(path, state.conversation, model_name(state.llm))
-    state.say(f"Saved {len(state.conversation.messages)} messages to {path}.")
+def _save(state: ChatState, argument: str, replaces_any: bool = False) -> None:
+    path = _path(argument, "save!" if replaces_any else "save")
+    conversation = Conversation.of(state.conversation)
+    save_conversation(path, conversation, model_name(state.llm), replaces_any)
+    state.say(f"Saved {len(conversation.messages)} messages to {path}.")
 
 
 def _load(state: ChatState, argument: str) -> None:
@@ -201,7 +262,7 @@ def _load(state: ChatState, argument: str) -> None:
         )
     if any(isinstance(message["content"], list) for message in loaded.messages):
         require_sight(state.llm)
-    state.conversation = loaded
+    loaded.go_on(state.conversation)
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
     if model != model_name(state.llm):
         state.say(f"They were had with {model or 'another model'}; this is {model_name(state.llm)}.")
@@ -252,14 +313,18 @@ def _exit(state: ChatState, argument: str) -> None:
 
 
 ALIASES = {"?": "help", "bye": "exit", "quit": "exit"}
-COMMANDS: dict[str, Callable[[ChatState, str], None]] = {
+COMMANDS: dict[str, Callable[[ChatState, str], SamplingParams | None]] = {
     "help": _help,
     "reset": _reset,
+    "undo": _undo,
+    "retry": _retry,
+    "trim": _trim,
     "system": _system,
     "adapter": _adapter,
     "image": _image,
     "set": _set,
     "save": _save,
+    "save!": partial(_save, replaces_any=True),
     "load": _load,
     "stats": _stats,
     "exit": _exit,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.pictures import read_picture
 from edgellm.commands.settings import SAMPLING_KEYS
@@ -14,7 +16,11 @@ from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages, is_image
 
+if TYPE_CHECKING:
+    from edgellm.sessions import Session
+
 FORMAT = "edgellm conversation 1"
+_ANY_FORMAT = "edgellm conversation "
 KEYS = ("format", "model", "adapter", "system", "messages", "settings")
 LARGEST_FILE = 64 * 1024 * 1024
 
@@ -29,13 +35,25 @@ class Conversation:
     params: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
 
-    def prompt_messages(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first; where there is none it is empty, which keeps the model's own away."""
-        return [{"role": "system", "content": self.system or ""}, *self.messages]
+    @classmethod
+    def of(cls, session: Session) -> Conversation:
+        """The conversation of a session."""
+        system = session.system
+        messages = session.messages[0 if system is None else 1 :]
+        return cls(system or None, messages, session.params or SamplingParams(), session.adapter)
+
+    def go_on(self, session: Session) -> None:
+        """Let a session go on with this conversation. Raises RequestError while an answer is growing."""
+        session.replace(self.messages)
+        session.system, session.params, session.adapter = self.system or "", self.params, self.adapter
 
 
-def save_conversation(path: Path, conversation: Conversation, model: str) -> None:
-    """Write a conversation as JSON; the file is whole or not there. Raises RequestError."""
+def save_conversation(path: Path, conversation: Conversation, model: str, replaces_any: bool = False) -> None:
+    """Write a conversation as JSON in place of one, or of any ordinary file where this `replaces_any`.
+
+    The file is whole or what it was; where it is a link, what it leads to. Raises RequestError.
+    """
+    _check_replaced(path, replaces_any)
     content = {
         "format": FORMAT,
         "model": model,
@@ -45,17 +63,36 @@ def save_conversation(path: Path, conversation: Conversation, model: str) -> Non
         "settings": {key: value for key, value in asdict(conversation.params).items() if key in SAMPLING_KEYS},
     }
     try:
-        write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_atomically(
+            Path(os.path.realpath(path)), (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+        )
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _check_replaced(path: Path, replaces_any: bool) -> None:
+    """Raise RequestError where a file would be lost that is not to be replaced."""
+    try:
+        _require_ordinary(path)
+        content = None if replaces_any else _read_json(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+    except (ValueError, RecursionError):
+        content = None
+    found = content.get("format") if isinstance(content, dict) else None
+    if not replaces_any and not (isinstance(found, str) and found.startswith(_ANY_FORMAT)):
+        raise RequestError(
+            f"{path} is there and no conversation: choose another name, or overwrite it with /save! FILE"
+        )
 
 
 def load_conversation(path: Path) -> tuple[Conversation, str]:
     """Read a conversation and the name of the model it was had with; RequestError says what is wrong with the file."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise RequestError(f"{path} is larger than {LARGEST_FILE} bytes: it is no conversation")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        _require_ordinary(path)
+        content = _read_json(path)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -66,6 +103,21 @@ def load_conversation(path: Path) -> tuple[Conversation, str]:
         return _checked(content), content.get("model", "")
     except EdgeLLMError as error:
         raise RequestError(f"{path}: {error}") from error
+
+
+def _require_ordinary(path: Path) -> None:
+    """Raise RequestError for what is there and no file, such as a pipe, which might never end; or OSError."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
+        raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
+
+
+def _read_json(path: Path) -> Any:
+    """The JSON value in a file; raises OSError, ValueError or RecursionError."""
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(f"it is larger than {LARGEST_FILE:,} bytes")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _checked(content: dict[str, Any]) -> Conversation:

@@ -45,6 +45,11 @@ def write_answer(text: str) -> None:
         sys.stdout.flush()
 
 
+def printable(text: object) -> str:
+    """Text that somebody else wrote, such as a file's name, on one line and without control characters."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text))
+
+
 def write_note(text: str, stream: TextIO | None = None) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
     stream = stream or sys.stderr

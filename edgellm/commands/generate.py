@@ -71,13 +71,18 @@ def generate(
         adapters=adapters,
         system_cache=system_cache,
     )
+    from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
+
+    settings, tools, variables = with_cached_prompt(
+        settings, bool(system_cache) and not prompting.has_system_prompt, tools, variables
+    )
     if adapters.lora and settings.adapter is None:
         raise typer.BadParameter(
             "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
         )
     text = read_prompt(prompt, file)
     params = replace(sampling_params(settings).seeded(), logprobs=logprobs)
-    with open_model(settings) as llm:
+    with open_model(settings, tools=tools, template_variables=variables) as llm:
         if images:
             require_sight(llm)
         pictures = [read_picture(image) for image in images or ()]

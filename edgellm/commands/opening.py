@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.console import write_note
 from edgellm.commands.settings import Settings
@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.llm import LLM
-    from edgellm.snapshots.system_prompt import CachedPrompt
+    from edgellm.snapshots.system_prompt import CachedPrompt, Tools
 
 PROGRESS_AFTER_SECONDS = 0.7
 
 
-def open_model(settings: Settings, adapters: Sequence[str] = (), every_adapter: bool = False) -> LLM:
+def open_model(
+    settings: Settings,
+    adapters: Sequence[str] = (),
+    every_adapter: bool = False,
+    tools: Tools | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> LLM:
     """Open the model as the settings say, its progress shown on a terminal where it takes a while.
 
-    It has the LoRA adapters where the settings or `adapters` name one, or `every_adapter` is wanted. Raises
+    A snapshot of the system prompt is used for conversations with these `tools` and `template_variables`. The model
+    has the LoRA adapters where the settings or `adapters` name one, or `every_adapter` is wanted. Raises
     AdapterError for an adapter that there is none of, SnapshotError for a snapshot of the system prompt that does not
     fit.
     """
@@ -37,8 +44,12 @@ def open_model(settings: Settings, adapters: Sequence[str] = (), every_adapter: 
     llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
     if snapshot is None:
         return llm
+    from edgellm.snapshots.system_prompt import system_prompt_ids
+
     try:
-        _check_use(llm.load_snapshot(snapshot, [settings.adapter]), llm, settings)
+        cached = llm.load_snapshot(snapshot, [settings.adapter])
+        own = system_prompt(llm, settings)
+        _tell_of_another(cached, system_prompt_ids(llm.tokenizer, own, tools, template_variables))
     except BaseException:
         llm.close()
         raise
@@ -72,12 +83,11 @@ def _snapshot_path(name: str) -> Path:
     return found.path
 
 
-def _check_use(cached: CachedPrompt, llm: LLM, settings: Settings) -> None:
-    """Say so where a snapshot is not of the system prompt that conversations begin with."""
+def _tell_of_another(cached: CachedPrompt, ids: Sequence[int]) -> None:
+    """Say so where a snapshot is not of the tokens `ids` that conversations begin with: of another system prompt, or of
+    one that the chat template renders otherwise now."""
     from edgellm.snapshots.prefix_index import common_tokens, token_key
-    from edgellm.snapshots.system_prompt import system_prompt_ids
 
-    ids = system_prompt_ids(llm.tokenizer, system_prompt(llm, settings))
     common = common_tokens(token_key(cached.token_ids), token_key(ids))
     if common < len(ids):
         write_note(

@@ -90,8 +90,8 @@ SystemCache = Annotated[
     typer.Option(
         "--system-cache",
         metavar="FILE",
-        help="Snapshot that edgellm cache build made: take the system prompt's KV cache from it. A file, or a name as "
-        "edgellm cache list shows it.",
+        help="Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as "
+        "edgellm cache list shows it, or a file.",
     ),
 ]
 Backend = Annotated[
@@ -145,6 +145,11 @@ class PromptOptions:
     system: System = None
     system_file: SystemFile = None
     chat_template: ChatTemplateFile = None
+
+    @property
+    def has_system_prompt(self) -> bool:
+        """Whether a system prompt was given, if only an empty one."""
+        return self.system is not None or self.system_file is not None
 
     def system_prompt(self) -> str | None:
         """The system prompt that was given, in whichever way."""

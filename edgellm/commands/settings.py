@@ -13,6 +13,7 @@ import yaml
 from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
+from edgellm.snapshots.staging import is_snapshot_path
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 #: How answers are drawn and when they end; log-probabilities are asked for one by one.
@@ -116,7 +117,7 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
     if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
         expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
         raise _wrong(origin, key, value, f"{expected}, or null")
-    if key == "system_cache" and value is not None and (folder / user_path(value)).exists():
+    if key == "system_cache" and value is not None and is_snapshot_path(value) and (folder / user_path(value)).exists():
         return str(folder / user_path(value))
     if key == "system" and not isinstance(value, (str, type(None))):
         raise _wrong(origin, key, value, "text, or null")

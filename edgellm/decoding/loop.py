@@ -125,7 +125,7 @@ class DecodingLoop:
         try:
             base.set_adapter(slot, sequence.adapter)
             sequence.adapter_digest = base.adapter_digest(sequence.adapter)
-            contents = self._bring_rows(slot, tokens, sequence.adapter_digest)
+            contents = self._bring_rows(slot, tokens, sequence)
             contents.bind(sequence.adapter_digest)
             if self._snapshots is not None:
                 digest, images = sequence.adapter_digest, sequence.images
@@ -262,6 +262,7 @@ class DecodingLoop:
         self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
+        self._contents[slot].conversation = sequence.conversation
         sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
         last = len(self._running) - 1
         if slot < last:
@@ -270,9 +271,11 @@ class DecodingLoop:
             self._running[slot] = self._running[last]
         self._running.pop()
 
-    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], adapter: str | None) -> KVContents:
-        """Let the next slot hold the rows that are best for a prompt, of all that idle slots hold."""
-        taken, copied = choose_slot(self._contents, range(slot, len(self._contents)), tokens, adapter)
+    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], sequence: DecodingSequence) -> KVContents:
+        """Let the next slot hold the rows that are best for a sequence's prompt, of all that idle slots hold."""
+        shortened = sequence.conversation if sequence.dropped.turns else None
+        idle = range(slot, len(self._contents))
+        taken, copied = choose_slot(self._contents, idle, tokens, sequence.adapter_digest, shortened)
         if taken != slot:
             self._runner.swap_rows(taken, slot)
             self._exchange_contents(taken, slot)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
@@ -12,18 +15,26 @@ from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.errors import RequestError
+from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
-from edgellm.snapshots.system_prompt import SystemPrompt, system_prompt_ids
+from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
 from edgellm.text.messages import ImageReference, checked_messages, images_of_messages, images_of_prompt
 from edgellm.text.stop import Answer
 from edgellm.text.template_inputs import UnreadVariables, require_tools_shown
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
     from edgellm.vision.encoder import Eyes, LateEyes
+
+
+class _Prompt(NamedTuple):
+    """The tokens of a prompt, all those of its images among them, and the images."""
+
+    token_ids: list[int]
+    images: Sequence[PreparedImage]
 
 
 class Preparation:
@@ -40,15 +51,22 @@ class Preparation:
         self._directory, self._tokenizer, self._eyes, self._defaults = directory, tokenizer, eyes, defaults
         self._unread = UnreadVariables()
 
-    def sequence(self, request: Request, runner: Runner) -> DecodingSequence:
-        """A request, as the decoding loop takes it for this runner.
+    def sequence(
+        self, request: Request, runner: Runner, conversation: OngoingConversation | None = None
+    ) -> DecodingSequence:
+        """A request, as the decoding loop takes it for this runner. Where it goes on a conversation that drops its
+        oldest turns, these are left out where the answer would find no room beside them (`turns_to_drop`).
 
-        Raises RequestError, and AdapterError for an adapter that is not loaded.
+        Raises RequestError, ContextError for a prompt that does not fit, AdapterError for an adapter that is not
+        loaded.
         """
         require_request(request)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
-        prompt_ids, images = self._prompt(request)
+        prompt, dropped = self._prompt(request), Dropped()
+        if conversation is not None and conversation.overflow == "drop_oldest" and request.messages is not None:
+            prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
+        self._check_length(prompt)
         answer = Answer(
             self._tokenizer.detokenizer(),
             params.stop,
@@ -58,65 +76,116 @@ class Preparation:
         )
         tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
         return DecodingSequence(
-            prompt_ids,
+            prompt.token_ids,
             sampling_values(params),
             answer,
             clock,
             params.max_tokens,
             tally,
             request.adapter,
-            images,
+            prompt.images,
             logprobs=params.logprobs,
+            context_length=self._directory.limits.kv_capacity,
+            conversation=conversation,
+            dropped=dropped,
         )
 
-    def system_prompt(self, prompt: SystemPrompt) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens that every conversation under a system prompt begins with, and its images. Raises RequestError."""
+    def system_prompt(
+        self,
+        prompt: SystemPrompt,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], Sequence[PreparedImage]]:
+        """The tokens that every conversation under a system prompt begins with, and its images.
+
+        `tools` and `template_variables` go to the chat template as those of conversations do. Raises RequestError.
+        """
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
+        self._check_template_inputs(tools, template_variables or {})
         shown = images_of_messages([{"role": "system", "content": prompt}])
-        return self._checked(system_prompt_ids(self._tokenizer, prompt), shown)
+        ready = self._ready(system_prompt_ids(self._tokenizer, prompt, tools, template_variables), shown)
+        self._check_length(ready)
+        return ready
 
-    def _prompt(self, request: Request) -> tuple[list[int], Sequence[PreparedImage]]:
+    def _prompt(self, request: Request) -> _Prompt:
         if request.messages is not None:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
-            return self._checked(self._conversation(request.messages, request), images_of_messages(request.messages))
+            return self._ready(self._chat_ids(request), images_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
-        return self._checked(prompt_ids, images_of_prompt(request.images))
+        return self._ready(prompt_ids, images_of_prompt(request.images))
 
-    def _conversation(self, messages: Messages, request: Request) -> list[int]:
-        """The tokens of a request's messages, with the model's default system prompt where they have none."""
-        tools, variables = request.tools, request.template_variables or {}
+    def _chat_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's messages, with the model's default system prompt where they have none, and with
+        one token for each image."""
+        messages, tools, variables = request.messages or (), request.tools, request.template_variables or {}
         checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
+        self._check_template_inputs(tools, variables)
+        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
+
+    def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
+        """Refuse tools, and report variables, that the chat template never reads."""
         if tools or variables:
             names, origin = self._tokenizer.template_variables(), self._tokenizer.template_origin
             require_tools_shown(tools, names, origin)
             self._unread.report(variables, names, origin)
-        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
 
-    def _checked(
-        self, prompt_ids: list[int], shown: Sequence[ImageReference]
-    ) -> tuple[list[int], Sequence[PreparedImage]]:
-        """A prompt with all tokens of the images that it shows, and the images."""
-        images: Sequence[PreparedImage] = ()
+    def _fitted(
+        self, request: Request, messages: Messages, whole: _Prompt, max_tokens: int | None
+    ) -> tuple[_Prompt, Dropped]:
+        """The prompt of messages, of which `whole` is that of all, without the turns that leave, and what these are.
+
+        Images are not read again.
+        """
+        starts = turn_starts(messages)
+        if not starts:
+            return whole, Dropped()
+        shown = [len(images_of_messages([message])) for message in messages]
+
+        @cache
+        def without(turns: int) -> _Prompt:
+            if turns == 0:
+                return whole
+            first, place = starts[0], starts[turns]
+            kept = replace(request, messages=[*messages[:first], *messages[place:]])
+            images = [*whole.images[: sum(shown[:first])], *whole.images[sum(shown[:place]) :]]
+            return self._with_images(self._chat_ids(kept), images)
+
+        following = iter(whole.images)
+        sizes = turn_sizes(messages, starts, [sum(each.tokens for each in islice(following, count)) for count in shown])
+        turns = turns_to_drop(
+            lambda turns: len(without(turns).token_ids), sizes, self._directory.limits.kv_capacity, max_tokens
+        )
+        return without(turns), Dropped(turns, starts[turns] - starts[0])
+
+    def _ready(self, prompt_ids: list[int], shown: Sequence[ImageReference]) -> _Prompt:
+        """A prompt and the images that it shows, which are read."""
         if self._eyes is not None:
-            images = self._eyes.prepare(shown)
-            prompt_ids = self._eyes.expand(prompt_ids, images)
-        elif shown:
+            return self._with_images(prompt_ids, self._eyes.prepare(shown))
+        if shown:
             raise RequestError(
                 f"the request shows {len(shown)} images, but {self._directory.path} has no vision model: leave them "
                 "out, or open a directory that has one"
             )
-        capacity = self._directory.limits.kv_capacity
-        if not prompt_ids:
+        return _Prompt(prompt_ids, ())
+
+    def _with_images(self, prompt_ids: list[int], images: Sequence[PreparedImage]) -> _Prompt:
+        """A prompt with all tokens of its images."""
+        return _Prompt(prompt_ids if self._eyes is None else self._eyes.expand(prompt_ids, images), images)
+
+    def _check_length(self, prompt: _Prompt) -> None:
+        count, capacity = len(prompt.token_ids), self._directory.limits.kv_capacity
+        if not count:
             raise RequestError("the prompt is empty: it must have at least one token")
-        if len(prompt_ids) >= capacity:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and the context {capacity}, of which at least one is for the "
-                "answer: shorten the prompt or the history, or build with a larger --kv-capacity"
+        if count >= capacity:
+            raise ContextError(
+                f"the prompt has {count} tokens and the context {capacity}, of which at least one is for the answer: "
+                "shorten the prompt or the history, or build with a larger --kv-capacity",
+                count + 1,
+                capacity,
             )
-        return prompt_ids, images
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:

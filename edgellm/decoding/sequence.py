@@ -12,6 +12,7 @@ from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
 from edgellm.text.stop import Answer
+from edgellm.text.turns import Dropped, OngoingConversation
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -75,6 +76,11 @@ class DecodingSequence:
     images: PromptImages | None = None
     #: How many likeliest tokens to give with each token's log-probability; None: no log-probabilities.
     logprobs: int | None = None
+    #: How many tokens prompt and answer can have together.
+    context_length: int = 0
+    #: The conversation that it goes on, and what that left out of the prompt.
+    conversation: OngoingConversation | None = None
+    dropped: Dropped = field(default_factory=Dropped)
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter_digest: str | None = None
     reused_tokens: int = 0
@@ -104,13 +110,15 @@ class DecodingSequence:
         answer, clock = self.answer, self.clock
         if clock.started == 0.0:
             clock.started = clock.accepted
+        left = max(0, self.context_length - len(self.prompt_ids) - answer.token_count)
         return Response(
             answer.text,
             answer.token_ids,
             answer.finish_reason or "cancelled",
-            Usage(len(self.prompt_ids), self.reused_tokens, answer.token_count),
+            Usage(len(self.prompt_ids), self.reused_tokens, answer.token_count, left),
             clock.timings(),
             answer.stop_match,
             None if self.tally is None else self.tally.statistics(),
             None if self.logprobs is None else tuple(self.token_logprobs),
+            *self.dropped,
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.snapshots.prefix_index import reusable_rows
+from edgellm.text.turns import OngoingConversation
 
 #: Stands for whatever adapter the rows are bound to.
 _BOUND = "\0bound"
@@ -29,6 +30,8 @@ class KVContents:
         self._adapter: str | None = None
         #: A number that is the larger the later the rows were used; 0 where there are none.
         self.last_use = 0
+        #: The conversation that wrote them last.
+        self.conversation: OngoingConversation | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -56,11 +59,12 @@ class KVContents:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft)."""
         self._ids, self._draft_rows = list(token_ids), draft_rows
         self.last_use = next(_uses) if self._ids else 0
+        self.conversation = None
 
     def copy_from(self, other: KVContents) -> None:
         """The rows of another slot were copied here."""
         self._ids, self._draft_rows, self._adapter = list(other._ids), other._draft_rows, other._adapter
-        self.last_use = next(_uses)
+        self.last_use, self.conversation = next(_uses), None
 
 
 class SnapshotSource(Protocol):
@@ -86,19 +90,25 @@ class SlotChoice(NamedTuple):
 
 
 def choose_slot(
-    contents: Sequence[KVContents], idle: range, tokens: Sequence[TokenIdentity], adapter: str | None
+    contents: Sequence[KVContents],
+    idle: range,
+    tokens: Sequence[TokenIdentity],
+    adapter: str | None,
+    shortened: OngoingConversation | None = None,
 ) -> SlotChoice:
     """The idle slot for a prompt of `tokens`, computed with an adapter's digest (None: without one).
 
     The slot with the longest common prefix is taken where half of its rows or more are of use: the prompt goes on with
     what it holds. Else it is another conversation that begins alike: it is left as it is, and the prefix is copied to
-    the slot that was used least recently.
+    the slot that was used least recently. Where the prompt is that of a conversation that was `shortened`, nobody needs
+    what its slot holds beyond the prefix: it takes that one.
     """
     reusable = {slot: contents[slot].reusable(tokens, adapter) for slot in idle}
-    best = max(idle, key=lambda slot: (reusable[slot], contents[slot].last_use, -slot))
-    oldest = min(idle, key=lambda slot: (contents[slot].last_use, slot))
+    own = [slot for slot in idle if shortened is not None and contents[slot].conversation is shortened]
+    best = max(idle, key=lambda slot: (reusable[slot], slot in own, contents[slot].last_use, -slot))
+    spare = min(own or idle, key=lambda slot: (contents[slot].last_use, slot))
     if reusable[best] == 0:
-        return SlotChoice(oldest)
-    if 2 * reusable[best] >= len(contents[best]) or best == oldest:
+        return SlotChoice(spare)
+    if 2 * reusable[best] >= len(contents[best]) or best == spare:
         return SlotChoice(best)
-    return SlotChoice(oldest, best if reusable[best] > reusable[oldest] else None)
+    return SlotChoice(spare, best if reusable[best] > reusable[spare] else None)

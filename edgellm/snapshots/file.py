@@ -17,27 +17,47 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.directories.digests import usable_cores
+from edgellm.engines.checkpoints.tensors import value_and_place
+from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content, usable_cores
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
-from edgellm.errors import SnapshotError
+from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.snapshot import (
+    BEGINNING,
     DIGEST,
     FORMAT_VERSION,
     METADATA_KEY,
+    PROMPT_KEY,
+    READABLE_VERSIONS,
     STATE_PREFIX,
     TOKEN_IDS,
     Snapshot,
     SnapshotFacts,
     TensorPlace,
 )
-from edgellm.snapshots.staging import DIGEST_BYTES, RunningDigest, StagedFile, content_digest, section_digest
+from edgellm.snapshots.staging import (
+    DIGEST_BYTES,
+    Findings,
+    RunningDigest,
+    Section,
+    SectionFindings,
+    StagedFile,
+    content_digest,
+    content_findings,
+    examine,
+)
+from edgellm.snapshots.system_prompt import PromptRecord
 
-DAMAGED, NO_SNAPSHOT, UNREADABLE = "damaged", "no snapshot", "unreadable"
+DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
 _ADVICE = "Remove it and make it again: edgellm cache build"
 _ROWS_NAME = re.compile(r"(base|draft)\.[kv]_cache_(0|[1-9][0-9]{0,3})")
 _WRITE_BYTES = 8 << 20
+_LENGTH_BYTES = 8
+#: A file whose first bytes differ from `BEGINNING` by no more bits is a snapshot that was damaged there.
+_MOST_FLIPPED_BITS = 8
+#: Reasons for which `read_snapshot` refuses what is a snapshot all the same.
+_OTHER_VERSIONS = ("old version", "future version")
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
@@ -52,10 +72,12 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             body = memoryview(snapshot.body)
             for start in range(0, len(body), _WRITE_BYTES):
                 staged.write(body[start : start + _WRITE_BYTES])
-            expected = digest.finish()
-            staged.write(memoryview(expected))
+            found = digest.finish()
+            if found.not_finite is not None:
+                raise _not_finite(f"{path} is not written", snapshot, *found.not_finite, "not written")
+            staged.write(memoryview(found.digest))
             staged.sync()
-            _check_written(staged.path, path, snapshot, expected)
+            _check_written(staged.path, path, snapshot, found.digest)
             staged.commit()
     except OSError as error:
         raise SnapshotError(
@@ -69,27 +91,33 @@ def read_snapshot(path: Path) -> Snapshot:
     """Map a snapshot and check its structure; its content is not verified yet. Raises SnapshotError."""
     file = _map_file(path)
     try:
-        facts = _read_facts(path, file)
+        facts, prompt = _read_metadata(path, file)
         places = _checked_places(path, facts, file.tensors)
         whole = _size(file)
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
-    return Snapshot(facts, content, places, is_mapped=True)
+    return Snapshot(facts, content, places, is_mapped=True, prompt=prompt)
 
 
-def verify_snapshot(path: Path | None, snapshot: Snapshot, found: bytes | None = None) -> None:
-    """Compare the content with its digest, which was `found` or (None) is computed now; raises SnapshotError."""
+def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | None = None) -> None:
+    """Compare the content with its digest, and see that its values are finite, by what was `found` in it or (None) is
+    now; raises SnapshotError."""
     if snapshot.is_verified:
         return
     if found is None:
-        found = content_digest(snapshot.body, snapshot.sections)
+        found = content_findings(snapshot.body, snapshot.sections)
     stored = snapshot.tensor(DIGEST).tobytes()
-    if found != stored:
+    if not found.digest == stored == snapshot.claimed_digest:
         raise damaged(
             path or snapshot.facts.label,
-            f"its content has the SHA-256 {found.hex()[:16]}..., it says {stored.hex()[:16]}...",
+            f"its content has the SHA-256 {found.digest.hex()[:16]}..., it says {stored.hex()[:16]}...",
         )
+    if found.not_finite is not None:
+        name = repr(snapshot.facts.label) if path is None else path
+        raise _not_finite(f"{name} cannot be used", snapshot, *found.not_finite, NOT_FINITE)
+    if not is_known_finite_content(found.digest.hex()):
+        remember_finite_content(found.digest.hex())
     snapshot.is_verified = True
 
 
@@ -105,9 +133,49 @@ def check_binding(path: Path | None, snapshot: Snapshot, expected: SnapshotBindi
         )
 
 
+def require_snapshot_file(path: Path) -> None:
+    """Raise SnapshotError unless a file is a snapshot, of whatever format, or was one and is damaged.
+
+    That is told by how an ordinary file begins; a link is none, wherever it leads. A header that can be read must have
+    the text `METADATA_KEY` in its metadata. Of one that cannot, or that has it no more, the bytes behind the header's
+    length must be `BEGINNING` but for `_MOST_FLIPPED_BITS` bits: so files are known that were cut behind it, or changed
+    anywhere, and those are not of which nothing is left that tells.
+    """
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+            raise SnapshotError(f"{path} is {kind}: expected a snapshot", NO_SNAPSHOT)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            begins = file.read(_LENGTH_BYTES + len(BEGINNING))[_LENGTH_BYTES:]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(begins) == len(BEGINNING):
+        flipped = int.from_bytes(begins, "little") ^ int.from_bytes(BEGINNING, "little")
+        if bin(flipped).count("1") <= _MOST_FLIPPED_BITS:
+            return
+    try:
+        read_snapshot(path)  # written by another program its header may have another order
+    except SnapshotError as error:
+        if error.reason not in _OTHER_VERSIONS:
+            raise SnapshotError(
+                f"{path} is no snapshot: it does not begin as one, nor as one that was damaged", NO_SNAPSHOT
+            ) from error
+
+
 def damaged(path: Path | str, cause: str) -> SnapshotError:
     """The error for a file that is not what was written."""
     return SnapshotError(f"the snapshot {path} is damaged: {cause}. {_ADVICE}", DAMAGED)
+
+
+def _not_finite(what: str, snapshot: Snapshot, name: str, index: int, reason: str) -> SnapshotError:
+    values = value_and_place(snapshot.tensor(name), snapshot.places[name].dtype, index)
+    return SnapshotError(
+        f"the snapshot {what}: the tensor {name!r} {list(snapshot.places[name].shape)} is {values}, expected finite "
+        "numbers; a model computes others where it is damaged or its values are beyond the range of float16. Check it "
+        "with edgellm info --verify, build it with --dtype bfloat16, then make the snapshot again: edgellm cache build",
+        reason,
+    )
 
 
 def _map_file(path: Path) -> SafetensorsFile:
@@ -135,7 +203,7 @@ def _size(file: SafetensorsFile) -> int:
     return max((info.offset + info.nbytes for info in file.tensors.values()), default=0)
 
 
-def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
+def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, PromptRecord | None]:
     start = min((info.offset for info in file.tensors.values()), default=0)
     header = file.bytes_of(TensorInfo("header", "uint8", (start,), path, 0, start)).tobytes()
     length = int.from_bytes(header[:8], "little")
@@ -143,7 +211,8 @@ def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
         metadata = json.loads(header[8 : 8 + length]).get("__metadata__") if header else None
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"its header is not valid JSON ({error})") from error
-    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise SnapshotError(
             f"{path} holds no snapshot: its header has no text {METADATA_KEY!r} in __metadata__. Expected a file that "
@@ -152,13 +221,24 @@ def _read_facts(path: Path, file: SafetensorsFile) -> SnapshotFacts:
         )
     values = JSONObject.parse(text.encode(), f"{path}: {METADATA_KEY}", _DamagedError, _ADVICE)
     version = values.get("format_version", "int")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise SnapshotError(
-            f"the snapshot {path} has the format version {version}, this EdgeLLM reads {FORMAT_VERSION}. Make it "
-            "again with this version: edgellm cache build",
+            f"the snapshot {path} has the format version {version}, this EdgeLLM reads "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}. Make it again with this version: edgellm cache build",
             "future version" if version > FORMAT_VERSION else "old version",
         )
-    return values.dataclass(SnapshotFacts, binding=SnapshotBinding)
+    return values.dataclass(SnapshotFacts, binding=SnapshotBinding), _read_prompt(path, metadata.get(PROMPT_KEY))
+
+
+def _read_prompt(path: Path, text: object) -> PromptRecord | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(text).__name__}, expected text")
+    try:
+        return PromptRecord.from_json(text)
+    except RequestError as error:
+        raise damaged(path, f"{PROMPT_KEY} in its header: {error}") from error
 
 
 class _DamagedError(SnapshotError):
@@ -212,11 +292,12 @@ _MOST_THREADS, _MOST_READERS = 16, 8
 
 class Part(NamedTuple):
     """What one thread reads at a time: `target` [lines, n] uint8 is filled from the file, line i from `offset` +
-    i * `stride` on; all in bytes."""
+    i * `stride` on; all in bytes. Where parts are hashed each is one `section`."""
 
     target: np.ndarray
     offset: int
     stride: int
+    section: Section = Section(0, 0)
 
 
 class Reading:
@@ -225,24 +306,24 @@ class Reading:
     def __init__(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> None:
         self._descriptor, self._parts, self._is_hashed = descriptor, parts, is_hashed
         self._numbers = itertools.count()
-        self._arrived: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
-        self._digests: dict[int, bytes] = {}
+        self._arrived: SimpleQueue[tuple[int, SectionFindings] | Exception] = SimpleQueue()
+        self._findings: dict[int, SectionFindings] = {}
         self._stopped = False
         self.workers: list[Future[None]] = []
 
     def wait_for(self, number: int) -> None:
         """Return once the part is there. Raises SnapshotError where the file cannot be read to its end."""
-        while number not in self._digests:
+        while number not in self._findings:
             arrived = self._arrived.get()
             if isinstance(arrived, Exception):
                 raise arrived
-            self._digests[arrived[0]] = arrived[1]
+            self._findings[arrived[0]] = arrived[1]
 
-    def digests(self) -> list[bytes]:
+    def findings(self) -> list[SectionFindings]:
         """Those of all parts, in their order, once all are there; they are empty unless the parts are hashed."""
         for number in range(len(self._parts)):
             self.wait_for(number)
-        return [self._digests[number] for number in range(len(self._parts))]
+        return [self._findings[number] for number in range(len(self._parts))]
 
     def stop(self) -> None:
         """Leave out what has not begun; nothing is read or written afterwards."""
@@ -256,7 +337,8 @@ class Reading:
                 part = self._parts[number]
                 for line, target in enumerate(part.target):
                     _read(self._descriptor, memoryview(target), part.offset + line * part.stride)
-                self._arrived.put((number, section_digest(part.target.reshape(-1)) if self._is_hashed else b""))
+                found = examine(part.target.reshape(-1), part.section) if self._is_hashed else SectionFindings(b"")
+                self._arrived.put((number, found))
         except Exception as error:
             self._arrived.put(error)
 

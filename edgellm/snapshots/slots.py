@@ -25,8 +25,9 @@ from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, ima
 from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
-from edgellm.snapshots.staging import file_identity, opened_unchanged
+from edgellm.snapshots.staging import Findings, file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
+from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
 
 logger = logging.getLogger("edgellm.snapshots")
@@ -119,9 +120,11 @@ class SlotSnapshots:
         label: str,
         adapter_name: str | None = None,
         images: PromptImages | None = None,
+        prompt: PromptRecord | None = None,
     ) -> Snapshot:
         """Compute the rows of `token_ids` [N] in an idle slot, with the adapter of a name, and take a snapshot of them.
 
+        `prompt` is what the tokens were rendered from, for the snapshot to keep.
         Raises AdapterError for an unknown name, EngineError where the runner cannot take so many tokens, or
         DeviceMemoryError.
         """
@@ -136,7 +139,7 @@ class SlotSnapshots:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         self._runner.stop(slot)
-        snapshot = self.take(slot, token_ids, label, adapter, images)
+        snapshot = self.take(slot, token_ids, label, adapter, images, prompt)
         tokens = token_ids if images is None else images.identities(token_ids)
         contents.replace(tokens, self._draft_rows(len(token_ids)))
         return snapshot
@@ -148,6 +151,7 @@ class SlotSnapshots:
         label: str,
         adapter: str | None = None,
         images: PromptImages | None = None,
+        prompt: PromptRecord | None = None,
     ) -> Snapshot:
         """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter
         and with the `images` of a prompt that begins with these tokens.
@@ -166,7 +170,7 @@ class SlotSnapshots:
         )
         dtype = self._backend.compute_dtype
         tensors = {name: (dtype, self._shape(name, facts.tokens)) for name in self._caches}
-        snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory)
+        snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory, prompt)
         np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
         self._runner.base.await_rows()
         download(self._backend, self._copies(slot, snapshot, facts.tokens))
@@ -218,9 +222,9 @@ class SlotSnapshots:
         elif snapshot.is_verified:
             self._runner.base.expect_rows(self._arriving(self._from_file(stored, snapshot, copies, None)))
         else:  # damage is to be known before anything is computed
-            digest: list[bytes] = []
-            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, digest))))
-            verify_snapshot(stored.path, snapshot, digest[0])
+            found: list[Findings] = []
+            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, found))))
+            verify_snapshot(stored.path, snapshot, found[0])
 
     def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
         """The transfers by the names that runners have for their caches."""
@@ -228,10 +232,10 @@ class SlotSnapshots:
             yield name.removeprefix("base."), transfer
 
     def _from_file(
-        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None
+        self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], findings: list[Findings] | None
     ) -> Iterator[tuple[str, Transfer]]:
         with self._opened(stored.path, stored.identity) as descriptor:
-            yield from self._uploader.upload_file(descriptor, snapshot, copies, digest)
+            yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
 
     @contextmanager
     def _opened(self, path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """A snapshot's content: one safetensors image, the same bytes in memory and on disk.
 
-Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`), then the tensors without holes, the rows first:
+Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`, and beside it `edgellm_prompt`, where there is one:
+`PromptRecord`), then the tensors without holes, the rows first:
 `base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim], states of recurrent layers
 under `base.state.*` (after N - 1 tokens, any shape), `token_ids` [N] int32, and last `sha256` [32] uint8, the
 `content_digest` of every byte before it, which is cut into `Snapshot.sections` for that.
@@ -19,17 +20,23 @@ import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import DTYPES
 from edgellm.engines.checkpoints.tensors import STORAGE
+from edgellm.engines.directories.digests import is_known_finite_content
 from edgellm.engines.directories.strict_json import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.staging import DIGEST_BYTES, Section
+from edgellm.snapshots.system_prompt import PromptRecord
 
-FORMAT_VERSION = 2
-METADATA_KEY = "edgellm_snapshot"
+FORMAT_VERSION = 3
+#: The formats that are read; 2 is without the prompt.
+READABLE_VERSIONS = (2, 3)
+METADATA_KEY, PROMPT_KEY = "edgellm_snapshot", "edgellm_prompt"
 TOKEN_IDS, DIGEST = "token_ids", "sha256"
 STATE_PREFIX = "base.state."
 #: NumPy's dtype of a tensor by the project's name of its dtype.
 NUMPY_DTYPES: dict[str, np.dtype] = {**STORAGE, "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 
+#: How every snapshot's header begins, behind the 8 bytes of its length; damaged files are known by it.
+BEGINNING = json.dumps({"__metadata__": {METADATA_KEY: "{"}}, separators=(",", ":")).encode()[: -len('"}}')]
 _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: The tensors begin at a multiple of it, in bytes.
 _ALIGNMENT = 64
@@ -69,16 +76,24 @@ class Snapshot:
     """Facts, and the image `content` [bytes] uint8 with its tensors' places by name.
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
-    `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`.
+    `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
+    rendered from, None where that is not known: in format 2, or where they are no system prompt's. `claimed_digest` is
+    what the file says of its content, None of a snapshot that was made here.
     """
 
     def __init__(
-        self, facts: SnapshotFacts, content: np.ndarray, places: Mapping[str, TensorPlace], is_mapped: bool
+        self,
+        facts: SnapshotFacts,
+        content: np.ndarray,
+        places: Mapping[str, TensorPlace],
+        is_mapped: bool,
+        prompt: PromptRecord | None = None,
     ) -> None:
-        self.facts, self.content, self.places = facts, content, places
+        self.facts, self.content, self.places, self.prompt = facts, content, places, prompt
         self.is_mapped = is_mapped
         self.is_verified = not is_mapped
         self._views: dict[str, np.ndarray] = {}
+        self.claimed_digest = self.tensor(DIGEST).tobytes() if is_mapped else None
 
     @classmethod
     def allocate(
@@ -86,10 +101,14 @@ class Snapshot:
         facts: SnapshotFacts,
         tensors: Mapping[str, tuple[str, tuple[int, ...]]],
         allocate: Callable[[int], np.ndarray],
+        prompt: PromptRecord | None = None,
     ) -> Snapshot:
         """An image with room for `tensors` (dtype, shape), which the caller fills; `allocate(n)` gives [n] uint8."""
         places, position = {}, 0
-        header: dict[str, Any] = {"__metadata__": {METADATA_KEY: canonical_json(plain_values(facts)).decode()}}
+        metadata = {METADATA_KEY: canonical_json(plain_values(facts)).decode()}
+        if prompt is not None:
+            metadata[PROMPT_KEY] = prompt.to_json()
+        header: dict[str, Any] = {"__metadata__": metadata}
         ends = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
         for name, (dtype, shape) in {**tensors, **ends}.items():
             places[name] = TensorPlace(dtype, tuple(shape), position)
@@ -104,12 +123,12 @@ class Snapshot:
         moved = {
             name: TensorPlace(place.dtype, place.shape, place.offset + len(encoded)) for name, place in places.items()
         }
-        return cls(facts, content, moved, is_mapped=False)
+        return cls(facts, content, moved, is_mapped=False, prompt=prompt)
 
     def unread(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
         """Room for the same in memory of its own, to be filled and verified; `allocate(n)` gives [n] uint8."""
-        snapshot = Snapshot(self.facts, allocate(self.nbytes), self.places, is_mapped=False)
-        snapshot.is_verified = False
+        snapshot = Snapshot(self.facts, allocate(self.nbytes), self.places, False, self.prompt)
+        snapshot.is_verified, snapshot.claimed_digest = False, self.claimed_digest
         return snapshot
 
     @property
@@ -120,15 +139,17 @@ class Snapshot:
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The body, in order: what is before the tensors, and each tensor in pieces of up to 2 MiB (but at least one)
-        of what its first axis counts."""
+        of what its first axis counts. Values are not looked at again where a content of the claimed digest was."""
+        is_known = self.claimed_digest is not None and is_known_finite_content(self.claimed_digest.hex())
         places = sorted((place.offset, name, place) for name, place in self.places.items() if name != DIGEST)
         found = [Section(0, places[0][0])]
         for offset, name, place in places:
             groups = place.shape[0] if place.shape and place.nbytes else 1
+            dtype = place.dtype if place.dtype in STORAGE and not is_known else ""
             each, first = place.nbytes // groups, 0
             while first < groups and place.nbytes:
                 count = min(groups - first, max(1, _SECTION_BYTES // each))
-                found.append(Section(offset + first * each, count * each, name, first, count))
+                found.append(Section(offset + first * each, count * each, name, first, count, dtype))
                 first += count
         return tuple(found)
 

@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import usable_cores
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.numpy_kernels import first_not_finite
 
 SUFFIX = ".safetensors"
 
@@ -29,6 +31,11 @@ SUFFIX = ".safetensors"
 def snapshot_folder() -> Path:
     """Where snapshots lie on disk unless another folder is named; it may not exist yet."""
     return user_cache_directory() / "snapshots"
+
+
+def is_snapshot_path(name: str) -> bool:
+    """Whether a user who writes this means a file's path rather than the name of a snapshot."""
+    return name.endswith(SUFFIX) or any(separator in name for separator in (os.sep, os.altsep) if separator)
 
 
 def delete_file(path: Path) -> None:
@@ -92,6 +99,7 @@ def touch(path: Path) -> tuple[int, ...] | None:
 
 
 _MARK = ".partial-"
+_MARK_BYTES = 4
 
 
 class StagedFile:
@@ -109,7 +117,7 @@ class StagedFile:
             raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
         remove_abandoned(self._target.parent, self._target.name)
         while True:
-            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(4)}")
+            self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
             self.file = self.path.open("xb", buffering=0)
             fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
             if self.path.exists():  # not taken for an abandoned one before it was locked
@@ -143,7 +151,9 @@ class StagedFile:
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes left in a folder of the files they wrote (of `name` alone, or all)."""
     pattern = "*" if name is None else glob.escape(name)
-    for path in folder.glob(f".{pattern}{_MARK}*"):
+    for path in folder.glob(f".{pattern}{_MARK}{'[0-9a-f]' * 2 * _MARK_BYTES}"):
+        if path.is_symlink() or not path.is_file():  # opening a pipe would wait for ever
+            continue
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another writes it
             path.unlink()
@@ -155,30 +165,49 @@ _MOST_THREADS = 16
 
 class Section(NamedTuple):
     """A part of a snapshot's image that is hashed by itself: `nbytes` from `offset` on, which are `groups` of the
-    tensor `name`, from the group `first` on (the empty name: what is before the tensors)."""
+    tensor `name`, from the group `first` on (the empty name: what is before the tensors). Of the format `dtype` (a key
+    of `STORAGE`) are values that must be finite; the empty text: there are none."""
 
     offset: int
     nbytes: int
     name: str = ""
     first: int = 0
     groups: int = 1
+    dtype: str = ""
+
+
+class SectionFindings(NamedTuple):
+    """The digest of a section, and the tensor's index, in C order, of its first value that is infinite or NaN (-1:
+    none)."""
+
+    digest: bytes
+    not_finite: int = -1
+
+
+class Findings(NamedTuple):
+    """The digest of a content, 32 bytes, and the first value that is infinite or NaN, if there is one: its tensor's
+    name and its index there, in C order."""
+
+    digest: bytes
+    not_finite: tuple[str, int] | None = None
 
 
 class RunningDigest:
-    """Hashes the `sections` of `content` [n] uint8, which must not change meanwhile, in threads of its own; `finish`
+    """Examines the `sections` of `content` [n] uint8, which must not change meanwhile, in threads of its own; `finish`
     waits for them."""
 
     def __init__(self, content: np.ndarray, sections: Sequence[Section]) -> None:
         self._pool = ThreadPoolExecutor(max(1, min(usable_cores(), _MOST_THREADS, len(sections))), "edgellm-digest")
-        self._digests = [
-            self._pool.submit(section_digest, content[section.offset : section.offset + section.nbytes])
+        self._sections = sections
+        self._findings = [
+            self._pool.submit(examine, content[section.offset : section.offset + section.nbytes], section)
             for section in sections
         ]
 
-    def finish(self) -> bytes:
-        """The digest, 32 bytes."""
+    def finish(self) -> Findings:
+        """What was found."""
         try:
-            return combined_digest(digest.result() for digest in self._digests)
+            return combined_findings(zip(self._sections, (each.result() for each in self._findings), strict=True))
         finally:
             self.cancel()
 
@@ -187,9 +216,24 @@ class RunningDigest:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
-    """The digest of `content` [n] uint8."""
+def content_findings(content: np.ndarray, sections: Sequence[Section]) -> Findings:
+    """What is found in `content` [n] uint8."""
     return RunningDigest(content, sections).finish()
+
+
+def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
+    """The digest of `content` [n] uint8, whatever its values are."""
+    return content_findings(content, [section._replace(dtype="") for section in sections]).digest
+
+
+def examine(content: np.ndarray, section: Section) -> SectionFindings:
+    """Hash a section's bytes `content` [n] uint8 and look at its values while they are in the processor's cache."""
+    digest = section_digest(content)
+    if not section.dtype:
+        return SectionFindings(digest)
+    values = content.view(STORAGE[section.dtype])
+    found = first_not_finite(values)
+    return SectionFindings(digest, found if found < 0 else section.first * (len(values) // section.groups) + found)
 
 
 def section_digest(content: np.ndarray | memoryview) -> bytes:
@@ -197,6 +241,9 @@ def section_digest(content: np.ndarray | memoryview) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def combined_digest(digests: Iterable[bytes]) -> bytes:
-    """The digest of a content whose sections have these."""
-    return hashlib.sha256(b"".join(digests)).digest()
+def combined_findings(found: Iterable[tuple[Section, SectionFindings]]) -> Findings:
+    """What is found in a content that consists of these sections, in their order."""
+    sections = list(found)
+    not_finite = ((section.name, each.not_finite) for section, each in sections if each.not_finite >= 0)
+    digest = hashlib.sha256(b"".join(each.digest for _, each in sections)).digest()
+    return Findings(digest, next(not_finite, None))

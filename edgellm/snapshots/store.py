@@ -123,18 +123,26 @@ class SnapshotStore:
                 self._forget_if_gone(evicted)
             return stored
 
-    def save(self, snapshot: Snapshot) -> tuple[Path, list[Path]]:
-        """Write a snapshot into the folder; its path, and those of files that were removed to make room.
-
-        It is on the disk and read back when this returns. Raises SnapshotError.
-        """
+    def path_of(self, snapshot: Snapshot) -> Path:
+        """The file of the folder that `save` writes; SnapshotError where the store has no folder."""
         if self.folder is None:
             raise SnapshotError("the store has no folder to write snapshots to", "not written")
+        return self.folder / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
+
+    def save(self, snapshot: Snapshot, replaced: Sequence[Path] = ()) -> tuple[Path, list[Path]]:
+        """Write a snapshot into the folder; its path, and those of files that were removed to make room.
+
+        It is on the disk and read back when this returns; only then the files that are `replaced` by it are deleted.
+        Raises SnapshotError.
+        """
+        path = self.path_of(snapshot)
         if snapshot.nbytes > self.disk_budget:
             raise _too_large(snapshot, "disk", self.disk_budget)
-        path = self.folder / f"{binding_key(snapshot.facts.binding, token_key(snapshot.token_ids))}{SUFFIX}"
         write_snapshot(path, snapshot)
         touch(path)
+        for old in replaced:
+            if old != path:
+                delete_file(old)
         with self._lock:
             stored = self._stored(snapshot)
             self._close_map(stored)

@@ -1,21 +1,33 @@
-"""The tokens that every conversation under a system prompt begins with."""
+"""The tokens that every conversation under a system prompt begins with, and what they were rendered from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
-from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.messages import is_image, text_of_part
+from edgellm.text.template_inputs import checked_tools, checked_variables
+from edgellm.text.tokenizer import Tokenizer, check_encodable
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")
 _LONGEST_LABEL = 40
+#: Bounds of a `PromptRecord`: characters of its JSON, lists and objects inside each other, and values in one of its
+#: parts, so that what anybody wrote is checked within a second.
+LARGEST_RECORD, _DEEPEST, _MOST_VALUES = 4 << 20, 64, 100_000
+_LARGEST_NUMBER = 1 << 63
+_DIGEST_DIGITS = frozenset("0123456789abcdef")
+#: What templates get under these names is not for variables to say.
 #: Text, or the parts of a message, images among them.
 SystemPrompt = str | Sequence[dict[str, Any]]
+#: Descriptions of functions that the model may call, as chat templates take them.
+Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,89 @@ class CachedPrompt:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class PromptRecord:
+    """What a system prompt's tokens were rendered from: JSON values, which a snapshot's header keeps.
+
+    `content` is the prompt's text, or its parts: {"type": "text", "text": ...}, and of each image {"type": "image",
+    "digest": ...}, 64 hexadecimal digits. `tools` and `template_variables` are what the chat template got beside it
+    (None: nothing), the keys of their objects in the order in which it saw them.
+    """
+
+    content: str | list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt: SystemPrompt,
+        image_digests: Sequence[str] = (),
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> PromptRecord:
+        """The record of a prompt with images of these digests, in their order. Raises RequestError."""
+        digests = iter(image_digests)
+        content = (
+            prompt
+            if isinstance(prompt, str)
+            else [
+                {"type": "image", "digest": next(digests)}
+                if is_image(part)
+                else {"type": "text", "text": text_of_part(part, f"part {number} of the system prompt")}
+                for number, part in enumerate(prompt, 1)
+            ]
+        )
+        return cls(content, *checked_template_inputs(tools, template_variables))
+
+    @property
+    def text(self) -> str | None:
+        """The prompt as text, None where it is several parts or shows an image."""
+        if isinstance(self.content, str):
+            return self.content
+        return self.content[0].get("text") if len(self.content) == 1 else None
+
+    def to_json(self) -> str:
+        """The record as JSON text for `from_json`; RequestError where it is larger than that takes."""
+        values = {"content": self.content, "tools": self.tools, "template_variables": self.template_variables}
+        text = json.dumps({key: value for key, value in values.items() if value is not None}, ensure_ascii=False)
+        if len(text) > LARGEST_RECORD:
+            raise RequestError(
+                f"the system prompt with its tools has {len(text):,} characters of JSON: expected at most "
+                f"{LARGEST_RECORD:,}"
+            )
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> PromptRecord:
+        """The record of a header, which anybody may have written; RequestError says what is wrong with it."""
+        if len(text) > LARGEST_RECORD:
+            raise RequestError(f"it has {len(text):,} characters, expected at most {LARGEST_RECORD:,}")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"it is not valid JSON ({error})") from error
+        known = ("content", "tools", "template_variables")
+        if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
+            raise RequestError(f"it is not an object with the keys {', '.join(known)}")
+        content = values["content"]
+        _check_json(content, "content")
+        if not isinstance(content, str):
+            _check_parts(content)
+        return cls(content, *checked_template_inputs(values.get("tools"), values.get("template_variables")))
+
+
+def checked_template_inputs(
+    tools: Tools | None, template_variables: Mapping[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
+    """Tools and variables for a chat template, None where there are none; RequestError unless they are JSON values."""
+    if isinstance(tools, (list, tuple)):
+        _check_json(tools, "tools")
+    if isinstance(template_variables, Mapping):
+        _check_json(dict(template_variables), "template_variables")
+    return checked_tools(tools), checked_variables(template_variables) or None
+
+
 def prompt_label(prompt: SystemPrompt) -> str:
     """A name for a system prompt: its first words."""
     parts = [prompt] if isinstance(prompt, str) else [str(part.get("text", "[image]")) for part in prompt]
@@ -40,15 +135,25 @@ def prompt_label(prompt: SystemPrompt) -> str:
     return words if len(words) <= _LONGEST_LABEL else f"{words[: _LONGEST_LABEL - 3]}..."
 
 
-def system_prompt_ids(tokenizer: Tokenizer, system_prompt: SystemPrompt | None) -> list[int]:
+def system_prompt_ids(
+    tokenizer: Tokenizer,
+    system_prompt: SystemPrompt | None,
+    tools: Tools | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The token ids that the chat template gives a system prompt (None: none), whatever the user says next; one for
     each image.
 
     The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
-    assumed of the template. Raises RequestError where that is nothing, TemplateError where the template fails.
+    assumed of the template, which gets `tools` and `template_variables` as for a conversation. Raises RequestError
+    where that is nothing, TemplateError where the template fails.
     """
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    first, second = (tokenizer.encode_chat([*system, {"role": "user", "content": question}]) for question in _QUESTIONS)
+    tools, variables = checked_template_inputs(tools, template_variables)
+    first, second = (
+        tokenizer.encode_chat([*system, {"role": "user", "content": question}], tools=tools, **(variables or {}))
+        for question in _QUESTIONS
+    )
     shared = first[: common_tokens(token_key(first), token_key(second))]
     if not shared:
         raise RequestError(
@@ -56,3 +161,49 @@ def system_prompt_ids(tokenizer: Tokenizer, system_prompt: SystemPrompt | None) 
             "conversations share, and so nothing to keep"
         )
     return shared
+
+
+def _check_parts(parts: Any) -> None:
+    if not isinstance(parts, list) or not parts:
+        raise RequestError(f"content is a {type(parts).__name__}: expected text, or a list of parts")
+    for number, part in enumerate(parts, 1):
+        keys = set(part) if isinstance(part, dict) else set()
+        is_text = keys == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
+        if not is_text and not (keys == {"type", "digest"} and part["type"] == "image" and _is_digest(part["digest"])):
+            raise RequestError(f"part {number} of content is neither a text nor the digest of an image")
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= _DIGEST_DIGITS
+
+
+def _check_json(value: Any, what: str) -> None:
+    """Raise RequestError unless `value` is JSON that everybody reads alike: text of whole characters, numbers of 64
+    bits, not too many of them, and lists and objects not too deep inside each other."""
+    level, count = [value], 0
+    for _ in range(_DEEPEST):
+        following: list[Any] = []
+        count += len(level)
+        if count > _MOST_VALUES:
+            raise RequestError(f"{what} has more than {_MOST_VALUES:,} values")
+        for item in level:
+            if isinstance(item, dict):
+                following += [*item, *item.values()]
+                if not all(isinstance(key, str) for key in item):
+                    raise RequestError(f"{what} has a key that is no text")
+            elif isinstance(item, (list, tuple)):
+                following += item
+            elif isinstance(item, str):
+                check_encodable(item, what)
+            elif isinstance(item, float):
+                if not math.isfinite(item):
+                    raise RequestError(f"{what} has the number {item}: expected one that JSON can express")
+            elif isinstance(item, int):
+                if not -_LARGEST_NUMBER <= item < 2 * _LARGEST_NUMBER:
+                    raise RequestError(f"{what} has a whole number of more than 64 bits")
+            elif item is not None:
+                raise RequestError(f"{what} has a {type(item).__name__}: expected JSON values")
+        if not following:
+            return
+        level = following
+    raise RequestError(f"{what} has more than {_DEEPEST} lists and objects inside each other")

@@ -12,7 +12,7 @@ from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.kernels.arrays import Array
 from edgellm.snapshots.file import Part, SectionReader
 from edgellm.snapshots.snapshot import Snapshot
-from edgellm.snapshots.staging import DIGEST_BYTES, Section, combined_digest
+from edgellm.snapshots.staging import DIGEST_BYTES, Findings, Section, SectionFindings, combined_findings
 
 #: A section, its place [lines, n] uint8 in the staging memory, and where that begins, in bytes.
 Placed = tuple[Section, np.ndarray, int]
@@ -77,29 +77,29 @@ class Uploader:
             yield copy.name, kept[-1]
 
     def upload_file(
-        self, descriptor: int, snapshot: Snapshot, copies: Iterable[RowCopy], digest: list[bytes] | None = None
+        self, descriptor: int, snapshot: Snapshot, copies: Iterable[RowCopy], findings: list[Findings] | None = None
     ) -> Iterator[tuple[str, Transfer]]:
         """The same with rows of the open file that the `snapshot`, and the copies' values, are a map of. What is given
-        as `digest` gets the content's digest added when all is there, for which everything is read. What the memory
+        as `findings` gets those of the content added when all is there, for which everything is read. What the memory
         still holds of the latest file is not read again.
 
         Raises SnapshotError where the file is shorter than it was.
         """
         self._backend.begin_beside()
         wanted = {each.name: each for each in copies if each.rows}
-        if digest is None and self._held is not None and self._held() is snapshot:
+        if findings is None and self._held is not None and self._held() is snapshot:
             yield from self._upload_held(snapshot, wanted)
             return
         self.forget()
-        rounds = self._rounds(snapshot, wanted, whole=digest is not None)
-        digests: dict[int, bytes] = {}
+        rounds = self._rounds(snapshot, wanted, whole=findings is not None)
+        examined: list[tuple[Section, SectionFindings]] = []
         for placed in rounds:
-            yield from self._upload_round(descriptor, placed, wanted, None if digest is None else digests)
+            yield from self._upload_round(descriptor, placed, wanted, None if findings is None else examined)
         if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in rounds[0]):
             self._held = ref(snapshot)
             self._held_sections = {section.offset: target for section, target, _ in rounds[0]}
-        if digest is not None:
-            digest.append(combined_digest(digests[offset] for offset in sorted(digests)))
+        if findings is not None:
+            findings.append(combined_findings(sorted(examined, key=lambda each: each[0].offset)))
 
     def _rounds(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy], whole: bool) -> list[list[Placed]]:
         """What the staging memory takes at a time: sections in the order of `wanted`, and others first if `whole`."""
@@ -115,13 +115,13 @@ class Uploader:
         descriptor: int,
         placed: Sequence[Placed],
         wanted: Mapping[str, RowCopy],
-        digests: dict[int, bytes] | None,
+        examined: list[tuple[Section, SectionFindings]] | None,
     ) -> Iterator[tuple[str, Transfer]]:
-        """Read sections and copy each when it has arrived; `digests` get theirs by offset (None: nothing is hashed)."""
+        """Read sections and copy each when it has arrived; `examined` gets what is found (None: nothing is hashed)."""
         if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
             self._under_way.pop().wait()
-        parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if digests is None else 0)
-        reading = self._threads().read(descriptor, parts, digests is not None)
+        parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if examined is None else 0)
+        reading = self._threads().read(descriptor, parts, examined is not None)
         try:
             for number, (section, target, _) in zip(numbers, placed, strict=True):
                 copy = wanted.get(section.name)
@@ -131,9 +131,9 @@ class Uploader:
                 transfer = self._send(copy, section, target)
                 if section.first + section.groups == copy.cache.shape[0]:
                     yield section.name, transfer
-            found = reading.digests()
-            if digests is not None:
-                digests |= {part.offset: each for part, each in zip(parts, found, strict=True)}
+            found = reading.findings()
+            if examined is not None:
+                examined += [(part.section, each) for part, each in zip(parts, found, strict=True)]
         finally:
             reading.stop()
 
@@ -146,19 +146,24 @@ class Uploader:
                 if section.first + section.groups == copy.cache.shape[0]:
                     yield section.name, transfer
 
-    def read(self, descriptor: int, snapshot: Snapshot) -> bytes:
-        """Fill the content of a snapshot, whose places are known, from its open file; the digest of what was read.
+    def read(self, descriptor: int, snapshot: Snapshot) -> Findings:
+        """Fill the content of a snapshot, whose places are known, from its open file; what is found in it.
 
         Raises SnapshotError where the file cannot be read to its end.
         """
         end = Section(snapshot.nbytes - DIGEST_BYTES, DIGEST_BYTES)
         parts = [
-            Part(snapshot.content[section.offset :][: section.nbytes].reshape(1, -1), section.offset, section.nbytes)
+            Part(
+                snapshot.content[section.offset :][: section.nbytes].reshape(1, -1),
+                section.offset,
+                section.nbytes,
+                section,
+            )
             for section in (*snapshot.sections, end)
         ]
         reading = self._threads().read(descriptor, parts, is_hashed=True)
         try:
-            return combined_digest(reading.digests()[:-1])
+            return combined_findings(zip(snapshot.sections, reading.findings()[:-1], strict=True))
         finally:
             reading.stop()
 
@@ -237,7 +242,7 @@ def _parts(placed: Iterable[Placed], staging: np.ndarray, most: int) -> tuple[li
                 numbers.append(len(parts) - 1)
                 continue
         first = start
-        parts.append(Part(target, section.offset, section.nbytes // len(target)))
+        parts.append(Part(target, section.offset, section.nbytes // len(target), section))
         numbers.append(len(parts) - 1)
     return parts, numbers
 

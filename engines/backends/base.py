@@ -132,7 +132,8 @@ class Backend(Protocol):
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all."""
+        """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all. Raises CheckpointError that
+        names the tensor and the index of a value that is infinite or NaN."""
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The engine for a shape; all share one scratch buffer. Raises PlanError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngin
 from edgellm.engines.backends.tensorrt_library import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import iterate_weight_parts
+from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError
@@ -141,8 +141,24 @@ class TensorRTBackend:
             done += values.nbytes
             if progress:
                 progress(done, total)
-        self.device.synchronize()
+        check = FiniteCheck(checkpoint, specs)
+        due = {
+            name: weights[spec.name].reshape(-1)[place]
+            for spec, name, place in part_places(specs)
+            if check.is_due(name)
+        }
+        check.conclude(self._first_not_finite(due))
         return weights
+
+    def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
+        """By name, the index of the first value of each tensor [n] that is infinite or NaN, -1 for none.
+
+        All are looked at before one of the results is read, which waits for the uploads, too.
+        """
+        found = self.device.zeros((max(1, len(tensors)),), "int64")
+        for number, tensor in enumerate(tensors.values()):
+            self.kernels.first_not_finite(tensor, found[number : number + 1])
+        return dict(zip(tensors, self.device.download(found)[: len(tensors)].tolist(), strict=True))
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""

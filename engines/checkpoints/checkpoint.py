@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,12 +12,19 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import STORAGE, VISION_PREFIXES, convert, is_multimodal, language_model_name
+from edgellm.engines.checkpoints.tensors import (
+    STORAGE,
+    VISION_PREFIXES,
+    convert,
+    is_multimodal,
+    language_model_name,
+    value_and_place,
+)
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
 
-__all__ = ["Checkpoint", "TensorInfo", "overflow_error", "storage_of"]
+__all__ = ["Checkpoint", "TensorInfo", "not_finite_error", "overflow_error", "storage_of"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -99,6 +107,10 @@ class Checkpoint:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}: is it the checkpoint of another model?")
         return self.tensors[name]
+
+    def status(self, file: Path) -> os.stat_result:
+        """That of one of the `files`, as it was when it was opened."""
+        return self._files[file].status
 
     def raw_bytes(self, name: str) -> np.ndarray:
         """The tensor's bytes as they lie in the file, [nbytes] uint8, a read-only view."""
@@ -216,6 +228,16 @@ def overflow_error(info: TensorInfo, dtype: str, count: int) -> CheckpointError:
     return CheckpointError(
         f"{info.file}: {count} values of tensor {info.name!r} ({info.dtype}) are too large for {dtype}. "
         "Build for bfloat16 (--dtype bfloat16), which has the range of float32"
+    )
+
+
+def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> CheckpointError:
+    """For a tensor whose `values`, as the file has them, are infinite or NaN at `index` (in C order)."""
+    return CheckpointError(
+        f"{info.file}: tensor {info.name!r} ({info.dtype} {_written(info.shape)}) is "
+        f"{value_and_place(values, info.dtype, index)}, expected finite numbers: no answer computed with it is of use. "
+        "Copy the checkpoint anew from its source and build the engine directory again; where the source has it so, "
+        "take another release of the model"
     )
 
 

@@ -69,7 +69,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One file, memory-mapped: `tensors` by name and their bytes."""
+    """One file, memory-mapped: `tensors` by name and their bytes; `status` as it was when it was opened."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and check its whole header; raises CheckpointError that names file and cause."""
@@ -78,6 +78,7 @@ class SafetensorsFile:
             if path.exists() and not path.is_file():  # opening a pipe would wait for ever
                 raise CheckpointError(f"{path} is not a regular file. {_COPY_AGAIN}")
             with path.open("rb") as file:
+                self.status = os.fstat(file.fileno())
                 size = file.seek(0, 2)
                 if size < _LENGTH_BYTES:
                     raise _damaged(path, f"it has {size} bytes, a header's length alone takes {_LENGTH_BYTES}")

@@ -48,6 +48,13 @@ def convert(values: np.ndarray, source: str, target: str) -> tuple[np.ndarray, i
     return result, overflowed
 
 
+def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
+    """One of `values` of format `dtype` and where it stands, as in "nan at [3, 17]"; `index` counts in C order."""
+    value = np.empty(1, np.float32)
+    float32_into(values.reshape(-1)[index : index + 1], dtype, value)
+    return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
+
+
 #: What begins a tensor of the vision encoder, or of what leads from it to the language model.
 VISION_PREFIXES = tuple(
     f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error, storage_of
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error, storage_of
 from edgellm.engines.checkpoints.tensors import convert, float32_into
+from edgellm.engines.directories.digests import is_known_finite, remember_finite
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.kernels.numpy_kernels import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
 _PIECE = 1 << 22
@@ -21,29 +24,75 @@ _ALIGNMENT = 64
 _THREADS = 4
 
 
+class FiniteCheck:
+    """Which of the tensors that are loaded for `specs` are to be looked at for infinities and NaN, and what follows.
+
+    What was found once is remembered with the digests of the files: as long as they stay as they are, no tensor is.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
+        self._checkpoint = checkpoint
+        loaded: dict[Path, set[str]] = {}
+        for info in (checkpoint.info(name) for spec in specs for name, _ in spec.parts):
+            loaded.setdefault(info.file, set()).add(info.name)
+        #: The tensors' names by their file, of files that are not known to be good.
+        self._due = {
+            file: names for file, names in loaded.items() if not is_known_finite(file, checkpoint.status(file), names)
+        }
+
+    def is_due(self, name: str) -> bool:
+        """Whether the tensor is to be looked at."""
+        return self._checkpoint.info(name).file in self._due
+
+    def conclude(self, found: Mapping[str, int]) -> None:
+        """Take what was `found` in each tensor that is due: the index, in C order, of its first value that is infinite
+        or NaN, -1 for none. Raises CheckpointError for the first tensor that has one."""
+        for name, index in found.items():
+            if index >= 0:
+                raise not_finite_error(self._checkpoint.info(name), self._checkpoint.raw(name), index)
+        for file, names in self._due.items():
+            remember_finite(file, self._checkpoint.status(file), names)
+
+
 def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, np.ndarray]:
     """Every buffer by name as a C-contiguous float32 array of the spec's shape.
 
-    Raises CheckpointError for tensors that are missing or have another shape.
+    Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
     step = _ALIGNMENT // 4
     sizes = [-(-math.prod(spec.shape) // step) * step for spec in specs]
     arena = np.empty(sum(sizes) + step, np.float32)
     position = -(arena.ctypes.data // 4) % step
-    weights, conversions = {}, []
+    weights, parts = {}, list[tuple[str, np.ndarray, np.ndarray]]()
     for spec, size in zip(specs, sizes, strict=True):
         buffer = arena[position : position + math.prod(spec.shape)]
         filled = 0
         for name, shape in spec.parts:
             values = _part(checkpoint, name, shape)
-            target = buffer[filled : filled + values.size].reshape(values.shape)
-            conversions.append((values, checkpoint.info(name).dtype, target))
+            parts.append((name, values, buffer[filled : filled + values.size].reshape(values.shape)))
             filled += values.size
         weights[spec.name] = buffer.reshape(spec.shape)
         position += size
-    with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it converts
-        list(pool.map(lambda each: float32_into(*each), conversions))
+    check = FiniteCheck(checkpoint, specs)
+
+    def convert_part(name: str, values: np.ndarray, target: np.ndarray) -> tuple[str, int]:
+        found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
+        float32_into(values, checkpoint.info(name).dtype, target)
+        return name, found
+
+    with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it looks and converts
+        check.conclude(dict(pool.map(lambda part: convert_part(*part), parts)))
     return weights
+
+
+def part_places(specs: Sequence[WeightSpec]) -> Iterator[tuple[WeightSpec, str, slice]]:
+    """Every tensor that fills a buffer: the buffer's spec, the tensor's name, its place among the buffer's elements."""
+    for spec in specs:
+        start = 0
+        for name, shape in spec.parts:
+            end = start + math.prod(shape)
+            yield spec, name, slice(start, end)
+            start = end
 
 
 def iterate_weight_parts(

@@ -1,4 +1,4 @@
-"""SHA-256 digests of files, and the memory of those that take long to compute.
+"""SHA-256 digests of files, and the memory of those that take long to compute, and of what was found in the files.
 
 Digests tell corruption and mix-ups, not an attacker who can write the files.
 """
@@ -9,7 +9,8 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.kernels.atomic_write import write_atomically
@@ -21,6 +22,8 @@ logger = logging.getLogger("edgellm.digests")
 BLOCK_BYTES = 4 << 20
 #: Hashing less than this at every start takes no time that anyone notices.
 SMALL_FILE_BYTES = 1 << 20
+#: Reading the list of these takes a tenth of a millisecond.
+_MOST_CONTENTS = 256
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,93 @@ def hash_file(path: Path) -> FileDigest:
     return FileDigest(digest.hexdigest(), size)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What is remembered of a file that was as `identity` says; `finite` are the `_names_digest` of sets of tensors."""
+
+    identity: dict[str, int | str]
+    sha256: str
+    finite: tuple[str, ...]
+
+    @classmethod
+    def read(cls, real: Path) -> _Record | None:
+        try:
+            stored = json.loads(_record_path(real).read_bytes())
+            identity, sha256, finite = stored["file"], stored["sha256"], stored.get("finite", [])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        if not isinstance(identity, dict) or not isinstance(sha256, str) or not isinstance(finite, list):
+            return None
+        return cls(identity, sha256, tuple(each for each in finite if isinstance(each, str)))
+
+    def write(self, real: Path) -> None:
+        """Raises OSError."""
+        record = _record_path(real)
+        content = {"file": self.identity, "sha256": self.sha256, "finite": self.finite}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(record, json.dumps(content, indent=1).encode())
+
+
 def recall_digest(path: Path) -> FileDigest | None:
     """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None."""
     real = Path(os.path.realpath(path))
     try:
-        stored = json.loads(_record_path(real).read_bytes())
-        if stored["file"] != _identity(real):
-            return None
-        digest, size = stored["sha256"], stored["file"]["size"]
-    except (OSError, ValueError, TypeError, KeyError):
+        identity = _identity(real, real.stat())
+    except OSError:
         return None
-    return FileDigest(digest, size) if isinstance(digest, str) else None
+    record = _Record.read(real)
+    return FileDigest(record.sha256, int(identity["size"])) if record and record.identity == identity else None
 
 
 def remember_digest(path: Path, digest: FileDigest) -> None:
-    """Remember the digest of the file as it now stands; where the cache cannot be written, the next start hashes."""
+    """Remember the digest of the file as it now stands; where the cache cannot be written, the next start hashes.
+
+    What was found in a file of that digest, which had its name, is still known.
+    """
     real = Path(os.path.realpath(path))
-    record = _record_path(real)
+    before = _Record.read(real)
+    finite = before.finite if before and before.sha256 == digest.sha256 else ()
     try:
-        content = {"file": _identity(real), "sha256": digest.sha256}
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(record, json.dumps(content, indent=1).encode())
+        _Record(_identity(real, real.stat()), digest.sha256, finite).write(real)
     except OSError as error:
         logger.debug("the digest of %s is not remembered: %s", path, error)
+
+
+def is_known_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) -> bool:
+    """Whether the values of these tensors were found to be finite in the file, whose `status` is that of its opening.
+
+    False where its digest is not remembered, as that of a small file never is.
+    """
+    real = Path(os.path.realpath(path))
+    record = _Record.read(real)
+    return bool(record and record.identity == _identity(real, status) and _names_digest(tensors) in record.finite)
+
+
+def remember_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) -> None:
+    """Note beside the remembered digest of the file, whose `status` is that of its opening, that the values of these
+    tensors are finite. Where there is none, or the cache cannot be written, the next start looks again."""
+    real = Path(os.path.realpath(path))
+    record, found = _Record.read(real), _names_digest(tensors)
+    try:
+        if record and record.identity == _identity(real, status) == _identity(real, real.stat()):
+            replace(record, finite=(*(each for each in record.finite if each != found), found)).write(real)
+    except OSError as error:
+        logger.debug("it is not remembered that the values of %s are finite: %s", path, error)
+
+
+def is_known_finite_content(sha256: str) -> bool:
+    """Whether a content with this digest, of whatever kind its values are, was found to have finite ones alone."""
+    return sha256 in _finite_contents()
+
+
+def remember_finite_content(sha256: str) -> None:
+    """Note that a content with this digest has finite values alone; the latest few hundred of them are known."""
+    others = [each for each in _finite_contents() if each != sha256]
+    try:
+        _contents_path().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_contents_path(), json.dumps([*others, sha256][-_MOST_CONTENTS:], indent=1).encode())
+    except OSError as error:
+        logger.debug("it is not remembered that the values of a content are finite: %s", error)
 
 
 def current_digest(path: Path, trust_memory: bool = True) -> FileDigest:
@@ -85,16 +152,31 @@ def current_digest(path: Path, trust_memory: bool = True) -> FileDigest:
     if remembered is not None:
         return remembered
     logger.info("Checking %s (%.0f MiB) by its digest", path, size / (1 << 20))
-    before = _identity(path)
+    before = _identity(path, path.stat())
     digest = hash_file(path)
-    if _identity(path) == before:  # a file that changed meanwhile has no one digest to remember
+    if _identity(path, path.stat()) == before:  # a file that changed meanwhile has no one digest to remember
         remember_digest(path, digest)
     return digest
 
 
-def _identity(path: Path) -> dict[str, int | str]:
-    status = path.stat()
+def _identity(path: Path, status: os.stat_result) -> dict[str, int | str]:
     return {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+
+
+def _contents_path() -> Path:
+    return user_cache_directory() / "digests" / "finite_contents.json"
+
+
+def _finite_contents() -> list[str]:
+    try:
+        stored = json.loads(_contents_path().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [each for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
+
+
+def _names_digest(tensors: Iterable[str]) -> str:
+    return hash_bytes(json.dumps(sorted(tensors)).encode())
 
 
 def _record_path(real: Path) -> Path:

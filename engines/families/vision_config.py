@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -330,9 +331,12 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
 
 
 def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray | None:
-    """Qwen3-VL's table of positions [positions, H] float32; None where the family has none."""
+    """Qwen3-VL's table of positions [positions, H] float32; None where the family has none.
+
+    Raises CheckpointError where a value is infinite or NaN.
+    """
     for spec in host_weights(config):
-        return checkpoint.read(spec.parts[0][0], "float32")
+        return load_numpy_weights(checkpoint, [spec])[spec.name]
     return None
 
 

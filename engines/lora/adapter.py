@@ -11,13 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, language_model_name, vision_prefix
+from edgellm.engines.checkpoints.tensors import (
+    STORAGE,
+    float32_into,
+    language_model_name,
+    value_and_place,
+    vision_prefix,
+)
 from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.lora.weights import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.kernels.numpy_kernels import first_not_finite
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.
@@ -47,7 +54,8 @@ class LoraPair:
     def matrices(self) -> tuple[np.ndarray, np.ndarray]:
         """`a` and `b` times the scale, float32."""
         a, b = (_float32(values, dtype) for values, dtype in zip((self.a, self.b), self.dtypes, strict=True))
-        return a, b * np.float32(self.scale)
+        with np.errstate(over="ignore"):  # who packs them refuses infinities
+            return a, b * np.float32(self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,9 +218,10 @@ def _read_matrix(
         problems.append(f"wrong dtype: {what} is {info.dtype}, expected one of {', '.join(STORAGE)}")
     else:
         values = file.bytes_of(info).view(STORAGE[info.dtype]).reshape(shape).copy()
-        if np.isfinite(_float32(values, info.dtype)).all():
+        index = first_not_finite(values.reshape(-1))
+        if index < 0:
             return values, info.dtype
-        problems.append(f"not finite: {what} has infinities or NaN among its values")
+        problems.append(f"not finite: {what} is {value_and_place(values, info.dtype, index)}")
     return None
 
 

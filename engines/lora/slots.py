@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.checkpoints.tensors import STORAGE, convert
+from edgellm.engines.checkpoints.tensors import STORAGE, convert, value_and_place
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.weights import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.numpy_kernels import first_not_finite
 
 
 def require_adapters(limits: EngineLimits) -> None:
@@ -75,7 +76,7 @@ class AdapterSlots:
         """Make an adapter available. Its matrices are kept as the engines take them.
 
         Raises AdapterError for a name that is taken, a rank beyond what the engines were built for, and values that
-        their dtype cannot hold.
+        their dtype cannot hold, or that are infinite once the adapter's scale is multiplied into them.
         """
         if name in self._adapters:
             raise AdapterError(f"there is an adapter {name!r} already: remove it first, or take another name")
@@ -196,6 +197,12 @@ class AdapterSlots:
         if overflowed:
             raise AdapterError(
                 f"{overflowed} values of {what} are too large for {dtype}: build the engines with --dtype bfloat16"
+            )
+        index = first_not_finite(converted.reshape(-1))
+        if index >= 0:  # the adapter's own values are finite: they are no more once its scale is multiplied into them
+            raise AdapterError(
+                f"{what} is {value_and_place(converted, dtype, index)} with the adapter's scale, expected finite "
+                "numbers: check lora_alpha, alpha_pattern and the ranks in its adapter_config.json"
             )
         return converted
 

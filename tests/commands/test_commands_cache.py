@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from edgellm.commands.cache import cache
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError
 from edgellm.snapshots.file import read_snapshot
-from edgellm.snapshots.system_prompt import system_prompt_ids
+from edgellm.snapshots.staging import StagedFile
+from edgellm.snapshots.system_prompt import PromptRecord, system_prompt_ids
 from edgellm.text.tokenizer import Tokenizer
 
 
@@ -42,15 +44,18 @@ def test_build_list_show_verify_remove(tiny_engines: Path, folder: Path) -> None
     ids = system_prompt_ids(Tokenizer.from_directory(tiny_engines), "You are a robot.")
     assert output.startswith(f"{path}: 'robot', {len(ids)} tokens, ") and "read back and verified" in output
     assert read_snapshot(path).token_ids.tolist() == ids
+    assert read_snapshot(path).prompt == PromptRecord("You are a robot.")
 
     listed = done("list", "--folder", folder)
     assert f"{folder}: 1 snapshot, " in listed and "robot" in listed and "numpy float32" in listed
     (entry,) = json.loads(done("list", "--folder", folder, "--json"))
     assert (entry["label"], entry["tokens"], entry["bytes"]) == ("robot", len(ids), path.stat().st_size)
     assert entry["binding"]["draft"] == "none"
+    assert entry["prompt"] == {"content": "You are a robot.", "tools": None, "template_variables": None}
 
     for name in ("robot", path.stem[:6], path):
         shown = done("show", name, "--folder", folder)
+        assert "\n  prompt          You are a robot.\n" in shown
         assert f"{len(ids)}: {', '.join(map(str, ids[:12]))}, ..." in shown and entry["binding"]["weights"] in shown
     assert json.loads(done("show", "robot", "--folder", folder, "--json")) == [entry]
 
@@ -65,8 +70,9 @@ def test_prompts_from_a_file_standard_input_and_into_a_file(tiny_engines: Path, 
     (tmp_path / "prompt.txt").write_text("First line.\nSecond line.\n")
     options = ("-m", tiny_engines, "--backend", "numpy", "--folder", folder)
     done("build", "--file", tmp_path / "prompt.txt", *options)
-    done("build", *options, input="First line.\nSecond line.\n")  # the same: one file
-    assert len(list(folder.iterdir())) == 1
+    done("build", "--replace", *options, input="First line.\nSecond line.\n")  # the same: one file
+    (path,) = folder.iterdir()
+    assert read_snapshot(path).prompt == PromptRecord("First line.\nSecond line.")
     done("build", "--prompt", "Third.", "--output", tmp_path / "third.safetensors", *options)
     assert len(list(folder.iterdir())) == 1
     assert read_snapshot(tmp_path / "third.safetensors").facts.label == "Third."
@@ -166,7 +172,7 @@ def test_files_that_cannot_be_used_are_listed_and_can_be_removed(tiny_engines: P
 def test_a_snapshot_with_a_draft_is_made_for_it(tiny_draft_engines: Path, tiny_engines: Path, folder: Path) -> None:
     options = ("-m", tiny_draft_engines, "--backend", "numpy", "--folder", folder)
     done("build", "--prompt", "You are a robot.", *options)
-    done("build", "--prompt", "You are a robot.", "--no-draft", *options)
+    done("build", "--prompt", "You are a robot.", "--name", "plain", "--no-draft", *options)
     entries = json.loads(done("list", "--folder", folder, "--json"))
     assert sorted(entry["binding"]["draft"] == "none" for entry in entries) == [False, True]
     drafted = next(entry["path"] for entry in entries if entry["binding"]["draft"] != "none")
@@ -182,3 +188,112 @@ def test_a_budget_makes_room(tiny_engines: Path, folder: Path) -> None:
     output = done("build", "--prompt", "b" * 40, *options)
     assert f"{first}: removed to keep within the disk budget" in output and not first.exists()
     assert "disk budget" in str(run("build", "--prompt", "c" * 40, *options[:-1], "10KB").exception)
+
+
+@pytest.fixture
+def options(tiny_engines: Path, folder: Path) -> tuple[object, ...]:
+    return "-m", tiny_engines, "--backend", "numpy", "--folder", folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_name_in_use_is_refused_and_replaced_if_asked(options: tuple[object, ...], folder: Path) -> None:
+    done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
+    before = contents(folder)
+    for prompt in ("You patrol.", "You patrol the hall."):
+        result = run("build", "--prompt", prompt, "--name", "patrol", *options)
+        assert isinstance(result.exception, EdgeLLMError)
+        assert str(result.exception).startswith(f"the name 'patrol' is in use: {folder}")
+        assert str(result.exception).endswith("replace what is there with --replace")
+        assert contents(folder) == before
+    (old,) = folder.iterdir()
+    output = done("build", "--prompt", "You patrol the hall.", "--name", "patrol", "--replace", *options)
+    (new,) = folder.iterdir()
+    assert output.startswith(f"{new}: 'patrol'") and output.endswith(f"\n{old}: replaced\n")
+    assert read_snapshot(new).prompt == PromptRecord("You patrol the hall.")
+
+
+def test_what_is_replaced_stays_until_the_new_one_is_verified(
+    options: tuple[object, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
+    before = contents(folder)
+    sync = StagedFile.sync
+
+    def sync_and_flip(self: StagedFile) -> None:
+        sync(self)
+        with self.path.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"\xff\x00\xff")
+
+    monkeypatch.setattr(StagedFile, "sync", sync_and_flip)
+    for prompt in ("You patrol.", "You patrol the hall."):
+        result = run("build", "--prompt", prompt, "--name", "patrol", "--replace", *options)
+        assert "did not read back" in str(result.exception)
+        assert contents(folder) == before
+
+
+def test_the_same_prompt_keeps_the_name_that_it_has(options: tuple[object, ...], folder: Path) -> None:
+    done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
+    before = contents(folder)
+    result = run("build", "--prompt", "You patrol.", "--name", "guard", *options)
+    assert "this prompt is kept already, under the name 'patrol'" in str(result.exception)
+    assert contents(folder) == before
+    done("build", "--prompt", "You patrol.", "--name", "guard", "--replace", *options)
+    (path,) = folder.iterdir()
+    assert read_snapshot(path).facts.label == "guard"
+
+
+def test_of_a_list_all_names_in_use_are_said_and_nothing_is_computed(
+    options: tuple[object, ...], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.yaml").write_text("- {name: a, prompt: You cook.}\n- {name: b, prompt: You patrol.}\n")
+    done("build", "--prompts", tmp_path / "prompts.yaml", *options)
+    (tmp_path / "more.yaml").write_text(
+        "- {name: c, prompt: New.}\n- {name: b, prompt: Other.}\n- {name: a, prompt: Third.}\n"
+        "- {name: d, prompt: x, output: out.safetensors}\n- {name: e, prompt: y, output: ./out.safetensors}\n"
+    )
+    before = contents(folder)
+    result = run("build", "--prompts", tmp_path / "more.yaml", *options)
+    assert all(f"the name '{name}' is in use" in str(result.exception) for name in "ab")
+    assert "is the output of two prompts" in str(result.exception)
+    assert contents(folder) == before and not (tmp_path / "out.safetensors").exists()
+
+
+def test_an_output_that_is_there_is_refused_and_only_a_snapshot_is_replaced(
+    options: tuple[object, ...], tmp_path: Path
+) -> None:
+    kept, notes = tmp_path / "kept.safetensors", tmp_path / "notes.txt"
+    notes.write_text("notes")
+    done("build", "--prompt", "You patrol.", "--output", kept, *options)
+    before = kept.read_bytes()
+    for path in (kept, notes):
+        result = run("build", "--prompt", "You cook.", "--output", path, *options)
+        assert f"the file {path} is there already" in str(result.exception)
+    result = run("build", "--prompt", "You cook.", "--output", notes, "--replace", *options)
+    assert f"{notes} is no snapshot" in str(result.exception)
+    assert (kept.read_bytes(), notes.read_text()) == (before, "notes")
+    done("build", "--prompt", "You cook.", "--output", kept, "--replace", *options)
+    assert read_snapshot(kept).prompt == PromptRecord("You cook.")
+
+
+def test_an_output_in_the_folder_is_one_of_its_names(options: tuple[object, ...], folder: Path) -> None:
+    done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
+    output = ("--output", folder / "other.safetensors")
+    result = run("build", "--prompt", "You cook.", "--name", "patrol", *output, *options)
+    assert "the name 'patrol' is in use" in str(result.exception)
+    done("build", "--prompt", "You cook.", "--name", "patrol", *output, "--replace", *options)
+    assert [path.name for path in folder.iterdir()] == ["other.safetensors"]
+
+
+def test_labels_and_names_of_files_stay_on_their_line(options: tuple[object, ...], folder: Path) -> None:
+    done("build", "--prompt", "x", "--name", "two\nlines \x1b[31m", *options)
+    (path,) = folder.iterdir()
+    path.rename(folder / "a\nb.safetensors")
+    listed = done("list", "--folder", folder)
+    assert len(listed.splitlines()) == 2 and "  a\\nb  two\\nlines \\x1b[31m" in listed
+    shown = done("show", "two\nlines \x1b[31m", "--folder", folder)
+    assert "\x1b" not in shown and "a\\nb.safetensors\n  name            two\\nlines" in shown
+    assert done("verify", "--all", "--folder", folder) == f"{folder}/a\\nb.safetensors: whole\n"

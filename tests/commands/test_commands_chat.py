@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def test_help_and_settings_are_listed(chat):
         ("/set top_p 7", "top_p is 7: expected a number above 0 and up to 1"),
         ("/set seed many", "seed is 'many': expected a whole number from 0"),
         ("/save", "/save needs the name of a file: /save FILE"),
+        ("/save!", "/save! needs the name of a file: /save! FILE"),
         ("/load /no/such/file", "/no/such/file cannot be read: No such file or directory"),
         ("/save /no/such/folder/file", "/no/such/folder/file cannot be written: No such file or directory"),
     ],
@@ -131,6 +133,67 @@ def test_saved_conversation_goes_on_where_it_was(chat, chat_engines, tmp_path):
     assert saved["messages"] == expected[1:3]
     assert (code, out) == (0, expected[-1]["content"] + "\n")
     assert err == f"Loaded 2 messages from {path}.\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["precious", "", "[1]", '{"format": 5}', '{"format": "edgellm"}', "\0", "[" * 100000]
+)
+def test_save_overwrites_no_file_but_conversations(chat, tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    code, _, err = chat(f"/save {path}\n")
+    assert code == 1
+    assert err == (
+        f"error: {path} is there and no conversation: choose another name, or overwrite it with /save! FILE\n"
+    )
+    assert path.read_text() == content
+    code, _, err = chat(f"/save! {path}\n/save {path}\n", "--system", "Be kind.")
+    assert (code, err) == (0, f"Saved 0 messages to {path}.\n" * 2)
+    assert json.loads(path.read_text())["system"] == "Be kind."
+    assert [file.name for file in tmp_path.iterdir() if "notes" in file.name] == ["notes.txt"]
+
+
+def test_save_overwrites_a_conversation_of_another_release(chat, tmp_path):
+    (tmp_path / "talk.json").write_text('{"format": "edgellm conversation 7"}')
+    code, _, _ = chat(f"/save {tmp_path / 'talk.json'}\n")
+    assert (code, json.loads((tmp_path / "talk.json").read_text())["format"]) == (0, "edgellm conversation 1")
+
+
+def test_a_failed_save_leaves_the_file_as_it_was(chat, tmp_path, monkeypatch):
+    path = tmp_path / "talk.json"
+    assert chat(f"/save {path}\n")[0] == 0
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for command in ("/save", "/save!"):
+        code, _, err = chat(f"{command} {path}\n", "--system", "Other.")
+        assert (code, err) == (1, f"error: {path} cannot be written: No space left on device\n")
+        assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if "talk" in file.name] == ["talk.json"]
+
+
+def test_a_conversation_is_saved_where_a_link_leads_to(chat, tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "talk.json")
+    (tmp_path / "notes.txt").write_text("precious")
+    (tmp_path / "linked notes").symlink_to(tmp_path / "notes.txt")
+    lines = f"/save {tmp_path / 'link.json'}\n/save {tmp_path / 'linked notes'}\n"
+    code, _, err = chat(lines)
+    assert code == 1 and err.count("Saved 0 messages") == 1
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "talk.json").is_file()
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+
+
+def test_what_is_no_ordinary_file_takes_no_conversation_and_gives_none(chat, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, words in (("pipe", "is no ordinary file"), ("folder", "is a directory")):
+        for command in ("/save", "/save!", "/load"):
+            code, _, err = chat(f"{command} {tmp_path / name}\n")
+            assert code == 1 and err.startswith(f"error: {tmp_path / name} {words}: expected the name of a file")
+    assert "/dev/zero is no ordinary file" in chat("/load /dev/zero\n")[2]
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -207,15 +270,89 @@ def test_sampling_defaults_come_from_the_model(chat, chat_engines, tmp_path):
 def test_a_full_context_is_said_and_the_chat_goes_on(chat, chat_engines):
     more = "more\n" * 5  # at least 25 tokens each
     code, out, err = chat(f"{'x' * 1440}\n{more}/reset\n/set max_tokens 4\nhello\n")
+    cut = f"The context is full ({CONTEXT} tokens), the answer was cut: /set max_tokens N keeps room for N."
+    left = f"The oldest question and its answer left the conversation, to make room in the context ({CONTEXT} tokens)."
     lines = err.splitlines()
-    assert lines[0] == f"The context is full ({CONTEXT} tokens), the answer was cut: /reset starts anew."
-    full = [
-        line for line in lines if re.fullmatch(rf"The context is full \(\d+ of {CONTEXT} tokens\): /reset .*", line)
-    ]
-    assert len(full) == len([line for line in lines if line.startswith("error: the prompt has")]) > 0
+    assert lines[0] == cut
+    assert left in lines and "error" not in err
     assert lines[-2:] == ["The conversation is forgotten.", "max_tokens 4"]
-    assert code == 1
+    assert code == 0
     assert out.endswith(answers(conversation(chat_engines, ["hello"], max_tokens=4)))
+
+
+def test_a_chat_goes_on_for_ever(chat, chat_engines):
+    asked = [f"{number} {'x' * 200}" for number in range(30)]
+    code, out, err = chat("\n".join(asked) + "\n/stats\n", "--max-tokens", 4, "--system", "Be kind.")
+    assert code == 0
+    with LLM(chat_engines, backend="numpy") as llm:
+        session = llm.create_session("Be kind.", SamplingParams(max_tokens=4))
+        responses = [session.send(question) for question in asked]
+    assert out == "".join(f"{response.text}\n" for response in responses)
+    dropped = [response.dropped_turns for response in responses if response.dropped_turns]
+    assert [int(count) for count in re.findall(r"The oldest (\d+) questions and their answers left", err)] == dropped
+    assert sum(dropped) >= 20
+    assert "session: 30 answers" in err
+
+
+def test_a_context_that_is_nearly_full_is_noted(chat):
+    err = chat(f"{'x' * 1300}\n", "--max-tokens", 60, "--stats")[2]
+    statistics, note = err.splitlines()
+    used = int(re.search(rf"context (\d+)/{CONTEXT}", statistics)[1])
+    assert used > 0.9 * CONTEXT
+    fills = f"fills {used} of the {CONTEXT} tokens of the context"
+    assert note == f"Note: the conversation {fills}: its oldest turns leave soon."
+    assert chat("hello\n", "--max-tokens", 60)[2] == ""
+
+
+def test_a_question_is_taken_back(chat, chat_engines):
+    lines = "hello\nwhy?\n/undo\nhow?\n/undo\n/undo\n/undo\n"
+    code, out, err = chat(lines, "--max-tokens", 4)
+    first = conversation(chat_engines, ["hello", "why?"], max_tokens=4)
+    second = conversation(chat_engines, ["hello", "how?"], max_tokens=4)
+    assert (code, out) == (1, answers(first) + answers(second[2:]))
+    taken_back = ["Taken back: why?", "Taken back: how?", "Taken back: hello"]
+    assert err.splitlines() == [*taken_back, "error: nothing was said yet: there is no turn to take back"]
+
+
+def test_a_question_is_answered_again(chat, chat_engines):
+    code, out, err = chat("/retry\nhello\n/retry\nwhy?\n", "--max-tokens", 4)
+    messages = conversation(chat_engines, ["hello", "why?"], max_tokens=4)
+    assert (code, out) == (1, answers(messages[:2]) + answers(messages))
+    assert err.splitlines() == [
+        "error: nothing was asked yet: there is no answer to give again",
+        "Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.",
+    ]
+
+
+def test_a_question_is_answered_again_with_another_seed(chat, tmp_path):
+    path = tmp_path / "talk.json"
+    sampling = ("--max-tokens", 12, "--temperature", 1.2, "--seed", 5)
+    lines = f"/set ignore_eos true\nhello\n/retry\n/retry\n/stats\n/save {path}\n/set seed\n"
+    code, out, err = chat(lines, *sampling)
+    assert code == 0
+    messages = json.loads(path.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert out.endswith(messages[1]["content"] + "\n")
+    first = chat("/set ignore_eos true\nhello\n", *sampling)[1]
+    assert out.startswith(first) and not out.endswith(first)
+    assert re.search(r"last answer: .* \| seed \d\d+$", err, re.MULTILINE)
+    assert err.splitlines()[-1] == "seed 5"  # the setting stays
+
+
+def test_the_last_questions_are_kept(chat, chat_engines):
+    lines = f"one\ntwo\nthree\n/trim 1\nfour\n/trim 7\n/trim\n/trim x\n/trim 1{'0' * 5000}\n"
+    code, out, err = chat(lines, "--max-tokens", 4)
+    everything = conversation(chat_engines, ["one", "two", "three"], max_tokens=4)
+    with LLM(chat_engines, backend="numpy") as llm:
+        fourth = llm.chat([*everything[4:], {"role": "user", "content": "four"}], SamplingParams(max_tokens=4)).text
+    assert (code, out) == (1, answers(everything) + fourth + "\n")
+    assert err.splitlines() == [
+        "2 questions and their answers left the conversation.",
+        "0 questions and their answers left the conversation.",
+        "error: /trim takes how many questions to keep, not '': /trim N",
+        "error: /trim takes how many questions to keep, not 'x': /trim N",
+        "error: /trim takes how many questions to keep, not '10000000000000000000': /trim N",
+    ]
 
 
 def test_a_question_longer_than_the_context(chat, chat_engines):

@@ -10,8 +10,11 @@ import pytest
 from command_line import Edgellm
 from PIL import Image
 from synthetic_images import synthetic_image
+from tiny_multimodal import FAMILIES
 
 from edgellm.commands.pictures import dropped_files
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 
@@ -110,6 +113,55 @@ def test_conversations_with_images_are_saved_and_loaded(
     cup.unlink()
     code, _, err = edgellm("chat", engines, lines=f"/load {file}\n")
     assert code == 1 and "cannot be read: No such file" in err
+
+
+@pytest.fixture(scope="module")
+def prompted(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a system prompt of its own, and another one for images."""
+    folder = tmp_path_factory.mktemp("prompted")
+    checkpoint = make_checkpoint(folder / "checkpoint", 0, **FAMILIES["qwen2_5_vl"])
+    (checkpoint / "system_prompt.txt").write_text("You are blind.\n")
+    (checkpoint / "system_prompt_image.txt").write_text("You see.\n")
+    build_engine_directory(checkpoint, folder / "engines", EngineLimits(1, 16, 256, image_rows=(64,)), [])
+    return folder / "engines"
+
+
+CHANGED = "The system prompt is now the model's own for images: /system shows it, /reset takes the first one."
+RETURNED = "The conversation is forgotten, and the system prompt is the first one again."
+
+
+def test_an_images_own_system_prompt_is_announced_and_reset_returns(
+    edgellm: Edgellm, prompted: Path, cup: Path
+) -> None:
+    shows = "The next question shows my cup's (1).png (20 x 24)."
+    lines = f"/system\n/image {cup}\n/system\n/image {cup}\n/reset\n/system\n/reset\n/image {cup}\n/system\n"
+    code, _, err = edgellm("chat", prompted, lines=lines)
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            *("You are blind.", shows, CHANGED, "You see.", shows, RETURNED, "You are blind."),
+            *("The conversation is forgotten.", shows, CHANGED, "You see."),
+        ],
+    )
+    _, _, err = edgellm("chat", prompted, "--image", cup, lines="/reset\n/system\n")
+    assert err.splitlines() == [shows, CHANGED, RETURNED, "You are blind."]
+
+
+def test_without_the_image_the_first_system_prompt_stands_again(edgellm: Edgellm, prompted: Path, cup: Path) -> None:
+    _, _, err = edgellm("chat", prompted, lines=f'/image {cup}\n/image ""\n/system\n')
+    assert err.splitlines()[-2:] == [
+        "The next question shows no image, and the system prompt is the first one.",
+        "You are blind.",
+    ]
+    _, _, err = edgellm("chat", prompted, lines=f'/image {cup}\nWhat?\n/image ""\n/system\n')
+    assert err.splitlines()[-2:] == ["The next question shows no image.", "You see."]
+
+
+def test_a_system_prompt_of_the_user_stays(edgellm: Edgellm, prompted: Path, cup: Path) -> None:
+    _, _, err = edgellm("chat", prompted, "--system", "Mine.", lines=f"/image {cup}\n/reset\n/system\n")
+    assert CHANGED not in err and err.splitlines()[-2:] == ["The conversation is forgotten.", "Mine."]
+    _, _, err = edgellm("chat", prompted, lines=f"/image {cup}\n/system Mine.\n/reset\n/system\n")
+    assert CHANGED in err and err.splitlines()[-2:] == ["The conversation is forgotten.", "Mine."]
 
 
 def test_statistics_count_images(edgellm: Edgellm, engines: Path, cup: Path) -> None:

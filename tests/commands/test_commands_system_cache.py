@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import Edgellm
 
@@ -16,6 +18,8 @@ from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
+from edgellm.snapshots.file import read_snapshot, write_snapshot
+from edgellm.snapshots.snapshot import Snapshot
 
 SYSTEM = "You are Pip."
 #: What the template makes of it up to the user's words: a token a byte, but for three special ones. With a draft, the
@@ -88,10 +92,74 @@ def test_generate_finds_a_snapshot_by_its_name(edgellm: Edgellm, engines: Path) 
         assert (warm["token_ids"], warm["adapter"]) == (cold["token_ids"], None)
 
 
-def test_a_snapshot_of_another_system_prompt_is_said(edgellm: Edgellm, engines: Path) -> None:
+def test_a_snapshot_brings_its_system_prompt(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
+    built(edgellm, engines, "--name", "pip")
+    config = tmp_path / "mine.yaml"
+    config.write_text("system: Another.\n")
+    expected = answered(engines, [("hello", None)])
+    common = (*COMMON[:2], *COMMON[4:])
+    for options in ((), ("--config", config)):
+        code, out, err = edgellm("chat", engines, *common, *options, "--system-cache", "pip", stdin="/system\nhello\n")
+        assert (code, out, err) == (0, f"{expected[0]}\n", f"{SYSTEM}\n")
+        command = ("generate", "hello", "-m", engines, *common, *options, "--json")
+        code, out, err = edgellm(*command, "--system-cache", "pip")
+        answer = json.loads(out)
+        assert (code, err, answer["text"], answer["usage"]["reused_tokens"]) == (0, "", expected[0], TOKENS - 1)
+    assert json.loads(edgellm(*command, "--system-cache", "")[1])["usage"]["reused_tokens"] == 0
+
+
+def test_another_system_prompt_beside_a_snapshot_is_refused(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
+    path = built(edgellm, engines, "--name", "pip")
+    (tmp_path / "other.txt").write_text("Be.\n")
+    (tmp_path / "same.txt").write_text(f"{SYSTEM}\n")
+    (tmp_path / "mine.yaml").write_text("system: Be.\nsystem_cache: pip\n")
+    refused = (
+        ("--system", "Be.", "--system-cache", path),
+        ("--system-file", tmp_path / "other.txt", "--system-cache", "pip"),
+        ("--config", tmp_path / "mine.yaml"),
+    )
+    for options in refused:
+        code, out, err = edgellm("generate", "hello", "-m", engines, *COMMON[:2], *options)
+        assert (code, out) == (1, "")
+        assert f"is of the system prompt {SYSTEM!r}, but 'Be.' is given (" in err and "): leave one of them out" in err
+    code, _, err = edgellm("chat", engines, "--system", "", "--system-cache", "pip", stdin="hello\n")
+    assert code == 1 and "but '' is given (--system, " in err
+    same = ("--system-file", tmp_path / "same.txt", "--system-cache", "pip", "--max-tokens", "1")
+    assert edgellm("generate", "hello", "-m", engines, *COMMON[:2], *same)[0] == 0
+
+
+def without_prompt(path: Path) -> None:
+    """Make a snapshot one of format 2, as the last release wrote it."""
+    snapshot = read_snapshot(path)
+    facts = replace(snapshot.facts, format_version=2)
+    tensors = {name: (facts.binding.dtype, snapshot.places[name].shape) for name in snapshot.rows}
+    old = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8))
+    for name in (*snapshot.rows, "token_ids"):
+        old.tensor(name)[...] = snapshot.tensor(name)
+    write_snapshot(path, old)
+
+
+def test_a_snapshot_of_the_format_before_is_used_and_brings_no_prompt(edgellm: Edgellm, engines: Path) -> None:
     path = built(edgellm, engines)
+    without_prompt(path)
+    assert b"edgellm_prompt" not in path.read_bytes()
+    assert json.loads(edgellm("cache", "show", path, "--json")[1])[0]["prompt"] is None
+    command = ("generate", "hello", "-m", engines, "--system-cache", path, "--json")
+    code, out, err = edgellm(*command, *COMMON)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["usage"]["reused_tokens"] == TOKENS - 1
     code, _, err = edgellm("chat", engines, *COMMON[:2], "--system", "Be.", "--system-cache", path, stdin="/exit\n")
     assert code == 0 and f"{path} is of another system prompt: it has 8 of the " in err
+
+
+def test_a_template_that_renders_a_cached_prompt_otherwise_is_said(
+    edgellm: Edgellm, engines: Path, tmp_path: Path
+) -> None:
+    path = built(edgellm, engines)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = (*COMMON[:2], "--system-cache", path, "--chat-template", tmp_path / "t.jinja")
+    code, _, err = edgellm("chat", engines, *options, stdin="/exit\n")
+    assert code == 0 and f"{path} is of another system prompt: it has 0 of the " in err
 
 
 @pytest.mark.parametrize(

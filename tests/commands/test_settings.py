@@ -64,6 +64,8 @@ def test_adapters_and_a_snapshot(tmp_path):
     assert settings.adapters == {"json": tmp_path / "loras/json", "style": Path("/s")}
     assert settings.system_cache == str(tmp_path / "pip.safetensors")
     assert load_settings(written(tmp_path / "name.yaml", "system_cache: pip")).system_cache == "pip"
+    (tmp_path / "pip").write_text("a file of that name is not what is meant")
+    assert load_settings(tmp_path / "name.yaml").system_cache == "pip"
 
 
 def test_where_the_users_file_is_found(tmp_path, monkeypatch):

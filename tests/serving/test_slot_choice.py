@@ -11,6 +11,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.decoding.slots import KVContents, SlotChoice, choose_slot
 from edgellm.drafting.config import DraftingConfig
 from edgellm.text.template import ChatTemplate
+from edgellm.text.turns import OngoingConversation
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 SYSTEM = [200, 201, 202, 203]
@@ -39,6 +40,21 @@ def test_another_conversation_that_begins_alike_is_left_as_it_is() -> None:
     assert choose_slot(contents, range(2), [*SYSTEM, 99, 98], None) == SlotChoice(0, copied=1)
     assert choose_slot(contents, range(1, 2), [*SYSTEM, 99, 98], None) == SlotChoice(1)  # there is no other
     assert choose_slot(slots(long, [7, 7]), range(2), [*SYSTEM, 99], None) == SlotChoice(0)  # it is the oldest itself
+
+
+def test_a_conversation_that_was_shortened_takes_its_own_slot() -> None:
+    mine = OngoingConversation()
+    contents = slots([*SYSTEM, *range(20)], [*SYSTEM, *range(30, 50)], [*SYSTEM, 60])
+    contents[1].conversation = mine
+    prompt = [*SYSTEM, 40, 41]
+    assert choose_slot(contents, range(3), prompt, None).taken != 1
+    assert choose_slot(contents, range(3), prompt, None, mine) == SlotChoice(1)
+    assert choose_slot(contents, range(3), prompt, None, OngoingConversation()).taken != 1
+    contents[1].bind("json")  # of no use for the prompt, but of no other use either
+    contents[1].conversation = mine
+    contents[2].replace([*SYSTEM, *range(60, 80)])
+    assert choose_slot(contents, range(3), prompt, None, mine) == SlotChoice(1, copied=2)
+    assert choose_slot(contents, range(2, 3), prompt, None, mine) == SlotChoice(2)  # its slot is running
 
 
 def test_rows_of_another_adapter_are_of_no_use() -> None:

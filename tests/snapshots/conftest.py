@@ -17,6 +17,7 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.snapshots.binding import LAYOUT, NONE, SnapshotBinding
 from edgellm.snapshots.snapshot import DIGEST, FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
 
@@ -25,9 +26,9 @@ HEADS, SIZE = 2, 8
 
 
 def _make_snapshot(token_ids: Sequence[int], seed: int = 0, **changes: object) -> Snapshot:
-    """A snapshot of one layer with random rows; `changes` are fields of its facts or its binding, or `states`."""
+    """A snapshot of one layer with random rows; `changes` are fields of its facts or binding, `states` and `prompt`."""
     random = np.random.default_rng(seed)
-    states = changes.pop("states", {})
+    states, prompt = changes.pop("states", {}), changes.pop("prompt", None)
     fields = BINDING.__dataclass_fields__
     binding = replace(BINDING, **{name: value for name, value in changes.items() if name in fields})
     count = len(token_ids)
@@ -37,10 +38,11 @@ def _make_snapshot(token_ids: Sequence[int], seed: int = 0, **changes: object) -
     if binding.has_draft:
         shapes |= {f"draft.{kind}_cache_0": (HEADS, count - 1, SIZE) for kind in "kv"}
     tensors = {name: (binding.dtype, shape) for name, shape in (shapes | states).items()}
-    snapshot = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8))
+    snapshot = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8), prompt)
     for name in tensors:
         values = snapshot.tensor(name)
-        values[...] = (random.standard_normal(values.shape) * 100).astype(values.dtype)
+        numbers = (random.standard_normal(values.shape) * 100).astype(np.float32)
+        values[...] = bfloat16_bits(numbers) if binding.dtype == "bfloat16" else numbers.astype(values.dtype)
     snapshot.tensor(TOKEN_IDS)[...] = token_ids
     assert not snapshot.tensor(DIGEST).any()
     return snapshot

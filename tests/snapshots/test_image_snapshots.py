@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
+from edgellm.commands.cache_prompts import with_cached_prompt
+from edgellm.commands.settings import Settings
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
@@ -19,7 +22,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import SnapshotError
+from edgellm.errors import RequestError, SnapshotError
 from edgellm.requests import Request, Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -27,6 +30,7 @@ from edgellm.snapshots.binding import NONE, snapshot_binding
 from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
+from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.text.stop import Answer
 from edgellm.text.tokenizer import Tokenizer
 
@@ -214,6 +218,12 @@ def test_a_system_prompt_may_show_an_image(make_checkpoint: Callable[..., Path],
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
         kept = runtime.generate_and_save_system_prompt_kv_cache(system(picture), path=tmp_path / "kept")
         assert kept.token_ids.count(IMAGE_TOKEN) == 6
+    record = read_snapshot(tmp_path / "kept").prompt
+    assert record is not None and PromptRecord.from_json(record.to_json()) == record
+    shown = [part for part in record.content if part["type"] == "image"]
+    assert len(shown) == 1 and re.fullmatch("[0-9a-f]{64}", shown[0]["digest"])
+    with pytest.raises(RequestError, match="is of a prompt with images or several parts"):
+        with_cached_prompt(Settings(system_cache=str(tmp_path / "kept")))
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy", snapshots=[tmp_path / "kept"]) as runtime:
         assert response(runtime, other).usage.reused_tokens <= kept.token_ids.index(IMAGE_TOKEN)
         found = response(runtime, picture)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import file as section_reading
+from edgellm.snapshots import staging as content_digest
 from edgellm.snapshots.file import Part, SectionReader
 
 SIZE, COUNT = 1000, 40
@@ -58,7 +58,7 @@ def test_every_part_has_its_bytes(reader: SectionReader, file: tuple[int, bytes]
     for number in (5, 0, COUNT - 1):
         reading.wait_for(number)
         assert memory[number].tobytes() == data[number * SIZE :][:SIZE]
-    digests = reading.digests()
+    digests = [found.digest for found in reading.findings()]
     assert memory.tobytes() == data
     expected = [hashlib.sha256(data[i * SIZE :][:SIZE]).digest() if is_hashed else b"" for i in range(COUNT)]
     assert digests == expected
@@ -67,7 +67,7 @@ def test_every_part_has_its_bytes(reader: SectionReader, file: tuple[int, bytes]
 def test_lines_of_a_part_may_lie_apart(reader: SectionReader, file: tuple[int, bytes]) -> None:
     descriptor, data = file
     memory = np.zeros((4, 7), np.uint8)
-    reader.read(descriptor, [Part(memory, 30, 100)], False).digests()
+    reader.read(descriptor, [Part(memory, 30, 100)], False).findings()
     assert [line.tobytes() for line in memory] == [data[30 + 100 * i :][:7] for i in range(4)]
 
 
@@ -76,7 +76,7 @@ def test_a_file_that_ends_too_early(reader: SectionReader, file: tuple[int, byte
     memory = np.zeros((3, 1, SIZE), np.uint8)
     reading = reader.read(descriptor, [Part(memory[i], len(data) - 2500 + i * SIZE, SIZE) for i in range(3)], True)
     with pytest.raises(SnapshotError, match="shorter than it was"):
-        reading.digests()
+        reading.findings()
     reading.stop()
 
 
@@ -96,8 +96,8 @@ def test_nothing_is_read_after_a_stop(
     descriptor, _ = file
     memory = np.zeros((COUNT, 1, SIZE), np.uint8)
     begun = []
-    digest = section_reading.section_digest
-    monkeypatch.setattr(section_reading, "section_digest", lambda part: begun.append(1) or digest(part))
+    digest = content_digest.section_digest
+    monkeypatch.setattr(content_digest, "section_digest", lambda part: begun.append(1) or digest(part))
     reading = reader.read(descriptor, [Part(memory[i], i * SIZE, SIZE) for i in range(COUNT)], True)
     reading.wait_for(0)
     reading.stop()

@@ -23,6 +23,7 @@ from edgellm.errors import SnapshotError
 from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
 from edgellm.snapshots import snapshot, transfer
+from edgellm.snapshots import staging as content_digest
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -116,8 +117,8 @@ def test_a_file_is_hashed_once_unless_it_changes(slots: Slots, tmp_path: Path, m
     path, _ = snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
     expected = rows_of(runner, 1, len(SYSTEM))
     hashed = []
-    digest = section_reading.section_digest
-    monkeypatch.setattr(section_reading, "section_digest", lambda part: hashed.append(part.nbytes) or digest(part))
+    digest = content_digest.section_digest
+    monkeypatch.setattr(content_digest, "section_digest", lambda part: hashed.append(part.nbytes) or digest(part))
 
     def restored() -> int:
         forget(runner)

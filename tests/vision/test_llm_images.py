@@ -14,8 +14,10 @@ from tiny_multimodal import IMAGE_TOKEN
 from edgellm.asynchronous import AsyncLLM
 from edgellm.errors import ImageError, RequestError
 from edgellm.llm import LLM
+from edgellm.multimodal.image_input import read_image
 from edgellm.requests import Request
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.messages import images_of_messages
 from edgellm.text.template import ChatTemplate
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -54,6 +56,30 @@ def test_a_session_remembers_images(llm: LLM) -> None:
     assert second == llm.chat(messages, PARAMS).text
     messages[1]["content"] = parts(OTHER, "What is it?")
     assert second != llm.chat(messages, PARAMS).text
+
+
+def test_images_leave_a_session_with_their_turns(
+    llm: LLM, seeing_engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(
+        "edgellm.vision.encoder.read_image", lambda *image, **more: read.append(image) or read_image(*image, **more)
+    )
+    session, dropped = llm.create_session(parts(OTHER, "Look."), PARAMS), 0
+    with LLM(seeing_engines("qwen3_vl"), backend="numpy", drafting=None) as cold:
+        for number in range(12):
+            shown = len(images_of_messages(session.messages)) + number % 2
+            read.clear()
+            response = session.send(parts(PIXELS[: 12 + number], str(number)) if number % 2 else str(number))
+            assert len(read) == shown  # once each, also those that leave
+            kept = session.messages[:-1]
+            assert kept[0]["content"] == parts(OTHER, "Look.")
+            cold.handle([Request([slot], params=SamplingParams(max_tokens=1)) for slot in (5, 6)])
+            expected = cold.chat(kept, PARAMS)
+            assert (response.token_ids, expected.usage.reused_tokens) == (expected.token_ids, 0)
+            assert response.usage.prompt_tokens == expected.usage.prompt_tokens <= llm.context_length - 8
+            dropped += response.dropped_turns
+    assert dropped > 5
 
 
 def test_requests_with_images_share_batches(llm: LLM) -> None:

@@ -80,7 +80,7 @@ def reading_speed(path: Path, memory: np.ndarray, threads: int, is_hashed: bool,
     """Milliseconds in which so many threads read a snapshot's file into `memory` [bytes] uint8, and hash it or not."""
     sections = read_snapshot(path).sections
     parts = [
-        Part(memory[start : start + section.nbytes].reshape(1, -1), section.offset, section.nbytes)
+        Part(memory[start : start + section.nbytes].reshape(1, -1), section.offset, section.nbytes, section)
         for section in sections
         for start in [section.offset]
     ]
@@ -89,7 +89,7 @@ def reading_speed(path: Path, memory: np.ndarray, threads: int, is_hashed: bool,
     with path.open("rb") as file:
         for _ in range(repeats):
             started = time.perf_counter()
-            reader.read(file.fileno(), parts, is_hashed).digests()
+            reader.read(file.fileno(), parts, is_hashed).findings()
             times.append((time.perf_counter() - started) * 1000)
     reader.close()
     return statistics.median(times)

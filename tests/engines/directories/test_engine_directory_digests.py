@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from edgellm.engines.directories.digests import (
     FileDigest,
     current_digest,
     hash_file,
+    is_known_finite,
     recall_digest,
     remember_digest,
+    remember_finite,
 )
 from edgellm.kernels.atomic_write import write_atomically
 
@@ -106,6 +109,46 @@ def test_damaged_memory_is_ignored(large_file: Path, own_cache: Path, record: by
     (stored,) = (own_cache / "digests").iterdir()
     stored.write_bytes(record)
     assert recall_digest(large_file) is None
+    assert current_digest(large_file) == hash_file(large_file)
+
+
+def known(path: Path, *tensors: str) -> bool:
+    return is_known_finite(path, path.stat(), tensors)
+
+
+def test_what_was_found_is_remembered_of_each_set_of_tensors(large_file: Path) -> None:
+    remember_finite(large_file, large_file.stat(), ["a", "b"])
+    assert not known(large_file, "a", "b")  # without a digest there is nothing to remember it with
+    current_digest(large_file)
+    remember_finite(large_file, large_file.stat(), ["a", "b"])
+    remember_finite(large_file, large_file.stat(), ["c"])
+    remember_finite(large_file, large_file.stat(), ["a", "b"])
+    assert known(large_file, "b", "a") and known(large_file, "c")
+    assert not known(large_file, "a") and not known(large_file, "a", "b", "c")
+    assert recall_digest(large_file) == hash_file(large_file)
+
+
+@pytest.mark.parametrize("change", ["time", "content"])
+def test_what_was_found_holds_for_a_content(large_file: Path, change: str) -> None:
+    current_digest(large_file)
+    before = large_file.stat()
+    remember_finite(large_file, before, ["a"])
+    if change == "content":
+        change_unseen(large_file)
+    os.utime(large_file)
+    assert not known(large_file, "a")
+    remember_finite(large_file, before, ["a"])  # of the file as it was
+    assert not known(large_file, "a")
+    current_digest(large_file)
+    assert known(large_file, "a") == (change == "time")
+
+
+@pytest.mark.parametrize("finite", ["no list", [5], {"a": 1}, None])
+def test_damaged_findings_are_none(large_file: Path, own_cache: Path, finite: object) -> None:
+    current_digest(large_file)
+    (stored,) = (own_cache / "digests").iterdir()
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"finite": finite}))
+    assert not known(large_file, "a")
     assert current_digest(large_file) == hash_file(large_file)
 
 

@@ -1,0 +1,136 @@
+"""The turns of a conversation, and how many of the oldest leave where it outgrows the context."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, get_args
+
+from edgellm.errors import ContextError, RequestError
+
+#: What a conversation does that outgrows the context: its oldest turns leave, or its next message raises ContextError.
+Overflow = Literal["drop_oldest", "error"]
+
+#: About as many characters of a message are its role and what the template puts around it.
+_FRAME = 20
+_CHARACTERS_OF_A_TOKEN = 4
+#: Of the tokens that are to stay: with so many the search for more of them ends.
+_NEAR = 0.85
+#: How often it is guessed by the turns' sizes; then the search halves what is left.
+_GUESSES = 4
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, eq=False)
+class OngoingConversation:
+    """What requests have in common that go on one conversation: each object is another one."""
+
+    overflow: Overflow = "drop_oldest"
+
+    def __post_init__(self) -> None:
+        if self.overflow not in get_args(Overflow):
+            expected = " or ".join(map(repr, get_args(Overflow)))
+            raise RequestError(f"overflow is {self.overflow!r}: expected {expected}")
+
+
+class Dropped(NamedTuple):
+    """What left a conversation before an answer: so many turns, of so many messages in all."""
+
+    turns: int = 0
+    messages: int = 0
+
+
+def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Where the turns of a conversation begin; what comes before the first is its system prompt.
+
+    A turn is a user's message with all that answers it: calls of tools, their results, the model's words. A system
+    message later on belongs to the turn that it stands before. Where a conversation does not begin with the user, what
+    comes before his first message is a turn, too.
+    """
+    roles = [message["role"] for message in messages]
+    first = next((place for place, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
+    return [
+        place
+        for place in range(first, len(roles))
+        if place == first
+        or (roles[place] in ("user", *_SYSTEM_ROLES) and not (place > first and roles[place - 1] in _SYSTEM_ROLES))
+    ]
+
+
+def without_oldest(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """A conversation without the first `count` messages behind its system prompt."""
+    first = next(iter(turn_starts(messages)), len(messages))
+    return [*messages[:first], *messages[first + count :]]
+
+
+def turn_sizes(messages: Sequence[dict[str, Any]], starts: Sequence[int], image_tokens: Sequence[int]) -> list[float]:
+    """About how many tokens the turns have that begin at `starts`; each message has so many of images."""
+    sizes = [
+        tokens + (_FRAME + _characters(message.get("content"))) / _CHARACTERS_OF_A_TOKEN
+        for message, tokens in zip(messages, image_tokens, strict=True)
+    ]
+    return [sum(sizes[start:end]) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def _characters(content: Any) -> int:
+    if isinstance(content, list):
+        return sum(len(part.get("text") or "") for part in content)
+    return len(content or "")
+
+
+def turns_to_drop(
+    prompt_tokens: Callable[[int], int], sizes: Sequence[float], context_length: int, max_tokens: int | None = None
+) -> int:
+    """How many of the oldest turns leave before the last one, which stays, is answered.
+
+    `prompt_tokens(n)` are the tokens of the prompt without the n oldest turns, which takes a rendering to say; `sizes`
+    are about how many each turn has, for it to be asked few times.
+
+    None leave where room is left for an answer: for `max_tokens`; for a quarter of the context where there is no such
+    limit, or so much room cannot be made; where that cannot be made either, for half of what the system prompt and the
+    last turn leave. Else so many leave at once, down to about half of the context, that several turns fit before it
+    comes to that again: these find all that stayed in the KV cache. (With more room than a quarter it is two thirds of
+    what that leaves, and never less than the middle between that and what has to stay.)
+
+    Raises ContextError where the last turn does not even fit alone, behind the system prompt.
+    """
+    quarter = max(1, context_length // 4)
+    room = quarter if max_tokens is None or max_tokens >= context_length else max_tokens
+    if prompt_tokens(0) <= context_length - room:
+        return 0
+    turns = len(sizes)
+    least = prompt_tokens(turns - 1)
+    if least >= context_length:
+        raise ContextError(
+            f"the prompt has {least} tokens{', even without the earlier turns,' if turns > 1 else ''} and the context "
+            f"{context_length}, of which at least one is for the answer: shorten the message or the system prompt, or "
+            "build with a larger --kv-capacity",
+            least + 1,
+            context_length,
+        )
+    limits = context_length - room, context_length - quarter, (least + context_length) // 2
+    limit = next(limit for limit in limits if least <= limit)
+    if prompt_tokens(0) <= limit:
+        return 0
+    goal = max(min(context_length // 2, limit * 2 // 3), (least + limit) // 2)
+    return _fewest(prompt_tokens, sizes, goal)
+
+
+def _fewest(prompt_tokens: Callable[[int], int], sizes: Sequence[float], goal: int) -> int:
+    """The fewest turns, or a few more, without which a prompt has up to `goal` tokens. As many as can leave are enough
+    for that, and none are too few."""
+    low, high, guesses = 0, len(sizes) - 1, 0
+    while high - low > 1 and prompt_tokens(high) < _NEAR * goal:
+        leaving = list(accumulate(sizes[low:high]))
+        before, after = prompt_tokens(low), prompt_tokens(high)
+        share = (before - (1 + _NEAR) / 2 * goal) / max(1, before - after)
+        place = low + 1 + bisect_left(leaving, share * leaving[-1])
+        middle = (low + high) // 2 if guesses >= _GUESSES else min(max(place, low + 1), high - 1)
+        guesses += 1
+        if prompt_tokens(middle) <= goal:
+            high = middle
+        else:
+            low = middle
+    return high
