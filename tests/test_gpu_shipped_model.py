@@ -174,7 +174,7 @@ def test_capture_failure_costs_one_warning_and_no_function(
         def fail(step: object) -> None:
             raise RuntimeError("capture is not possible")
 
-        runner.backend.device._capture = fail
+        runner.backend._capture = fail
         assert greedy_tokens(runner, prompts[0], 8) == expected
     assert sum("capture" in record.message for record in caplog.records) == 1
 

@@ -109,7 +109,7 @@ class CudaDevice:
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
         major, minor = device.compute_capability()
         self.compute_capability = f"sm_{major}{minor}"
-        self.name = device.name()
+        self.gpu_name = device.name()
 
     def free_memory(self) -> tuple[int, int]:
         """Bytes free and bytes in all."""

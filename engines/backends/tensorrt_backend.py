@@ -8,10 +8,8 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from edgellm.engines.backends.base import Engine
-from edgellm.engines.backends.cuda_device import CudaDevice, DeviceReadback, DeviceTimestamp, DeviceTransfer
+from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
@@ -35,8 +33,11 @@ from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
 logger = logging.getLogger("edgellm.tensorrt")
 
 
-class TensorRTBackend:
-    """See `edgellm.engines.backends.base.Backend`. Used from the thread that made it."""
+class TensorRTBackend(CudaDevice):
+    """See `edgellm.engines.backends.base.Backend`: the device, with the engines and kernels that run on it.
+
+    It is used from the thread that made it.
+    """
 
     name = "tensorrt"
     steps_ahead = 1
@@ -47,23 +48,24 @@ class TensorRTBackend:
         self._directory = directory
         self.compute_dtype = directory.dtype
         self._library = load_tensorrt()
+        self._opened: ExitStack | None = None
         with ExitStack() as opened:
-            self.device = CudaDevice()
-            opened.callback(self.device.close)
-            self._decode_kernels = CudaDecodeKernels(self.device.compute_capability, self.device.stream.handle)
+            super().__init__()
+            opened.callback(super().close)
+            self._decode_kernels = CudaDecodeKernels(self.compute_capability, self.stream.handle)
             opened.callback(self._decode_kernels.close)
             self._load()
             self._opened = opened.pop_all()
 
     def _load(self) -> None:
-        limits, capability = self._directory.limits, self.device.compute_capability
+        limits, capability = self._directory.limits, self.compute_capability
         most = limits.max_batch * max((1, *limits.verify_sizes))
-        self.kernels = CudaKernels(self.device.stream, self._decode_kernels, max_batch=most)
+        self.kernels = CudaKernels(self.stream, self._decode_kernels, max_batch=most)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
         self._engines: list[TensorRTEngine | CudaKernelEngine] = []
-        self._scratch = self.device.empty((0,), "uint8")
+        self._scratch = self.empty((0,), "uint8")
 
     @cached_property
     def draft_tree(self) -> CudaDraftTree:
@@ -81,52 +83,8 @@ class TensorRTBackend:
         return CudaImageKernels(self._decode_kernels)
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Uninitialized device memory."""
-        return self.device.empty(shape, self.compute_dtype if dtype == "compute" else dtype)
-
-    def zeros(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Zeroed device memory."""
-        return self.device.zeros(shape, self.compute_dtype if dtype == "compute" else dtype)
-
-    def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Zeroed pinned memory that kernels write."""
-        return self.device.host_visible(shape, dtype)
-
-    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
-        """Copy to the device, on the stream."""
-        self.device.upload(array, values)
-
-    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
-        """Copy on the device, on the stream."""
-        self.device.copy(target, source)
-
-    def read(self, array: DeviceArray) -> DeviceReadback:
-        """Start a copy to pinned memory, or note when what is in pinned memory already is complete."""
-        return self.device.read(array)
-
-    def host_memory(self, nbytes: int) -> np.ndarray:
-        """Pinned memory."""
-        return self.device.host_memory(nbytes)
-
-    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """Copy to the device, on the stream."""
-        return self.device.upload_rows(target, values, rows)
-
-    def begin_beside(self) -> None:
-        """Let the stream of copies wait for the stream."""
-        self.device.begin_beside()
-
-    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """Copy to the device, on a stream of its own."""
-        return self.device.upload_rows_beside(target, values, rows)
-
-    def wait_for(self, transfer: DeviceTransfer) -> None:
-        """Let the stream wait."""
-        self.device.wait_for(transfer)
-
-    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """Copy to the host, on the stream."""
-        return self.device.download_rows(source, values, rows)
+        """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
+        return super().empty(shape, self.compute_dtype if dtype == "compute" else dtype)
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -137,7 +95,7 @@ class TensorRTBackend:
         for spec, offset, values in iterate_weight_parts(checkpoint, specs, self.compute_dtype):
             whole = weights[spec.name]
             part = DeviceArray(whole.pointer + offset, values.shape, whole.dtype, whole.owner)
-            self.device.upload(part, values)
+            self.upload(part, values)
             done += values.nbytes
             if progress:
                 progress(done, total)
@@ -155,10 +113,10 @@ class TensorRTBackend:
 
         All are looked at before one of the results is read, which waits for the uploads, too.
         """
-        found = self.device.zeros((max(1, len(tensors)),), "int64")
+        found = self.zeros((max(1, len(tensors)),), "int64")
         for number, tensor in enumerate(tensors.values()):
             self.kernels.first_not_finite(tensor, found[number : number + 1])
-        return dict(zip(tensors, self.device.download(found)[: len(tensors)].tolist(), strict=True))
+        return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""
@@ -204,35 +162,26 @@ class TensorRTBackend:
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
         self._runtime_cache.save()  # by now every engine is loaded
-        free, total = self.device.free_memory()
+        free, total = self.free_memory()
         if plan.total > free:
             raise DeviceMemoryError(
                 f"The model needs {plan.total / MEBIBYTE:.0f} MiB; {free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB "
-                f"of {self.device.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
+                f"of {self.gpu_name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
-        self._scratch = self.device.empty((self.scratch_bytes(),), "uint8")
+        self._scratch = self.empty((self.scratch_bytes(),), "uint8")
         for engine in self._engines:
-            engine.attach(self.device, self._scratch)
-
-    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
-        """A CUDA graph of the step, or the step itself where capturing fails."""
-        return self.device.capture(step, name)
-
-    def timestamp(self) -> DeviceTimestamp:
-        """An event on the stream."""
-        return self.device.timestamp()
-
-    def synchronize(self) -> None:
-        """Wait for the stream."""
-        self.device.synchronize()
+            engine.attach(self, self._scratch)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""
+        if self._opened is None:
+            return
         self._engines.clear()
         self._runtime = None
         self._scratch = None
-        self._opened.close()
+        opened, self._opened = self._opened, None
+        opened.close()
 
 
 class _Logger:

@@ -35,7 +35,7 @@ TOLERANCES = {"float16": 0.01, "bfloat16": 0.08}
 
 def values_of(backend: Backend, array: DeviceArray) -> np.ndarray:
     """A device array of compute dtype as float32."""
-    stored = backend.device.download(array)
+    stored = backend.download(array)
     values = np.empty(stored.shape, np.float32)
     float32_into(stored, backend.compute_dtype, values)
     return values

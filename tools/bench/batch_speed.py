@@ -72,7 +72,7 @@ def step_milliseconds(runner: Runner, prompts: list[list[int]], steps: int) -> f
         for _ in range(3):
             base.decode(batch).wait()
         (step,) = next(launches for key, launches in base._steps.captures.items() if key[0] == batch)
-        spans.append(gpu_milliseconds(runner.backend.device.stream, step, steps, series=1))
+        spans.append(gpu_milliseconds(runner.backend.stream, step, steps, series=1))
         for slot in range(batch):
             base.stop(slot)
     return statistics.median(spans)

@@ -70,7 +70,7 @@ class RoundBench:
 
     def __init__(self, runner: EagleRunner) -> None:
         self.runner, self.backend = runner, runner.backend
-        self.stream = runner.backend.device.stream
+        self.stream = runner.backend.stream
         self.forced = ForcedAcceptance(runner.backend)
         runner.verification.before_acceptance = self.forced
         self._prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, PROMPT_TOKENS)]
@@ -259,7 +259,7 @@ def main() -> None:
     with open_runner("tensorrt", plain_directory) as plain:
         runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
         try:
-            results["gpu"] = runner.backend.device.name
+            results["gpu"] = runner.backend.gpu_name
             bench = RoundBench(runner)
             results["rounds"] = []
             for plan in plans:

@@ -64,7 +64,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
     started = time.perf_counter()
     with open_runner("tensorrt", directory) as runner:
         results["open_seconds"] = time.perf_counter() - started
-        stream, backend = runner.backend.device.stream, runner.backend
+        stream, backend = runner.backend.stream, runner.backend
         prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, len(PROMPT))]
 
         def fill() -> None:

@@ -50,7 +50,7 @@ def random_adapter(config: DecoderConfig, rank: int, seed: int) -> LoraAdapter:
 
 def step_milliseconds(runner: BaseEngineRunner, name: str | None) -> dict[str, float]:
     """The decode step behind the prompt, free-running, and the prefill of the prompt."""
-    stream, spans = runner.backend.device.stream, []
+    stream, spans = runner.backend.stream, []
     for _ in range(5):  # each series begins at the same length, which grows with every step
         runner.set_adapter(0, name)
         runner.start(0, PROMPT, 0, SamplingValues()).wait()
@@ -75,13 +75,13 @@ def bare_plan_milliseconds(runner: BaseEngineRunner) -> float:
     """TensorRT's decode engine without adapters, as a graph, on the state that the runner is in."""
     shape = next(shape for shape in runner.limits.engine_shapes() if shape.phase == "decode")
     engine = runner.backend._plan_engine(shape)
-    engine.attach(runner.backend.device, runner.backend.empty((max(1, engine.scratch_bytes),), "uint8"))
+    engine.attach(runner.backend, runner.backend.empty((max(1, engine.scratch_bytes),), "uint8"))
     bindings = runner.engine_weights() | runner._step_inputs(shape)
     for name, cache in runner.caches.items():
         bindings[name] = bindings[f"present_{name}"] = cache[:1]
     engine.bind(bindings | {"logits": runner._logits[:1].reshape(1, 1, runner.config.vocab_size)})
     engine.enqueue()
-    return gpu_milliseconds(runner.backend.device.stream, runner.backend.capture(engine.enqueue, "the plan"), 50)
+    return gpu_milliseconds(runner.backend.stream, runner.backend.capture(engine.enqueue, "the plan"), 50)
 
 
 def switch_milliseconds(runner: BaseEngineRunner, names: list[str]) -> list[float]:

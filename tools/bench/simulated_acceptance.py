@@ -43,8 +43,8 @@ class ForcedAcceptance:
     """A hook for `TreeVerification.before_acceptance` that fixes the accepted length of each round (batch 1)."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self._stream = backend, backend.device.stream
-        self._function = _load(backend.device.compute_capability)
+        self._backend, self._stream = backend, backend.stream
+        self._function = _load(backend.compute_capability)
         self._schedule = backend.zeros((SCHEDULE_ROUNDS,), "int32")
         self._round = backend.zeros((1,), "int32")
 

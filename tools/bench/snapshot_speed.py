@@ -109,7 +109,7 @@ def copy_milliseconds(opened: Opened, snapshot: Snapshot, repeats: int) -> dict[
     import pycuda.driver as cuda
 
     runner = opened.runner
-    uploader, stream = Uploader(runner.backend), runner.backend.device.stream
+    uploader, stream = Uploader(runner.backend), runner.backend.stream
     copies = [
         RowCopy(f"base.{name}", slot_rows(cache, 0), snapshot.tensor(f"base.{name}"), snapshot.facts.tokens)
         for name, cache in runner.base.caches.items()

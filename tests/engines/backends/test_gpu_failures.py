@@ -66,13 +66,16 @@ def test_a_capture_that_fails_leaves_no_graph(monkeypatch):
 
 def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     log: list[str] = []
-    device = SimpleNamespace(compute_capability="sm_90", stream=FailingStream(), close=lambda: log.append("closed"))
+
+    def open_device(device: CudaDevice) -> None:
+        device.compute_capability, device.stream = "sm_90", FailingStream()
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
 
     monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
-    monkeypatch.setattr(tensorrt_backend, "CudaDevice", lambda: device)
+    monkeypatch.setattr(CudaDevice, "__init__", open_device)
+    monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
     monkeypatch.setattr(tensorrt_backend, "CudaDecodeKernels", lambda capability, stream: kernels)
     monkeypatch.setattr(tensorrt_backend, "CudaKernels", refuse)

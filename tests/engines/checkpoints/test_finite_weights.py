@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,12 +222,9 @@ def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str
             NumpyKernels().first_not_finite(view(values), view(index))
 
     backend.compute_dtype, backend.kernels = dtype, Kernels()
-    backend.device = SimpleNamespace(
-        empty=zeros,
-        zeros=zeros,
-        upload=lambda array, values: np.copyto(view(array), values),
-        download=lambda array: read.append(array.size) or view(array),
-    )
+    backend.empty = backend.zeros = lambda shape, kind: zeros(shape, dtype if kind == "compute" else kind)
+    backend.upload = lambda array, values: np.copyto(view(array), values)
+    backend.download = lambda array: read.append(array.size) or view(array)
     return {name: view(array) for name, array in backend.load_weights(checkpoint, specs).items()}, read
 
 

@@ -105,7 +105,7 @@ def test_captured_rounds_equal_uncaptured_ones_and_stages_captured_alone(
     found = []
     for refused in ("none", "whole", "all"):
         with open_eagle(directory, "tensorrt") as runner, caplog.at_level(logging.WARNING):
-            capture = runner.backend.device._capture
+            capture = runner.backend._capture
             taken: list[str] = []
 
             def limited(step, capture=capture, refused=refused, taken=taken) -> Callable[[], None]:
@@ -115,7 +115,7 @@ def test_captured_rounds_equal_uncaptured_ones_and_stages_captured_alone(
                 taken.append("whole" if is_whole else "stage")
                 return capture(step)
 
-            with patch.object(runner.backend.device, "_capture", limited):  # which holds the device
+            with patch.object(runner.backend, "_capture", limited):  # which holds the device
                 found.append(answers(runner, PROMPTS[:1], [GREEDY], PLANS[2]))
             assert {"none": "whole" in taken, "whole": "stage" in taken, "all": not taken}[refused]
     assert found[0] == found[1] == found[2]
