@@ -23,6 +23,7 @@ from PIL import Image
 
 import edgellm
 from edgellm.commands.app import create_app
+from edgellm.commands.chat_commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
@@ -56,7 +57,8 @@ def blocks(text: Path) -> list[Block]:
     content = text.read_text(encoding="utf-8")
     found = list(_FENCE.finditer(content))
     made = []
-    for match, following in zip(found, [*found[1:], None], strict=True):
+    for index, match in enumerate(found):
+        following = found[index + 1] if index + 1 < len(found) else None
         output = None
         if following is not None and following[1] == "text" and not content[match.end() : following.start()].strip():
             output = following[2]
@@ -98,7 +100,7 @@ def test_python_examples_run(text: Path, workplace: Path) -> None:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 # Tracebacks name the line in the text.
-                exec(compile("\n" * block.line + block.content, str(text), "exec"), names)  # noqa: S102
+                exec(compile("\n" * block.line + block.content, str(text), "exec"), names)
             if block.shown_output is not None:
                 assert without_figures(printed.getvalue()) == without_figures(block.shown_output)
     finally:
@@ -263,3 +265,8 @@ def test_messages_on_the_page_of_errors_are_the_code_s() -> None:
     code = strings_of_the_code()
     absent = [m for m in messages if not re.search("[^\n]*".join(map(re.escape, m.split("…"))), code)]
     assert absent == []
+
+
+def test_every_slash_command_has_its_line() -> None:
+    page = (PAGES / "guides" / "chat.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"`/{name}" not in page] == []

@@ -35,6 +35,7 @@ PROMPT = ">>> "
 _SECONDS = 120.0
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[=>]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _CHARACTER, _LINE, _MARGIN, _BAR = 7.83, 19, 18, 30
+_FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 _PAPER, _TEXT, _QUESTION, _COUNTS = "#1b1f27", "#d8dee9", "#8fd3a5", "#7b8698"
 
 
@@ -80,7 +81,7 @@ def drawn(shown: str, title: str) -> str:
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" rx="10" fill="{_PAPER}"/>',
         *(f'<circle cx="{_MARGIN + 18 * n}" cy="18" r="5.5" fill="#4c5566"/>' for n in range(3)),
-        f'<text x="{width / 2}" y="22" text-anchor="middle" font-family="sans-serif" font-size="12" '
+        f'<text x="{width / 2}" y="22" text-anchor="middle" font-family="{_FONTS}" font-size="12" '
         f'fill="{_COUNTS}">{escape(title)}</text>',
         '<g font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="13" '
         'xml:space="preserve">',

@@ -17,6 +17,7 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"
 DECODING, DRAFTING = RESULTS / "2026-11-22-h200-decode.json", RESULTS / "2026-11-22-h200-eagle.json"
 #: Those of the chart, in its order; the file has more.
 CONFIGURATIONS = ("chain 2", "chain 5", "tree 10/4/16", "tree 10/5/32", "tree 10/6/60")
+_FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 _WIDTH, _LABELS, _BARS, _ROW, _TOP = 760, 230, 330, 30, 74
 _YARDSTICK, _PLAIN, _DRAFTED = "#9aa3af", "#3b6ea5", "#5b8c5a"
 
@@ -43,7 +44,7 @@ def bars(decoding: dict[str, Any], drafting: dict[str, Any]) -> list[Bar]:
 
 
 def _drafted(found: dict[str, Any]) -> Bar:
-    note = f"{found['simulated_mean']:.1f} tokens a round"
+    note = f"{found['found_mean']:.2f} tokens a round"
     return Bar(f"EAGLE, {found['configuration']}", found["tokens_per_second"], _DRAFTED, note)
 
 
@@ -53,7 +54,7 @@ def chart(rows: Sequence[Bar], lines: Sequence[str]) -> str:
     title, *more = lines
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="13" role="img" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="{_FONTS}" font-size="13" role="img" '
         f'aria-label="{escape(title)}">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
