@@ -13,22 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncLLM
+    from edgellm.drafting.acceptance import DraftingStatistics
     from edgellm.drafting.config import DraftingConfig
+    from edgellm.drafting.controller import DraftingReport
     from edgellm.errors import (
         AdapterError,
         ContextError,
         EdgeLLMError,
+        EngineDirectoryError,
+        EngineError,
         ImageError,
         QueueFullError,
         RequestError,
         SnapshotError,
+        TemplateError,
     )
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.requests import Chunk, Request, Response
-    from edgellm.runtime import SpecDecodeRuntime
+    from edgellm.requests import Chunk, Messages, Request, Response, StopWhen, Timings, TokenLogprobs, Usage
+    from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
-    from edgellm.sessions import Session
+    from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
+    from edgellm.sessions import Content, Session
+    from edgellm.snapshots.system_prompt import CachedPrompt
+    from edgellm.text.stop import FinishReason
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -56,14 +64,25 @@ if not Path(__file__).with_name("engines").is_dir():
 
 __all__ = [
     "LLM",
+    "SHIPPED_MODEL",
     "AdapterError",
+    "AsyncGeneration",
     "AsyncLLM",
+    "AsyncSession",
+    "CachedPrompt",
     "Chunk",
+    "Content",
     "ContextError",
     "DraftingConfig",
+    "DraftingReport",
+    "DraftingStatistics",
     "EdgeLLMError",
+    "EngineDirectoryError",
+    "EngineError",
+    "FinishReason",
     "Generation",
     "ImageError",
+    "Messages",
     "QueueFullError",
     "Request",
     "RequestError",
@@ -72,26 +91,47 @@ __all__ = [
     "Session",
     "SnapshotError",
     "SpecDecodeRuntime",
+    "StopWhen",
+    "TemplateError",
+    "Timings",
+    "TokenLogprobs",
+    "Usage",
 ]
 
 _MODULES = {
-    "LLM": "edgellm.llm",
-    "Chunk": "edgellm.requests",
-    "Response": "edgellm.requests",
-    "SamplingParams": "edgellm.sampling_params",
-    "DraftingConfig": "edgellm.drafting.config",
+    "AsyncGeneration": "edgellm.serving.async_generation",
+    "AsyncSession": "edgellm.serving.async_generation",
     "AsyncLLM": "edgellm.asynchronous",
-    "Request": "edgellm.requests",
-    "SpecDecodeRuntime": "edgellm.runtime",
-    "Session": "edgellm.sessions",
-    "Generation": "edgellm.generation",
-    "QueueFullError": "edgellm.errors",
+    "DraftingConfig": "edgellm.drafting.config",
+    "DraftingReport": "edgellm.drafting.controller",
+    "DraftingStatistics": "edgellm.drafting.acceptance",
     "AdapterError": "edgellm.errors",
     "ContextError": "edgellm.errors",
-    "ImageError": "edgellm.errors",
-    "SnapshotError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",
+    "EngineDirectoryError": "edgellm.errors",
+    "EngineError": "edgellm.errors",
+    "ImageError": "edgellm.errors",
+    "QueueFullError": "edgellm.errors",
     "RequestError": "edgellm.errors",
+    "SnapshotError": "edgellm.errors",
+    "TemplateError": "edgellm.errors",
+    "Generation": "edgellm.generation",
+    "LLM": "edgellm.llm",
+    "TokenLogprobs": "edgellm.requests",
+    "Messages": "edgellm.requests",
+    "Request": "edgellm.requests",
+    "StopWhen": "edgellm.requests",
+    "Chunk": "edgellm.requests",
+    "Response": "edgellm.requests",
+    "Timings": "edgellm.requests",
+    "Usage": "edgellm.requests",
+    "SHIPPED_MODEL": "edgellm.runtime",
+    "SpecDecodeRuntime": "edgellm.runtime",
+    "SamplingParams": "edgellm.sampling_params",
+    "Content": "edgellm.sessions",
+    "Session": "edgellm.sessions",
+    "CachedPrompt": "edgellm.snapshots.system_prompt",
+    "FinishReason": "edgellm.text.stop",
 }
 
 

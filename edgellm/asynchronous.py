@@ -1,132 +1,69 @@
-"""The asynchronous twins of `LLM` and `Generation`, for asyncio: no threads but the one that computes."""
+"""The asynchronous twin of `LLM`, for asyncio: no threads but the one that computes."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
+from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.llm import LLM, start_runtime
-from edgellm.requests import Chunk, Messages, Request, Response
+from edgellm.llm import LLM, description, start_runtime
+from edgellm.requests import Messages, Request, Response, StopWhen, request_list
+from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
+from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import QUEUE_LIMIT
-from edgellm.sessions import Content, Session
+from edgellm.snapshots.store import MEMORY_BUDGET
 
 if TYPE_CHECKING:
+    from edgellm.drafting.config import DraftingConfig
+    from edgellm.drafting.controller import DraftingReport
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
-
-
-class AsyncGeneration:
-    """A request on its way: `async for chunk in generation`, or `await generation.result()`.
-
-    Reading takes whatever has come since, as one chunk. A task that is cancelled while it reads, and leaving an `async
-    with` block, cancel the request. One task at a time reads.
-    """
-
-    def __init__(self, generation: Generation) -> None:
-        """Belongs to the running event loop."""
-        self._generation = generation
-        self._changed = asyncio.Event()
-        loop, changed = asyncio.get_running_loop(), self._changed
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(changed.set)
-
-        generation.on_change(wake)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer has ended, well or not; there may be chunks to read."""
-        return self._generation.finished
-
-    def cancel(self) -> None:
-        """See `Generation.cancel`."""
-        self._generation.cancel()
-
-    async def result(self) -> Response:
-        """Wait for the whole answer. Raises what the request failed with."""
-        while not self._generation.finished:
-            await self._wait()
-        return self._generation.result()
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        while True:
-            finished = self._generation.finished
-            chunk = self._generation.poll()
-            if chunk is not None:
-                yield chunk
-            elif finished:
-                return
-            else:
-                await self._wait()
-
-    async def __aenter__(self) -> AsyncGeneration:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self.finished:
-            self.cancel()
-
-    async def _wait(self) -> None:
-        try:
-            await self._changed.wait()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        self._changed.clear()
-
-
-class AsyncSession:
-    """See `Session`: a conversation that remembers what was said."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """See `Session.messages`."""
-        return self._session.messages
-
-    def replace(self, messages: Messages) -> None:
-        """See `Session.replace`."""
-        self._session.replace(messages)
-
-    async def stream(
-        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
-    ) -> AsyncGeneration:
-        """See `Session.stream`."""
-        await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
-        given_up = threading.Event()
-        try:
-            generation = await asyncio.to_thread(self._session._say, content, params, deadline, given_up)
-        except BaseException:  # a cancellation, too, after which the thread goes on
-            given_up.set()
-            raise
-        return AsyncGeneration(generation)
-
-    async def send(
-        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
-    ) -> Response:
-        """See `Session.send`."""
-        return await (await self.stream(content, params, deadline)).result()
+    from edgellm.text.tokenizer import Tokenizer
+    from edgellm.text.turns import Overflow
 
 
 class AsyncLLM:
-    """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`. Arguments as `LLM`'s.
+    """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`.
 
-    Opening, reading images, answering and closing leave the event loop free; prompts are tokenized in it.
+    It has what `LLM` has, under the same names and with the same arguments; what waits there is awaited here, and
+    `stream`, `stream_chat` and `AsyncSession.stream` give an `AsyncGeneration` to iterate over.
+
+    Opening, reading images, answering and closing leave the event loop free; prompts are tokenized in it, and a
+    request's `stop_when` is called in it. The model is loaded from when this is made on: what is asked before it is
+    open waits for that, and only properties of the model (`tokenizer`, `adapters`, ...) raise RequestError until then.
     """
 
     def __init__(
-        self, engine_directory: str | Path | None = None, *, queue_limit: int = QUEUE_LIMIT, **options: Any
+        self,
+        engine_directory: str | Path | None = None,
+        *,
+        multimodal_engine_directory: str | Path | None = None,
+        backend: str = "auto",
+        drafting: DraftingConfig | Literal["auto"] | None = "auto",
+        adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
+        snapshots: Sequence[str | Path] = (),
+        snapshot_budget: int = MEMORY_BUDGET,
+        progress: Callable[[int, int], None] | None = None,
+        queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        self._thread = start_runtime(engine_directory, queue_limit, **options)
+        self._thread = start_runtime(
+            engine_directory,
+            queue_limit,
+            multimodal_engine_directory=multimodal_engine_directory,
+            backend=backend,
+            drafting=drafting,
+            adapters=adapters,
+            snapshots=snapshots,
+            snapshot_budget=snapshot_budget,
+            progress=progress,
+        )
         #: The same model for threads.
         self.served = LLM.of_thread(self._thread)
         self._is_open = False
@@ -138,45 +75,192 @@ class AsyncLLM:
             self._is_open = True
         return self
 
+    @property
+    def directory(self) -> EngineDirectory:
+        """See `LLM.directory`."""
+        return self._opened.directory
+
+    @property
+    def backend_name(self) -> str:
+        """See `LLM.backend_name`."""
+        return self._opened.backend_name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """See `LLM.tokenizer`."""
+        return self._opened.tokenizer
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """See `LLM.adapters`."""
+        return self._opened.adapters
+
+    @property
+    def context_length(self) -> int:
+        """See `LLM.context_length`."""
+        return self._opened.context_length
+
+    @property
+    def default_system_prompt(self) -> str:
+        """See `LLM.default_system_prompt`."""
+        return self._opened.default_system_prompt
+
+    @property
+    def default_image_system_prompt(self) -> str:
+        """See `LLM.default_image_system_prompt`."""
+        return self._opened.default_image_system_prompt
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """See `LLM.default_params`."""
+        return self._opened.default_params
+
+    @property
+    def has_vision_model(self) -> bool:
+        """See `LLM.has_vision_model`."""
+        return self._opened.has_vision_model
+
+    @property
+    def drafting(self) -> DraftingConfig | None:
+        """See `LLM.drafting`."""
+        return self._opened.drafting
+
+    @property
+    async def drafting_report(self) -> DraftingReport | None:
+        """See `LLM.drafting_report`; `await llm.drafting_report`."""
+        return await self.call(lambda runtime: runtime.drafting_report)
+
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
-        await self.open()
-        if request.shows_images:  # reading them would keep the event loop waiting
-            return AsyncGeneration(await asyncio.to_thread(self.served.submit, request))
-        return AsyncGeneration(self.served.submit(request))
+        return await AsyncGeneration(lambda: self._ask(self.served.submit, request))
+
+    async def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
+        """See `LLM.handle`."""
+        answering: list[asyncio.Task[Response | EdgeLLMError]] = []
+        try:
+            for request in request_list(requests):
+                answering.append(asyncio.create_task(_result(await self._asked_when_possible(request, answering))))
+            return list(await asyncio.gather(*answering))
+        finally:
+            for task in answering:
+                task.cancel()
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **more: Any
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        deadline: float | None = None,
+        images: Sequence[Any] = (),
+        stop_when: StopWhen | None = None,
     ) -> Response:
         """See `LLM.generate`."""
-        return await (await self.submit(Request(prompt=prompt, params=params, **more))).result()
+        return await self.stream(
+            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when
+        ).result()
 
-    async def chat(self, messages: Messages, params: SamplingParams | None = None, **more: Any) -> Response:
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        deadline: float | None = None,
+        images: Sequence[Any] = (),
+        stop_when: StopWhen | None = None,
+    ) -> AsyncGeneration:
+        """`async for chunk in llm.stream(...)`; see `LLM.stream`."""
+        with self._thread.metrics.counting_refusals():
+            request = Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when)
+        return AsyncGeneration(lambda: self._ask(self.served.submit, request))
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        deadline: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        stop_when: StopWhen | None = None,
+    ) -> Response:
         """See `LLM.chat`."""
-        return await (await self.submit(Request(messages=messages, params=params, **more))).result()
+        return await self.stream_chat(
+            messages,
+            params,
+            adapter,
+            deadline=deadline,
+            tools=tools,
+            template_variables=template_variables,
+            continue_final_message=continue_final_message,
+            stop_when=stop_when,
+        ).result()
 
-    async def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **more: Any
-    ) -> AsyncIterator[Chunk]:
-        """`async for chunk in llm.stream(...)`; leaving the loop early cancels the request."""
-        async with await self.submit(Request(prompt=prompt, params=params, **more)) as generation:
-            async for chunk in generation:
-                yield chunk
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        deadline: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        stop_when: StopWhen | None = None,
+    ) -> AsyncGeneration:
+        """`async for chunk in llm.stream_chat(...)`; see `LLM.stream_chat`."""
+        with self._thread.metrics.counting_refusals():
+            request = Request(
+                None,
+                messages,
+                params,
+                adapter,
+                deadline,
+                tools=tools,
+                template_variables=template_variables,
+                continue_final_message=continue_final_message,
+                stop_when=stop_when,
+            )
+        return AsyncGeneration(lambda: self._ask(self.served.submit, request))
 
-    async def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **more: Any
-    ) -> AsyncIterator[Chunk]:
-        """As `stream`, for a conversation."""
-        async with await self.submit(Request(messages=messages, params=params, **more)) as generation:
-            async for chunk in generation:
-                yield chunk
-
-    async def create_session(
-        self, system: str | None = None, params: SamplingParams | None = None, adapter: str | None = None
-    ) -> AsyncSession:
-        """See `LLM.create_session`."""
+    async def count_tokens(
+        self,
+        prompt: str | Sequence[int] | Messages,
+        *,
+        images: Sequence[Any] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> int:
+        """See `LLM.count_tokens`."""
         await self.open()
-        return AsyncSession(self.served.create_session(system, params, adapter))
+        return await asyncio.to_thread(
+            self.served.count_tokens,
+            prompt,
+            images=images,
+            tools=tools,
+            template_variables=template_variables,
+            continue_final_message=continue_final_message,
+        )
+
+    def create_session(
+        self,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        overflow: Overflow = "drop_oldest",
+    ) -> AsyncSession:
+        """See `LLM.create_session`. The model may be loading still: the first message waits for it."""
+        session = self.served.create_session(
+            system, params, adapter, tools=tools, template_variables=template_variables, overflow=overflow
+        )
+        return AsyncSession(session, self.open)
 
     async def cache_system_prompt(
         self,
@@ -188,13 +272,36 @@ class AsyncLLM:
         template_variables: Mapping[str, Any] | None = None,
     ) -> CachedPrompt:
         """See `LLM.cache_system_prompt`."""
-        await self.open()
-        kept = self.served.call(
+        return await self.call(
             lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
                 text, adapter, save, tools=tools, template_variables=template_variables
             )
         )
-        return await asyncio.wrap_future(kept)
+
+    async def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
+        """See `LLM.load_snapshot`."""
+        return await self.call(lambda runtime: runtime.load_snapshot(path, adapters))
+
+    async def use_drafting(self, drafting: DraftingConfig | None) -> None:
+        """See `LLM.use_drafting`."""
+        await self.call(lambda runtime: runtime.use_drafting(drafting))
+
+    async def observe(self, observer: Observer | None) -> None:
+        """See `LLM.observe`."""
+        await self.call(lambda runtime: runtime.observe(observer))
+
+    async def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
+        """See `LLM.call`; gives what the function returns."""
+        await self.open()
+        return await asyncio.wrap_future(self.served.call(function))
+
+    def metrics(self) -> dict[str, Any]:
+        """See `LLM.metrics`."""
+        return self.served.metrics()
+
+    def metrics_text(self) -> str:
+        """See `LLM.metrics_text`."""
+        return self.served.metrics_text()
 
     async def close(self) -> None:
         """End all requests as cancelled and free everything."""
@@ -212,3 +319,42 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncLLM {description(self._thread)}>"
+
+    @property
+    def _opened(self) -> LLM:
+        """The model, whose properties are there at once."""
+        if not self._thread.opened.done():
+            raise RequestError("the model is not open yet: await llm.open() first, or use it in `async with`")
+        return self.served
+
+    async def _ask(self, ask: Callable[[Request], Generation], request: Request) -> Generation:
+        """Ask when the model is open, in a thread where that reads images: it would keep the event loop waiting."""
+        await self.open()
+        shows_images = isinstance(request, Request) and request.shows_images
+        return await asyncio.to_thread(ask, request) if shows_images else ask(request)
+
+    async def _asked_when_possible(
+        self, request: Request, answering: Sequence[asyncio.Task[Any]]
+    ) -> AsyncGeneration | EdgeLLMError:
+        """Ask, waiting for earlier requests of the same caller where the queue is full."""
+        while True:
+            try:
+                return await AsyncGeneration(lambda: self._ask(self.served._queued, request))
+            except EdgeLLMError as error:
+                unfinished = [task for task in answering if not task.done()]
+                if not isinstance(error, QueueFullError) or not unfinished:
+                    self._thread.metrics.refused()
+                    return error
+                await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _result(asked: AsyncGeneration | EdgeLLMError) -> Response | EdgeLLMError:
+    if isinstance(asked, EdgeLLMError):
+        return asked
+    try:
+        return await asked.result()
+    except Exception as error:
+        return failure_of(error)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.directories.small_files import read_text, size_limit
 from edgellm.errors import EngineDirectoryError, RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.text.messages import is_image
@@ -66,12 +67,9 @@ class ModelDefaults:
 
 def _prompt_text(path: Path) -> str | None:
     """The text of a prompt's file without line ends behind it; None where there is no file."""
-    try:
-        return path.read_text(encoding="utf-8").rstrip("\n")
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
+    return read_text(path, size_limit(path.name), EngineDirectoryError).rstrip("\n")
 
 
 def _shows_image(message: dict[str, Any]) -> bool:

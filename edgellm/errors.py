@@ -13,6 +13,7 @@ from edgellm.engines.errors import (
     PlanError,
     UnsupportedModelError,
 )
+from edgellm.kernels.errors import shown
 from edgellm.multimodal.errors import ImageError
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "TemplateError",
     "UnsupportedModelError",
     "did_you_mean",
+    "shown",
 ]
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, RequestError
-from edgellm.requests import Chunk, Response
+from edgellm.errors import EngineError, RequestError, shown
+from edgellm.requests import Chunk, Response, StopWhen
+from edgellm.sampling_params import as_float
+from edgellm.text.stop import FinishReason
 
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
 UNREAD_CHUNKS = 64
@@ -22,7 +27,8 @@ class Answering:
 
     `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
     `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
-    a request that was not begun out of the queue.
+    a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends is the reader's
+    answer at once, and the engine's at its next round.
     """
 
     def __init__(
@@ -30,6 +36,7 @@ class Answering:
         sequence: DecodingSequence,
         seconds: float | None = None,
         discard: Callable[[Answering], None] | None = None,
+        stop_when: StopWhen | None = None,
     ) -> None:
         self.sequence = sequence
         self.deadline = None if seconds is None else sequence.clock.accepted + seconds
@@ -42,6 +49,28 @@ class Answering:
         self.response: Response | None = None
         self.failure: Exception | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._stop_when = stop_when
+        self._reading = threading.RLock()  # held while `stop_when` runs; never by the engine's thread
+        self._let_pass: deque[Chunk] = deque()  # by `stop_when`, and not read yet
+        self._shown: list[Chunk] = []
+        self._shown_text = ""
+        self._raised: Exception | None = None
+        self._stopped = False
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether there is a `stop_when`, so that reading it may end the answer."""
+        return self._stop_when is not None
+
+    @property
+    def readable(self) -> bool:
+        """Whether `take` has something to give, or to raise."""
+        return bool(self.chunks or self._let_pass) or self.ended or self.has_raised
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether `stop_when` has raised something, which reading raises from then on."""
+        return self._raised is not None
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun."""
@@ -49,8 +78,10 @@ class Answering:
         if self._discard is not None:
             self._discard(self)
 
-    def unwanted(self, now: float) -> str | None:
+    def unwanted(self, now: float) -> FinishReason | None:
         """The reason to end the request, if there is one."""
+        if self._stopped:
+            return "stop"
         if self.cancelled:
             return "cancelled"
         return "deadline" if self.deadline is not None and now >= self.deadline else None
@@ -58,22 +89,52 @@ class Answering:
     def deliver(self, chunk: Chunk) -> None:
         """Hand over a piece of the answer."""
         with self.changed:
-            if len(self.chunks) < UNREAD_CHUNKS:
-                self.chunks.append(chunk)
-            else:
-                self.chunks.append(_joined(self.chunks.pop(), chunk))
+            if self._stopped:
+                return
+            _join_unread(self.chunks, chunk)
             self.changed.notify_all()
         self._tell()
 
     def take(self) -> Chunk | None:
-        """The oldest piece that nobody has taken yet; None where there is none."""
-        with self.changed:
-            return self.chunks.popleft() if self.chunks else None
+        """The oldest piece that nobody has read; None where there is none. Raises what `stop_when` raised."""
+        if self._stop_when is None:
+            with self.changed:
+                return self.chunks.popleft() if self.chunks else None
+        with self._reading:
+            return self._let_pass.popleft() if self._let_pass else self._next_shown(self._stop_when)
+
+    def look_ahead(self) -> None:
+        """Let `stop_when` see what has come, for who waits and does not read; it stays to be read. Raises nothing."""
+        if self._stop_when is None:
+            return
+        with self._reading:
+            try:
+                while (chunk := self._next_shown(self._stop_when)) is not None:
+                    _join_unread(self._let_pass, chunk)
+            except Exception as error:
+                self._raised = error
+
+    def as_shown(self, response: Response) -> Response:
+        """The response of an answer that `stop_when` may have ended: no more than what was shown."""
+        if not self._stopped:
+            return response
+        token_ids = tuple(token_id for chunk in self._shown for token_id in chunk.token_ids)
+        logprobs = tuple(each for chunk in self._shown for each in chunk.logprobs)
+        return replace(
+            response,
+            text=self._shown_text,
+            token_ids=token_ids,
+            finish_reason="stop",
+            usage=replace(response.usage, completion_tokens=len(token_ids)),
+            stop_match=None,
+            logprobs=None if response.logprobs is None else logprobs,
+        )
 
     def end(self, response: Response | None, failure: Exception | None) -> None:
         """The request has its response, or has failed."""
         with self.changed:
-            self.response, self.failure, self.ended = response, failure, True
+            self.response = None if response is None else self.as_shown(response)
+            self.failure, self.ended = failure, True
             self.changed.notify_all()
         self._tell()
 
@@ -83,8 +144,8 @@ class Answering:
             return self.changed.wait_for(lambda: self.ended, timeout)
 
     def outcome(self) -> Response | Exception:
-        """The response, or what the request failed with, when it has ended."""
-        return self.response or self.failure or EngineError("the request has not ended")
+        """The response, or what the request or its `stop_when` failed with, when it has ended."""
+        return self._raised or self.response or self.failure or EngineError("the request has not ended")
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""
@@ -93,9 +154,33 @@ class Answering:
 
     def forked(self, failure: Exception) -> None:
         """This process is a copy in which nobody answers, and the lock may be held for ever."""
-        self.changed = threading.Condition()
+        self.changed, self._reading = threading.Condition(), threading.RLock()
         if not self.ended:
             self.failure, self.ended = failure, True
+
+    def _next_shown(self, stop_when: StopWhen) -> Chunk | None:
+        """The next piece, when `stop_when` has seen the text with it; the caller holds `_reading`."""
+        if self._raised is not None:
+            raise self._raised
+        with self.changed:
+            chunk = self.chunks.popleft() if self.chunks else None
+        if chunk is None:
+            return None
+        self._shown.append(chunk)
+        self._shown_text += chunk.text
+        try:
+            stops = bool(stop_when(self._shown_text))
+        except BaseException as error:
+            self._raised = error if isinstance(error, Exception) else None
+            self.cancel()
+            raise
+        if stops:
+            with self.changed:
+                self._stopped = True
+                self.chunks.clear()
+                if self.response is not None:  # the engine was faster
+                    self.response = self.as_shown(self.response)
+        return chunk
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
@@ -132,15 +217,20 @@ class Generation:
             yield chunk
 
     def next_chunk(self, timeout: float | None = None) -> Chunk | None:
-        """The next piece of the answer, None after the last. Raises what the request failed with.
+        """The next piece of the answer, None after the last.
 
-        Raises TimeoutError where none comes within `timeout` seconds.
+        Raises what the request failed with, or its `stop_when` raised, and TimeoutError where no piece comes within
+        `timeout` seconds.
         """
-        answering = self._answering
-        with answering.changed:
-            if not answering.changed.wait_for(lambda: answering.chunks or answering.ended, timeout):
-                raise TimeoutError(f"no new part of the answer within {timeout} seconds")
-            return self._take()
+        answering, until = self._answering, _time_of(timeout)
+        while True:
+            with answering.changed:
+                if not answering.changed.wait_for(lambda: answering.readable, _seconds_to(until)):
+                    raise TimeoutError(f"no new part of the answer within {shown(timeout)} seconds")
+                ended = answering.ended
+            chunk = self._take()
+            if chunk is not None or ended:  # else another thread has taken it
+                return chunk
 
     def poll(self) -> Chunk | None:
         """All that came since the last reading, as one chunk, without waiting; None where that is nothing.
@@ -148,19 +238,32 @@ class Generation:
         Raises what the request failed with.
         """
         chunk = None
-        with self._answering.changed:
-            while (following := self._take()) is not None:
-                chunk = following if chunk is None else _joined(chunk, following)
+        while (following := self._take()) is not None:
+            chunk = following if chunk is None else _joined(chunk, following)
         return chunk
 
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
-        answering = self._answering
-        if not answering.wait(timeout):
-            raise TimeoutError(f"the answer is not finished within {timeout} seconds")
-        if answering.response is None:
-            raise answering.failure or RequestError("the request has failed")
-        return answering.response
+        answering, until = self._answering, _time_of(timeout)
+        while answering.may_stop and not (answering.ended or answering.has_raised):
+            with answering.changed:
+                if not answering.changed.wait_for(lambda: answering.chunks or answering.ended, _seconds_to(until)):
+                    break
+            answering.look_ahead()
+        if not answering.has_raised and not answering.wait(_seconds_to(until)):
+            raise TimeoutError(f"the answer is not finished within {shown(timeout)} seconds")
+        answering.look_ahead()
+        outcome = answering.outcome()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def look_ahead(self) -> None:
+        """Call the request's `stop_when` for what has come since; `result` and reading do it, too.
+
+        For who waits for several answers at a time. What it raises is raised by these.
+        """
+        self._answering.look_ahead()
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
@@ -169,6 +272,8 @@ class Generation:
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
         event or the like. It is called once now."""
+        if not callable(wake):
+            raise RequestError(f"wake is a {type(wake).__name__}: expected a callable without arguments")
         self._answering.listen(wake)
         wake()
 
@@ -188,11 +293,34 @@ class Generation:
 
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
-        answering = self._answering
-        chunk = answering.take()
-        if chunk is None and answering.ended and answering.failure is not None:
-            raise answering.failure
+        failure = self._answering.failure if self._answering.ended else None  # what came before it is read first
+        chunk = self._answering.take()
+        if chunk is None and failure is not None:
+            raise failure
         return chunk
+
+
+def _time_of(timeout: Any) -> float:
+    """When so many seconds from now are over, in seconds of `time.monotonic`; never for None."""
+    if timeout is None:
+        return math.inf
+    seconds = as_float(timeout) if isinstance(timeout, Real) and not isinstance(timeout, bool) else math.nan
+    if math.isnan(seconds):
+        raise RequestError(f"timeout is {shown(timeout)}: expected a number of seconds, or None")
+    return time.monotonic() + seconds
+
+
+def _seconds_to(until: float) -> float | None:
+    """How long to wait until then, as conditions take it: None for longer than a lock can wait."""
+    seconds = max(0.0, until - time.monotonic())
+    return seconds if seconds < threading.TIMEOUT_MAX else None
+
+
+def _join_unread(unread: deque[Chunk], chunk: Chunk) -> None:
+    if len(unread) < UNREAD_CHUNKS:
+        unread.append(chunk)
+    else:
+        unread[-1] = _joined(unread[-1], chunk)
 
 
 def _joined(first: Chunk, second: Chunk) -> Chunk:
@@ -221,11 +349,15 @@ class ChunkCallbacks:
             try:
                 while (chunk := answering.take()) is not None:
                     on_chunk(chunk)
-            except Exception as error:
+            except Exception as error:  # of the callback, or of the request's own `stop_when`
                 del self._told[answering]
                 answering.sequence.failure = error  # the next round takes it out
                 if answering.ended:
                     answering.end(None, error)
+
+
+def unheard(chunk: Chunk) -> None:
+    """The callback of a request that has none, but a `stop_when` that reading asks."""
 
 
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:

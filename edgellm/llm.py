@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,11 +9,12 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
-from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
+from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.generation import Generation
-from edgellm.requests import Messages, Request, Response
-from edgellm.runtime import SpecDecodeRuntime
+from edgellm.requests import Messages, Request, Response, StopWhen, request_of
+from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.serving.batch_handling import handle_requests
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Session
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
-
-#: The engine directory that is installed with the package.
-SHIPPED_MODEL = Path(__file__).parent / "shipped"
 
 
 class LLM:
@@ -158,21 +155,23 @@ class LLM:
         """
         return self._submit(request)
 
+    def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
+        with self._thread.metrics.counting_refusals():
+            return self._queued(request, conversation)
+
+    def _queued(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
+        """As `submit`, but what is refused is not counted in the metrics: the caller may try again."""
+        self._thread.check()
+        sequence = self._runtime.prepare(request, conversation)
+        return self._thread.submit(sequence, request.deadline, self, request.stop_when)
+
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.
 
-        One that fails has its error for a result, and the others go on.
+        One that fails has its error for a result, and the others go on. A request's `stop_when` is called by the thread
+        that waits here, as each answer grows, and ends that one alone where it returns true or raises.
         """
-        asked: list[Generation | EdgeLLMError] = []
-        unfinished: deque[Generation] = deque()
-        try:
-            for request in requests:
-                asked.append(self._submit_when_possible(request, unfinished))
-            return [_result(each) for each in asked]
-        finally:
-            for generation in unfinished:
-                if not generation.finished:
-                    generation.cancel()
+        return handle_requests(self._queued, self._thread.metrics, requests)
 
     def generate(
         self,
@@ -182,9 +181,10 @@ class LLM:
         *,
         deadline: float | None = None,
         images: Sequence[Any] = (),
+        stop_when: StopWhen | None = None,
     ) -> Response:
         """Complete a prompt (text, or token ids as they are) without a chat template; see `Request`."""
-        with self.stream(prompt, params, adapter=adapter, deadline=deadline, images=images) as generation:
+        with self.stream(prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when) as generation:
             return generation.result()  # an interrupt while waiting cancels it
 
     def stream(
@@ -195,9 +195,11 @@ class LLM:
         *,
         deadline: float | None = None,
         images: Sequence[Any] = (),
+        stop_when: StopWhen | None = None,
     ) -> Generation:
         """As `generate`, but returns the answer as it grows."""
-        return self.submit(Request(prompt, None, params, adapter, deadline, images))
+        with self._thread.metrics.counting_refusals():
+            return self._queued(Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when))
 
     def chat(
         self,
@@ -208,13 +210,22 @@ class LLM:
         deadline: float | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        stop_when: StopWhen | None = None,
     ) -> Response:
         """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template.
 
         Without a system message it begins with `default_system_prompt`; see `Request`.
         """
         with self.stream_chat(
-            messages, params, adapter, deadline=deadline, tools=tools, template_variables=template_variables
+            messages,
+            params,
+            adapter,
+            deadline=deadline,
+            tools=tools,
+            template_variables=template_variables,
+            continue_final_message=continue_final_message,
+            stop_when=stop_when,
         ) as generation:
             return generation.result()
 
@@ -227,11 +238,47 @@ class LLM:
         deadline: float | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        stop_when: StopWhen | None = None,
     ) -> Generation:
         """As `chat`, but returns the answer as it grows."""
-        return self.submit(
-            Request(None, messages, params, adapter, deadline, tools=tools, template_variables=template_variables)
+        with self._thread.metrics.counting_refusals():
+            return self._queued(
+                Request(
+                    None,
+                    messages,
+                    params,
+                    adapter,
+                    deadline,
+                    tools=tools,
+                    template_variables=template_variables,
+                    continue_final_message=continue_final_message,
+                    stop_when=stop_when,
+                )
+            )
+
+    def count_tokens(
+        self,
+        prompt: str | Sequence[int] | Messages,
+        *,
+        images: Sequence[Any] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> int:
+        """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.
+
+        All that the chat template adds counts, and all tokens of images, which are read for it but not encoded. A
+        prompt of more tokens than `context_length` is counted, too. Any thread may ask, while answers are computed.
+        """
+        asked = request_of(
+            prompt,
+            images=images,
+            tools=tools,
+            template_variables=template_variables,
+            continue_final_message=continue_final_message,
         )
+        return self._runtime.count_tokens(asked)
 
     def create_session(
         self,
@@ -289,6 +336,8 @@ class LLM:
 
     def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Future[Any]:
         """Run a function of the runtime in its thread, in turn, when no request is being computed."""
+        if not callable(function):
+            raise RequestError(f"a call is a {type(function).__name__}: expected a function that takes the runtime")
         return self._thread.call(function)
 
     def metrics(self) -> dict[str, Any]:
@@ -311,24 +360,8 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
-        self._thread.check()
-        return self._thread.submit(self._runtime.prepare(request, conversation), request.deadline, self)
-
-    def _submit_when_possible(self, request: Request, unfinished: deque[Generation]) -> Generation | EdgeLLMError:
-        """Submit a request, waiting for earlier ones of the same caller where the queue is full."""
-        while True:
-            try:
-                generation = self.submit(request)
-            except QueueFullError as error:
-                if not unfinished:
-                    return error
-                _result(unfinished.popleft())
-            except EdgeLLMError as error:
-                return error
-            else:
-                unfinished.append(generation)
-                return generation
+    def __repr__(self) -> str:
+        return f"<LLM {description(self._thread)}>"
 
     def _gauges(self) -> Mapping[str, tuple[str, int]]:
         return {
@@ -348,14 +381,16 @@ def start_runtime(
     return EngineThread(lambda: SpecDecodeRuntime(path, metrics=metrics, **options), metrics, queue_limit)
 
 
-def _result(asked: Generation | EdgeLLMError) -> Response | EdgeLLMError:
-    if isinstance(asked, EdgeLLMError):
-        return asked
+def description(thread: EngineThread[SpecDecodeRuntime]) -> str:
+    """A model in a few words: which, on what, in what state. It waits for nothing, and raises nothing."""
+    if not thread.opened.done():
+        return "(loading)"
+    failure = thread.opened.exception()
+    if failure is not None:
+        return f"(not opened: {type(failure).__name__})"
+    runtime = thread.opened.result()
     try:
-        return asked.result()
-    except EdgeLLMError as error:
-        return error
-    except Exception as error:
-        failure = RequestError(f"the request failed with {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
+        backend = runtime.backend_name
+    except EdgeLLMError:
+        return f"{runtime.directory.path} (closed)"
+    return f"{runtime.directory.path} on {backend} ({thread.running} running, {thread.waiting} waiting)"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from edgellm.drafting.acceptance import DraftingStatistics
-from edgellm.errors import RequestError
-from edgellm.sampling_params import SamplingParams
+from edgellm.errors import RequestError, shown
+from edgellm.sampling_params import SamplingParams, as_float
 from edgellm.text.messages import is_image
+from edgellm.text.stop import FinishReason
 from edgellm.text.template_inputs import checked_tools, checked_variables
 
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
+#: Told the text of an answer so far; true ends it there.
+StopWhen = Callable[[str], bool]
 #: What 32 bits hold, in which kernels take token ids.
 _IDS = 2**31
 
@@ -24,8 +28,11 @@ _IDS = 2**31
 @dataclass(frozen=True)
 class Request:
     """What is asked of a model: a `prompt` (text, or token ids as they are) or a conversation (`messages`, rendered by
-    the chat template), with its sampling and limits, the LoRA adapter's name, and a deadline in seconds from when it is
-    asked on: what the answer has by then is the answer.
+    the chat template), with its sampling and limits, and the LoRA adapter's name.
+
+    `deadline` is in seconds from when it is asked on: what the answer has by then is the answer, with the finish reason
+    "deadline". One that has passed already (0 or less), or passes while the request waits in the queue, gives an empty
+    answer; what is wrong with the request is an error all the same, and so is a full queue.
 
     `images` are those that a prompt shows, in the order of their places in it; a conversation has them in its messages.
 
@@ -33,6 +40,17 @@ class Request:
     (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
     call, in the form of OpenAI's API or as functions' objects alone; `template_variables` are values for what else the
     chat template reads, such as {"enable_thinking": False}. Both are for conversations, with values as JSON has them.
+
+    `continue_final_message` lets the model go on with the last message, an assistant's, instead of answering: the
+    conversation is rendered up to the end of that message's text, and the answer is what follows it. RequestError where
+    the template does not write that text out as it is.
+
+    `stop_when` is called with the text of the answer so far whenever a piece of it is read, and ends the answer there
+    where it returns true: the finish reason is "stop", and text and tokens end with that piece. The thread that reads
+    calls it: of `LLM` the one that iterates or waits for the result, also that of `handle`, for all its requests by
+    turns; of `AsyncLLM` the event loop's, so that it must be quick; of `SpecDecodeRuntime` the one that computes,
+    between rounds. What the engine has computed meanwhile is dropped; an answer that nobody reads is never stopped.
+    What it raises is raised by reading, and cancels the request.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -43,15 +61,14 @@ class Request:
     images: Sequence[Any] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
     template_variables: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+    stop_when: StopWhen | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("a request has either a prompt or messages: give one of them")
         _check_prompt(self.prompt)
-        if not isinstance(self.params, (SamplingParams, type(None))):
-            raise RequestError(f"params is a {type(self.params).__name__}: expected SamplingParams(...), or None")
-        if not isinstance(self.adapter, (str, type(None))):
-            raise RequestError(f"adapter is a {type(self.adapter).__name__}: expected a LoRA adapter's name, or None")
+        check_choices(self.params, self.adapter)
         if not isinstance(self.images, (list, tuple)):
             raise RequestError(f"images is a {type(self.images).__name__}: expected a list of images")
         object.__setattr__(self, "tools", checked_tools(self.tools))
@@ -59,11 +76,17 @@ class Request:
         if self.messages is None and (self.tools or self.template_variables):
             given = "tools" if self.tools else "template_variables"
             raise RequestError(f"{given} are for the chat template, which a prompt has none of: ask with messages")
-        seconds = self.deadline
-        if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
-                raise RequestError(f"deadline is {seconds!r}: expected a number of seconds above 0, or None")
-            object.__setattr__(self, "deadline", float(seconds))
+        if self.deadline is not None:
+            object.__setattr__(self, "deadline", _checked_seconds(self.deadline))
+        if not isinstance(self.continue_final_message, bool):
+            raise RequestError(
+                f"continue_final_message is {shown(self.continue_final_message)}: expected true or false"
+            )
+        if self.continue_final_message and self.messages is None:
+            raise RequestError("continue_final_message is of use to messages: a prompt is continued without it")
+        if self.stop_when is not None and not callable(self.stop_when):
+            found = type(self.stop_when).__name__
+            raise RequestError(f"stop_when is a {found}: expected a callable that takes the text so far, or None")
 
     @property
     def shows_images(self) -> bool:
@@ -73,10 +96,36 @@ class Request:
         return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)
 
 
+def request_of(asked: str | Sequence[int] | Messages, **more: Any) -> Request:
+    """The request for a prompt, or for a conversation: a list of dictionaries; `more` are further fields of it."""
+    if isinstance(asked, (list, tuple)) and asked and isinstance(asked[0], Mapping):
+        return Request(messages=asked, **more)
+    return Request(prompt=asked, **more)  # type: ignore[arg-type]
+
+
 def require_request(value: Any) -> None:
     """Raise RequestError for what is no Request."""
     if not isinstance(value, Request):
         raise RequestError(f"a request is a {type(value).__name__}: expected Request(...)")
+
+
+def request_list(requests: Any) -> list[Any]:
+    """Several requests; RequestError for what is no list. Each is checked when its turn comes."""
+    if (
+        not isinstance(requests, Iterable)
+        or isinstance(requests, (str, bytes, Mapping))
+        or getattr(requests, "ndim", 1) == 0
+    ):
+        raise RequestError(f"requests is a {type(requests).__name__}: expected a list of Request(...)")
+    return list(requests)
+
+
+def check_choices(params: Any, adapter: Any) -> None:
+    """Raise RequestError for what are no sampling parameters, or no name of an adapter."""
+    if not isinstance(params, (SamplingParams, type(None))):
+        raise RequestError(f"params is a {type(params).__name__}: expected SamplingParams(...), or None")
+    if not isinstance(adapter, (str, type(None))):
+        raise RequestError(f"adapter is a {type(adapter).__name__}: expected a LoRA adapter's name, or None")
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -84,14 +133,24 @@ def _check_prompt(prompt: Any) -> None:
         return
     if isinstance(prompt, (bytes, bytearray)):
         raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
-    if not isinstance(prompt, Collection):
+    if not isinstance(prompt, Collection) or isinstance(prompt, (Mapping, Set)) or getattr(prompt, "ndim", 1) != 1:
         raise RequestError(f"the prompt is a {type(prompt).__name__}: expected text, or a list of token ids")
     wrong = [each for each in prompt if not isinstance(each, Integral)]
     if wrong:
-        raise RequestError(f"the prompt has {wrong[0]!r} among its token ids: expected whole numbers, or text")
+        raise RequestError(f"the prompt has {shown(wrong[0])} among its token ids: expected whole numbers, or text")
     beyond = [each for each in prompt if not -_IDS <= each < _IDS]  # the engine knows its vocabulary
     if beyond:
-        raise RequestError(f"the prompt has the token id {beyond[0]}: expected 32 bits, use the model's own tokenizer")
+        raise RequestError(
+            f"the prompt has the token id {shown(int(beyond[0]))}: expected 32 bits, use the model's own tokenizer"
+        )
+
+
+def _checked_seconds(seconds: Any) -> float:
+    """A deadline as a finite number; RequestError for anything else."""
+    number = as_float(seconds) if isinstance(seconds, Real) and not isinstance(seconds, bool) else math.nan
+    if not math.isfinite(number):
+        raise RequestError(f"deadline is {shown(seconds)}: expected a finite number of seconds, or None")
+    return number
 
 
 @dataclass(frozen=True)
@@ -145,16 +204,17 @@ class Chunk:
 class Response:
     """A finished answer.
 
-    `finish_reason` is "stop" (end of turn or a stop id), "stop_string", "length" (max_tokens), "context" (the KV
-    capacity is used up), "cancelled", or "deadline" (its time was over). `text` excludes the stop string; `token_ids`
-    are all that were generated and count towards usage, the ending one included. `drafting` says what drafting did,
+    `finish_reason` is "stop" (end of turn, a stop id, or the request's `stop_when`), "stop_string", "length"
+    (max_tokens), "context" (the KV capacity is used up), "cancelled", or "deadline" (its time was over, before it began
+    perhaps: then it is empty). `text` excludes the stop string; `token_ids` are all that were generated and count
+    towards usage, the ending one included; after `stop_when`, those that were shown. `drafting` says what drafting did,
     where a draft model is loaded; `logprobs` has those of each token, where they were asked for. `dropped_turns`, of
     `dropped_messages` in all, are the oldest ones of a session that left it before this answer, to make room for it.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
     usage: Usage
     timings: Timings
     stop_match: str | int | None = field(default=None)

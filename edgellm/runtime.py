@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -22,11 +24,11 @@ from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error
-from edgellm.generation import Answering, ChunkCallbacks, OnChunk, callbacks_of_each
+from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
+from edgellm.generation import Answering, ChunkCallbacks, OnChunk, callbacks_of_each, unheard
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
-from edgellm.requests import Request, Response
+from edgellm.requests import Request, Response, check_choices, request_list, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import RequestQueue
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from edgellm.vision.encoder import Eyes, LateEyes
 
 
+#: The engine directory that is installed with the package.
+SHIPPED_MODEL = Path(str(resources.files("edgellm"))) / "shipped"
+
+
 class SpecDecodeRuntime:
     """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
 
@@ -53,12 +59,13 @@ class SpecDecodeRuntime:
     this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the engine
     directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
     `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
-    recently go first. Raises EdgeLLMError subclasses that say what is wrong.
+    recently go first. Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError
+    subclasses that say what is wrong.
     """
 
     def __init__(
         self,
-        engine_directory: str | Path,
+        engine_directory: str | Path | None = None,
         multimodal_engine_directory: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         drafting: DraftingConfig | Literal["auto"] | None = None,
@@ -69,8 +76,13 @@ class SpecDecodeRuntime:
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        check_options(adapters, drafting, snapshots, snapshot_budget)
-        self.directory = EngineDirectory.open(Path(engine_directory))
+        path, seen_with = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
+        check_options(path, seen_with, backend, adapters, drafting, snapshots, snapshot_budget, progress)
+        if not isinstance(metrics, (Metrics, type(None))):
+            raise RequestError(
+                f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
+            )
+        self.directory = EngineDirectory.open(Path(path))
         self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._defaults = ModelDefaults(self.directory.path)
@@ -204,6 +216,7 @@ class SpecDecodeRuntime:
         Rounds are then not one graph each, which costs some speed.
         """
         runner = self._open_runner()
+        check_observer(observer)
         with self._exclusive():
             if self._observer is not None:
                 self._observer.finish()
@@ -241,7 +254,7 @@ class SpecDecodeRuntime:
         callable, or None, for each. This thread calls it between rounds, so that all wait until it returns. What it
         raises ends its request, as the error that this fails with.
         """
-        requests = [request] if isinstance(request, Request) else list(request)
+        requests = [request] if isinstance(request, Request) else request_list(request)
         callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
         asked = [self._asked(each) for each in requests]
         with self._exclusive():
@@ -250,8 +263,8 @@ class SpecDecodeRuntime:
                 if isinstance(each, Answering):
                     queue.put(each)
                     self.metrics.accepted()
-                    if callback is not None:
-                        told.append((each, callback))
+                    if callback is not None or each.may_stop:
+                        told.append((each, callback or unheard))
             RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(told))
         results = [each if isinstance(each, Exception) else each.outcome() for each in asked]
         if not isinstance(request, Request):
@@ -267,6 +280,12 @@ class SpecDecodeRuntime:
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
         return self._preparation.sequence(request, self._open_runner(), conversation)
+
+    def count_tokens(self, request: Request) -> int:
+        """How many tokens a request's prompt has, those of its images included. Any thread may call it."""
+        require_request(request)
+        self._open_runner()
+        return self._preparation.count_tokens(request)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
@@ -296,6 +315,8 @@ class SpecDecodeRuntime:
         RequestError, AdapterError for an unknown name, SnapshotError where the rows fit neither the memory budget nor
         are saved, or the file cannot be written.
         """
+        if path is not None:
+            check_path("path", path)
         snapshot = self.system_prompt_snapshot(prompt, lora_name, None, tools, template_variables)
         path, store = None if path is None else user_path(path), self._open_snapshots().store
         if path is not None:
@@ -316,6 +337,9 @@ class SpecDecodeRuntime:
     ) -> Snapshot:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
         snapshots = self._open_snapshots()
+        check_choices(None, lora_name)
+        if not isinstance(label, (str, type(None))):
+            raise RequestError(f"label is {shown(label)}: expected text, or None")
         token_ids, prepared = self._preparation.system_prompt(prompt, tools, template_variables)
         label = label or prompt_label(prompt)
         with self._exclusive():
@@ -332,6 +356,8 @@ class SpecDecodeRuntime:
         is loaded, or none). Raises SnapshotError that names how the file differs from what it should be.
         """
         base = self._open_runner().base
+        check_path("path", path)
+        check_adapter_names(adapters)
         names = (None, *self.adapters) if adapters is None else adapters
         path = user_path(path)
         with self._exclusive():
@@ -384,24 +410,87 @@ class SpecDecodeRuntime:
 
     def _asked(self, request: Request) -> Answering | EdgeLLMError:
         try:
-            return Answering(self.prepare(request), request.deadline)
+            with self.metrics.counting_refusals():
+                return Answering(self.prepare(request), request.deadline, stop_when=request.stop_when)
         except EdgeLLMError as error:
             return error
 
 
-def check_options(adapters: Any, drafting: Any, snapshots: Any, snapshot_budget: Any) -> None:
+#: What Linux takes, in bytes.
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255
+
+
+def check_options(
+    engine_directory: Any,
+    multimodal_engine_directory: Any,
+    backend: Any,
+    adapters: Any,
+    drafting: Any,
+    snapshots: Any,
+    snapshot_budget: Any,
+    progress: Any,
+) -> None:
     """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
+    check_path("engine_directory", engine_directory)
+    if multimodal_engine_directory is not None:
+        check_path("multimodal_engine_directory", multimodal_engine_directory)
+    if not isinstance(backend, str):
+        raise RequestError(f"backend is {shown(backend)}: expected one of auto, numpy, tensorrt")
     if not isinstance(adapters, (Mapping, type(None))):
-        raise RequestError(f"adapters is {adapters!r}: expected directories by name, as in {{'json': 'adapter-dir'}}")
-    if drafting != "auto":
+        expected = "expected directories by name, as in {'json': 'adapter-dir'}"
+        raise RequestError(f"adapters is {shown(adapters)}: {expected}")
+    for name, path in (adapters or {}).items():
+        if not isinstance(name, str):
+            raise RequestError(f"adapters has the name {shown(name)}: expected text")
+        check_path(f"the adapter {name!r}", path)
+    if not isinstance(drafting, str) or drafting != "auto":
         check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    if isinstance(snapshots, (str, Path)):
-        raise RequestError(f"snapshots is {str(snapshots)!r}: expected a list of files")
+    is_list = isinstance(snapshots, Iterable) and not isinstance(snapshots, (str, bytes))
+    if not is_list or getattr(snapshots, "ndim", 1) == 0:
+        raise RequestError(f"snapshots is {shown(_plain(snapshots))}: expected a list of files")
     if not isinstance(snapshot_budget, int) or isinstance(snapshot_budget, bool) or snapshot_budget < 0:
-        raise RequestError(f"snapshot_budget is {snapshot_budget!r}: expected a whole number of bytes, 0 or more")
+        raise RequestError(f"snapshot_budget is {shown(snapshot_budget)}: expected a whole number of bytes, 0 or more")
+    if progress is not None and not callable(progress):
+        raise RequestError(
+            f"progress is {shown(progress)}: expected a callable that takes bytes done and in all, or None"
+        )
+
+
+def check_path(name: str, path: Any) -> None:
+    """Raise RequestError for what is no path."""
+    if not isinstance(path, (str, Path)):
+        raise RequestError(f"{name} is {shown(path)}: expected a path, as text or pathlib.Path")
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is {shown(_plain(path))}: half of a surrogate pair is no character") from error
+    if b"\0" in encoded:
+        raise RequestError(f"{name} is {shown(_plain(path))}: a path has no null characters")
+    if len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+        raise RequestError(
+            f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
+        )
+
+
+def check_adapter_names(adapters: Any) -> None:
+    """Raise RequestError for what is no list of adapters' names, None among them, nor None."""
+    names = () if adapters is None else adapters
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, type(None))) for name in names):
+        raise RequestError(f"adapters is {shown(adapters)}: expected a list of names, with None for without an adapter")
+
+
+def check_observer(observer: Any) -> None:
+    """Raise RequestError for what is neither an observer nor None."""
+    wanted = ("device_span", "host_span", "finish")
+    if observer is not None and not all(callable(getattr(observer, name, None)) for name in wanted):
+        raise RequestError(f"an observer is a {type(observer).__name__}: expected {', '.join(wanted)}, or None")
 
 
 def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
     """Raise RequestError for what is neither a DraftingConfig nor None."""
     if not isinstance(drafting, (DraftingConfig, type(None))):
-        raise RequestError(f"drafting is {drafting!r}: expected {expected}")
+        raise RequestError(f"drafting is {shown(drafting)}: expected {expected}")
+
+
+def _plain(path: Any) -> Any:
+    return str(path) if isinstance(path, Path) else path

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import secrets
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, shown
 
 SMALLEST_TEMPERATURE = 0.001  # logits divided by less overflow float32
 LARGEST_INTEGER = 2**31 - 1
@@ -38,8 +39,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -65,7 +66,8 @@ def checked_value(name: str, value: Any) -> Any:
         number = _real(name, value, 0.0, 100.0)
         if 0.0 < number < SMALLEST_TEMPERATURE:
             raise RequestError(
-                f"temperature is {value}: expected 0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} to 100"
+                f"temperature is {shown(value)}: expected 0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} "
+                "to 100"
             )
         return number
     if name == "top_p":
@@ -90,32 +92,40 @@ def checked_value(name: str, value: Any) -> Any:
         values = (value,) if isinstance(value, numbers.Integral) else _sequence(name, value)
         return tuple(_integer(name, item, 0, LARGEST_INTEGER) for item in values)
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}: expected true or false")
+        raise RequestError(f"{name} is {shown(value)}: expected true or false")
     return value
 
 
 def _real(name: str, value: Any, low: float, high: float, exclusive: bool = False) -> float:
     bounds = f"a number above {low:g} and up to {high:g}" if exclusive else f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(f"{name} is {value!r}: expected {bounds}")
-    number = float(value)
+        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
+    number = as_float(value)
     if not math.isfinite(number) or number > high or number < low or (exclusive and number == low):
-        raise RequestError(f"{name} is {value}: expected {bounds}")
+        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
     return number
+
+
+def as_float(value: Any) -> float:
+    """A real number as a float: infinity where it is larger than floats are."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _integer(name: str, value: Any, low: int, high: int, meaning: str = "") -> int:
     bounds = f"a whole number from {low} to {high}" + (f" ({meaning})" if meaning else "")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name} is {value!r}: expected {bounds}")
+        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
     if not low <= int(value) <= high:
-        raise RequestError(f"{name} is {value}: expected {bounds}")
+        raise RequestError(f"{name} is {shown(int(value))}: expected {bounds}")
     return int(value)
 
 
 def _sequence(name: str, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise RequestError(f"{name} is {value!r}: expected a list")
+        raise RequestError(f"{name} is {shown(value)}: expected a list")
     return list(value)
 
 
@@ -123,7 +133,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else _sequence("stop", value)
     for string in strings:
         if not isinstance(string, str):
-            raise RequestError(f"stop holds {string!r}: expected strings")
+            raise RequestError(f"stop holds {shown(string)}: expected strings")
         if not string:
             raise RequestError("stop holds an empty string, which would end every answer at once: leave it out")
     return tuple(strings)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Answering, Generation
-from edgellm.requests import Request, Response
+from edgellm.requests import Request, Response, check_choices
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.messages import checked_messages
 from edgellm.text.template_inputs import checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
 
@@ -71,6 +73,9 @@ class Session:
         It is answered with the model's default system prompt where `system` is None, without any where it is "". Raises
         RequestError for malformed tools or template variables.
         """
+        check_choices(params, adapter)
+        if system is not None:
+            checked_messages([{"role": "system", "content": system}], takes_images=True)
         self._ask, self._conversation = ask, OngoingConversation(overflow)
         self.params, self.adapter = params, adapter
         self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
@@ -105,7 +110,9 @@ class Session:
             self._messages = behind if content is None else [{"role": "system", "content": content}, *behind]
 
     def replace(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Go on as if this had been said. Raises RequestError while an answer is growing."""
+        """Go on as if this had been said. Raises RequestError for what are no messages, and while an answer grows."""
+        if not (isinstance(messages, (list, tuple)) and not messages):
+            checked_messages(messages, takes_images=True)
         with self._lock:
             self._settle()
             self._messages = [dict(message) for message in messages]
@@ -137,6 +144,13 @@ class Session:
             self._messages = self._messages[: starts[-1]]
             return turn
 
+    def __repr__(self) -> str:
+        if self._lock.acquire(blocking=False):  # a debugger may ask at any time
+            self._take_in()
+            self._lock.release()
+        count, state = len(self._messages), "idle" if self._open is None else "being answered"
+        return f"<Session: {count} message{'' if count == 1 else 's'}, {state}>"
+
     def stream(
         self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
     ) -> Generation:
@@ -152,13 +166,16 @@ class Session:
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        with self._lock:
-            self._settle()
+        return self._retry(params, deadline, threading.Event())
+
+    def _retry(self, params: SamplingParams | None, deadline: float | None, given_up: threading.Event) -> Generation:
+        """As `retry`; `given_up` as of `_say`."""
+        with self._ready_for_more(given_up):
             places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
             if not places:
                 raise RequestError("nothing was asked yet: there is no answer to give again")
             last = places[-1]
-            return self._answer(self._messages[:last], self._messages[last], params, deadline, threading.Event())
+            return self._answer(self._messages[:last], self._messages[last], params, deadline, given_up)
 
     def _say(
         self, content: Content, params: SamplingParams | None, deadline: float | None, given_up: threading.Event
@@ -166,11 +183,17 @@ class Session:
         """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`:
         what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
         """
+        with self._ready_for_more(given_up):
+            return self._answer(self._messages, {"role": "user", "content": content}, params, deadline, given_up)
+
+    @contextmanager
+    def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
+        """The lock, once the latest answer has ended; RequestError where it grows, or what comes was given up."""
         with self._lock:
             if given_up.is_set():
                 raise RequestError("the message was given up before it was said")
             self._settle()
-            return self._answer(self._messages, {"role": "user", "content": content}, params, deadline, given_up)
+            yield
 
     def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
         """Say something and wait for the answer; an interrupt while waiting cancels it."""
@@ -195,7 +218,7 @@ class Session:
         """Ask for the answer to a message behind others; they are the conversation once it is there."""
         request = Request(
             messages=[*before, message],
-            params=params or self.params,
+            params=self.params if params is None else params,
             adapter=self.adapter,
             deadline=deadline,
             tools=self._tools,

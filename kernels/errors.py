@@ -1,8 +1,33 @@
 """The root of the project's errors. Every message says what was found, what was expected and what to do."""
 
+from typing import Any
+
+#: How many characters of a value stand in an error.
+_LONGEST_VALUE = 200
+#: Characters of an error's message; what a hostile file says is quoted in some of them.
+LONGEST_MESSAGE = 2000
+_KEPT_END = 300  # what to do about it stands there
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: its `repr`, cut where it is long, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # Python does not write out a whole number of more than 4,300 digits
+        if isinstance(value, int):
+            return f"a whole number of {value.bit_length()} bits"
+        return f"a {type(value).__name__} whose repr fails with {type(error).__name__}"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+
 
 class EdgeLLMError(Exception):
-    """Base class of all errors that EdgeLLM raises on purpose."""
+    """Base class of all errors that EdgeLLM raises on purpose.
+
+    Of a message of more than `LONGEST_MESSAGE` characters beginning and end are kept, and the others counted.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(bounded_message(value) if isinstance(value, str) else value for value in arguments))
 
 
 class KernelError(EdgeLLMError):
@@ -11,3 +36,16 @@ class KernelError(EdgeLLMError):
 
 class MissingDependencyError(EdgeLLMError):
     """An optional library, driver or device is missing; the message names it and how to get it."""
+
+
+def bounded_message(text: str) -> str:
+    """`text`, of which at most `LONGEST_MESSAGE` characters are kept: between beginning and end stands how many were
+    left out."""
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    room = LONGEST_MESSAGE - len(_left_out(len(text))) - _KEPT_END
+    return text[:room] + _left_out(len(text) - room - _KEPT_END) + text[-_KEPT_END:]
+
+
+def _left_out(count: int) -> str:
+    return f" ... ({count:,} characters left out) ... "

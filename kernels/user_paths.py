@@ -14,8 +14,17 @@ def user_path(path: str | Path) -> Path:
     of stays as it is, and is then a file that does not exist."""
     try:
         return Path(path).expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: a null character in the name
         return Path(path)
+
+
+def printable(name: object) -> str:
+    """The name of a file, or another that somebody else gave, to be shown: what would break a line, steer a terminal or
+    be no character is written as Python's strings have it (`\\n`, `\\x1b`, `\\udcff`)."""
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def user_folder(variable: str, otherwise: str) -> Path:

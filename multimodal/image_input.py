@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import numpy as np
 from PIL import Image, ImageOps
 
+from edgellm.kernels.errors import shown
 from edgellm.multimodal.errors import ImageError
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
@@ -50,8 +51,8 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB", limits: Image
 
     Raises ImageError for what is not an image, is damaged, or exceeds `limits`, which are checked before decoding.
     """
-    if channels not in ("RGB", "BGR"):
-        raise ImageError(f"channels is {channels!r}: expected 'RGB' or 'BGR', the order of the array's colours")
+    if not isinstance(channels, str) or channels not in ("RGB", "BGR"):
+        raise ImageError(f"channels is {shown(channels)}: expected 'RGB' or 'BGR', the order of the array's colours")
     if isinstance(source, np.ndarray):
         return _from_array(source, channels, limits)
     if isinstance(source, Image.Image):

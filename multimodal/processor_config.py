@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.fields import is_integer, is_number, shown
 from edgellm.multimodal.image_layout import Normalization
@@ -175,14 +175,4 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     advice = f"Copy {PREPROCESSOR_FILE} from where the model was published."
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): it says how images become input. {advice}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). {advice}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {shown(value)}, expected an object. {advice}")
-    return value
+    return JSONObject.read(path, CheckpointError, f"It says how images become input. {advice}").values

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import edgellm
+
 FOLDERS = ("engines", "kernels", "multimodal", "configs")
 #: Where the packages of one process come from.
 ORIGINS = """
@@ -96,3 +98,10 @@ def test_of_a_checkout_four_folders_are_parts(repository: Path, installation: Pa
     done = run(repository, installation, "-c", f"import edgellm.{name}")
     assert done.returncode == 1
     assert f"No module named 'edgellm.{name}'" in done.stderr
+
+
+def test_every_public_name_loads_and_is_named_once() -> None:
+    names = edgellm.__all__
+    assert sorted(names) == sorted(set(names))
+    assert {name: getattr(edgellm, name).__class__.__name__ for name in names}.keys() == set(names)
+    assert set(edgellm._MODULES) == set(names)

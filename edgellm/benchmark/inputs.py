@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from edgellm.drafting.presets import SIZES, checked_drafting, drafting_config
+from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 PLAIN_NAME = "plain"
+_MOST_DIGITS = 9
 EXPECTED = (
     "expected plain, chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:NAME or FILE, or adaptive[:TOP_K/STEPS/SIZE]; "
     "behind a chain there may be :sampled, behind all but plain :typical"
@@ -98,7 +100,7 @@ def _asked(name: str) -> dict[str, Any]:
     if kind == "choices" and rest:
         return asked | {"choices": ":".join(rest)}
     sizes = [part for given in rest for part in given.split("/")]
-    if not all(part.isdecimal() for part in sizes) or len(rest) > 1:
+    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in sizes) or len(rest) > 1:
         raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")
     if kind == "chain" and len(sizes) == 1:
         return asked | {"kind": "chain", "draft_steps": int(sizes[0])}
@@ -133,12 +135,8 @@ def load_prompts(path: Path) -> list[BenchPrompt]:
     A line is plain text, or a JSON object with "prompt" (text), "messages" (a conversation) or "turns" (a list of
     texts, of which the first is asked), and, if there is one, "task" or "category".
     """
-    try:
-        lines = user_path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise RequestError(f"the prompts file {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the prompts file {path} is not UTF-8: invalid byte at offset {error.start}") from error
+    text = read_text(user_path(path), PROMPT_BYTES, RequestError, "the prompts file", takes_pipes=True)
+    lines = text.splitlines()
     prompts = [_from_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise RequestError(f"the prompts file {path} is empty: expected a prompt on each line")
@@ -148,11 +146,7 @@ def load_prompts(path: Path) -> list[BenchPrompt]:
 def _from_line(line: str, place: str) -> BenchPrompt:
     if not line.lstrip().startswith("{"):
         return BenchPrompt(({"role": "user", "content": line.strip()},))
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{place} is not valid JSON: {error}") from error
-    return _from_object(values, place)
+    return _from_object(parse_json(line, place, RequestError), place)
 
 
 def _from_object(values: dict[str, Any], place: str) -> BenchPrompt:

@@ -99,6 +99,11 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:
             _end_output()
             raise typer.Exit(BROKEN_PIPE) from None
+        except MemoryError as error:
+            failure = EdgeLLMError("there is not enough memory for this on the machine")
+            failure.__cause__ = error
+            write_error(failure)
+            raise typer.Exit(FAILED) from None
         except OSError as error:
             _end_output()
             failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")

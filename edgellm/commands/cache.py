@@ -21,10 +21,11 @@ from edgellm.commands.cache_prompts import (
     read_cache_prompts,
     snapshot_files,
 )
-from edgellm.commands.console import printable, write_error, write_note
+from edgellm.commands.console import write_error, write_note
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.errors import SnapshotError
+from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.system_prompt import PromptRecord
 
 cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.")

@@ -14,8 +14,9 @@ import typer
 
 from edgellm.commands.build import MEBIBYTE, ProgressDisplay
 from edgellm.commands.cache_prompts import CachePrompt, read_snapshot_file, snapshot_files
-from edgellm.commands.console import ended_by_signals, printable
+from edgellm.commands.console import ended_by_signals
 from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.file import require_snapshot_file, write_snapshot
 from edgellm.snapshots.staging import delete_file
 from edgellm.snapshots.store import SnapshotStore

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-import yaml
 
 from edgellm.commands import options
-from edgellm.commands.console import printable
 from edgellm.commands.words import adapter_choice
+from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.directories.strict_yaml import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
-from edgellm.kernels.user_paths import user_path
+from edgellm.kernels.user_paths import printable, user_path
 from edgellm.snapshots.binding import NONE
 from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.snapshot import Snapshot
@@ -76,7 +76,7 @@ def read_cache_prompts(
             "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"
         )
     else:
-        text, place = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
+        text, place = options.read_standard_input(), "standard input"
     return [_cache_prompt(text, place, name, output, lora, Path())]
 
 
@@ -86,10 +86,8 @@ def load_cache_prompts(path: Path) -> list[CachePrompt]:
     Paths are relative to the YAML file. Raises RequestError that names file, entry and key.
     """
     path = user_path(path)
-    try:
-        entries = yaml.safe_load(options.read_text_file(path, "--prompts"))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise RequestError(f"{path} is not valid YAML: {error}") from error
+    text = read_text(path, SETTINGS_BYTES, RequestError, "--prompts", takes_pipes=True)
+    entries = parse_yaml(text, str(path), RequestError)
     if not isinstance(entries, list) or not entries:
         raise RequestError(f"{path} holds a {type(entries).__name__}: expected a list of prompts, each with a name")
     found = [_from_entry(entry, f"{path}, prompt {number}", path.parent) for number, entry in enumerate(entries, 1)]
@@ -216,7 +214,9 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
     if len(found) == 1:
         return found[0]
     if found:
-        raise RequestError(f"{name!r} may be {', '.join(item.path.stem for item in found)}: write more of one of them")
+        raise RequestError(
+            f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
+        )
     path = user_path(name)
     is_there = bool(name) and os.path.lexists(path)
     if is_there and is_snapshot_path(name):

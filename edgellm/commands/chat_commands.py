@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -16,6 +15,7 @@ from edgellm.commands.opening import model_name
 from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.words import adapters_in_words
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -222,8 +222,8 @@ def _value(name: str, text: str) -> Any:
     if text == "none":
         return next(item.default for item in fields(SamplingParams) if item.name == name)
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text, name, RequestError)
+    except RequestError:
         return text
     return text if name == "stop" and not isinstance(value, (str, list)) else value
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.pictures import read_picture
 from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.engines.directories.small_files import read_text
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
@@ -74,12 +76,13 @@ def _check_replaced(path: Path, replaces_any: bool) -> None:
     """Raise RequestError where a file would be lost that is not to be replaced."""
     try:
         _require_ordinary(path)
-        content = None if replaces_any else _read_json(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
-    except (ValueError, RecursionError):
+    try:
+        content = None if replaces_any else _read_json(path)
+    except RequestError:
         content = None
     found = content.get("format") if isinstance(content, dict) else None
     if not replaces_any and not (isinstance(found, str) and found.startswith(_ANY_FORMAT)):
@@ -90,13 +93,7 @@ def _check_replaced(path: Path, replaces_any: bool) -> None:
 
 def load_conversation(path: Path) -> tuple[Conversation, str]:
     """Read a conversation and the name of the model it was had with; RequestError says what is wrong with the file."""
-    try:
-        _require_ordinary(path)
-        content = _read_json(path)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not JSON: {error}") from error
+    content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RequestError(f'{path} is no conversation that /save wrote: expected an object with "format": "{FORMAT}"')
     try:
@@ -114,10 +111,8 @@ def _require_ordinary(path: Path) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """The JSON value in a file; raises OSError, ValueError or RecursionError."""
-    if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(f"it is larger than {LARGEST_FILE:,} bytes")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The JSON value in a file; raises RequestError."""
+    return parse_json(read_text(path, LARGEST_FILE, RequestError), str(path), RequestError)
 
 
 def _checked(content: dict[str, Any]) -> Conversation:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
+from edgellm.kernels.user_paths import printable
+
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
     from edgellm.requests import Response
@@ -45,23 +47,25 @@ def write_answer(text: str) -> None:
         sys.stdout.flush()
 
 
-def printable(text: object) -> str:
-    """Text that somebody else wrote, such as a file's name, on one line and without control characters."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text))
-
-
 def write_note(text: str, stream: TextIO | None = None) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
     stream = stream or sys.stderr
     dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    text = _steering_nothing(text)
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
 
 
 def write_error(error: BaseException) -> None:
-    """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set."""
+    """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set; what it quotes of files and
+    names steers no terminal."""
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {_steering_nothing(str(error))}", file=sys.stderr, flush=True)
+
+
+def _steering_nothing(text: str) -> str:
+    """Lines with what names in them could steer a terminal with written out."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 @contextmanager

@@ -58,8 +58,8 @@ def generate(
         raise typer.BadParameter(
             "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
         )
-    tools, variables = options.template_inputs(tooling)
-    if raw and (tools or variables):
+    given = options.template_inputs(tooling)
+    if raw and any(given):
         raise typer.BadParameter("has no chat template: leave tools and template variables out", param_hint="--raw")
     settings = options.chosen_settings(
         config,
@@ -74,7 +74,7 @@ def generate(
     from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
 
     settings, tools, variables = with_cached_prompt(
-        settings, bool(system_cache) and not prompting.has_system_prompt, tools, variables
+        settings, bool(system_cache) and not prompting.has_system_prompt, *given
     )
     if adapters.lora and settings.adapter is None:
         raise typer.BadParameter(
@@ -118,7 +118,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
         )
     else:
-        text, where = options.decoded_text(sys.stdin.buffer.read(), "standard input"), "standard input"
+        text, where = options.read_standard_input(), "standard input"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import typer
 
 from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.commands.words import named_directories
+from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
@@ -235,11 +238,9 @@ def template_inputs(options: ToolOptions) -> tuple[list[dict[str, Any]] | None, 
 
 def read_tools(path: Path) -> list[dict[str, Any]] | None:
     """The tools of a JSON file, checked (`checked_tools`); raises RequestError that names the file and the place."""
-    text = read_text_file(path, "--tools")
+    given = parse_json(read_text_file(path, "--tools"), f"--tools {path}", RequestError)
     try:
-        return checked_tools(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"--tools {path} is not valid JSON: {error}") from error
+        return checked_tools(given)
     except RequestError as error:
         raise RequestError(f"--tools {path}: {error}") from error
 
@@ -285,12 +286,17 @@ def chosen_settings(
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """The text of a UTF-8 file without its last line end; raises RequestError that names `what` and the place."""
-    try:
-        data = user_path(path).read_bytes()
-    except OSError as error:
-        raise RequestError(f"{what} {path} cannot be read: {error.strerror or error}") from error
-    return decoded_text(data, f"{what} {path}")
+    """The text of a UTF-8 file, or of a pipe, without its last line end; RequestError names `what` and the place."""
+    text = read_text(user_path(path), PROMPT_BYTES, RequestError, what, takes_pipes=True)
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_standard_input() -> str:
+    """The text of standard input without its last line end; raises RequestError."""
+    data = sys.stdin.buffer.read(PROMPT_BYTES + 1)
+    if len(data) > PROMPT_BYTES:
+        raise RequestError(f"standard input has more than the {PROMPT_BYTES:,} bytes that are read of it")
+    return decoded_text(data, "standard input")
 
 
 def decoded_text(data: bytes, what: str) -> str:

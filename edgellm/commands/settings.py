@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.directories.strict_yaml import parse_yaml
 from edgellm.errors import RequestError, SettingsError, did_you_mean
-from edgellm.kernels.user_paths import user_folder, user_path
+from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.snapshots.staging import is_snapshot_path
 
@@ -19,6 +19,7 @@ BACKENDS = ("auto", "numpy", "tensorrt")
 #: How answers are drawn and when they end; log-probabilities are asked for one by one.
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name != "logprobs")
 DEFAULTS = "defaults.yaml"
+_PATHS = ("model", "chat_template", "system_cache")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def load_settings(path: str | Path | None = None) -> Settings:
     values = _checked(_packaged_defaults(), DEFAULTS, Path())
     user_file = user_path(path) if path is not None else _user_file()
     if user_file is not None:
-        own = _checked(_read(user_file), str(user_file), user_file.parent)
+        own = _checked(_read(user_file), printable(user_file), user_file.parent)
         for section in ("sampling", "drafting", "adapters"):
             own[section] = values.get(section, {}) | own.get(section, {})
         values |= own
@@ -67,23 +68,12 @@ def _user_file() -> Path | None:
 
 
 def _packaged_defaults() -> Any:
-    return _parse((resources.files("edgellm.configs") / DEFAULTS).read_text(encoding="utf-8"), DEFAULTS)
+    return parse_yaml((resources.files("edgellm.configs") / DEFAULTS).read_text("utf-8"), DEFAULTS, SettingsError)
 
 
 def _read(path: Path) -> Any:
-    try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise SettingsError(f"the settings file {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"the settings file {path} is not UTF-8: invalid byte at offset {error.start}") from error
-
-
-def _parse(text: str, origin: str) -> Any:
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise SettingsError(f"the settings file {origin} is not valid YAML: {error}") from error
+    text = read_text(path, SETTINGS_BYTES, SettingsError, "the settings file", takes_pipes=True)
+    return parse_yaml(text, f"the settings file {printable(path)}", SettingsError)
 
 
 def _checked(values: Any, origin: str, folder: Path) -> dict[str, Any]:
@@ -102,6 +92,8 @@ def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
 
 
 def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
+    if isinstance(value, str) and key in _PATHS and "\0" in value:
+        raise _wrong(origin, key, value, "a path, which has a null character nowhere")
     if key == "sampling":
         return _checked_sampling({} if value is None else value, origin)
     if key == "drafting":
@@ -152,8 +144,11 @@ def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]
     if not isinstance(values, dict):
         raise _wrong(origin, "adapters", values, "names and directories")
     for name, directory in values.items():
-        if not (isinstance(name, str) and name and isinstance(directory, str) and directory):
-            raise SettingsError(f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory")
+        if not all(isinstance(text, str) and text and "\0" not in text for text in (name, directory)):
+            raise SettingsError(
+                f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory, without a null "
+                "character"
+            )
     return {name: folder / user_path(directory) for name, directory in values.items()}
 
 

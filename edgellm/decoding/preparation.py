@@ -90,6 +90,11 @@ class Preparation:
             dropped=dropped,
         )
 
+    def count_tokens(self, request: Request) -> int:
+        """How many tokens a request's prompt has, those of its images included; more than the context holds, or none,
+        are no error. Raises RequestError, ImageError, TemplateError for what cannot be counted."""
+        return len(self._prompt(request).token_ids)
+
     def system_prompt(
         self,
         prompt: SystemPrompt,
@@ -120,10 +125,16 @@ class Preparation:
     def _chat_ids(self, request: Request) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with
         one token for each image."""
-        messages, tools, variables = request.messages or (), request.tools, request.template_variables or {}
+        tools, variables = request.tools, request.template_variables or {}
+        messages = () if request.messages is None else request.messages
         checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
         self._check_template_inputs(tools, variables)
-        return self._tokenizer.encode_chat(self._defaults.with_system_prompt(messages), tools=tools, **variables)
+        return self._tokenizer.encode_chat(
+            self._defaults.with_system_prompt(messages),
+            tools=tools,
+            continue_final_message=request.continue_final_message,
+            **variables,
+        )
 
     def _check_template_inputs(self, tools: Tools | None, variables: Mapping[str, Any]) -> None:
         """Refuse tools, and report variables, that the chat template never reads."""

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.directories.strict_yaml import parse_yaml
+from edgellm.engines.model.config import DRAFT_RANGES, EngineLimits
 from edgellm.engines.speculation.draft_plan import (
     ACCEPTANCES,
     KINDS,
@@ -21,7 +23,9 @@ from edgellm.engines.speculation.draft_plan import (
     choices_plan,
     tree,
 )
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.errors import EdgeLLMError, EngineError, RequestError, shown
+from edgellm.kernels.user_paths import printable
+from edgellm.sampling_params import as_float
 
 #: Trees of choices that come with the package, as `configs/NAME.yaml`; the first is the default.
 NAMED_CHOICES = ("mc_sim_7b_63", "eagle_25")
@@ -56,17 +60,17 @@ class DraftingConfig:
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, KINDS)
         _one_of("acceptance", self.acceptance, ACCEPTANCES)
-        for name, least in (("draft_top_k", 1), ("draft_steps", 1), ("verify_tree_size", 2)):
+        for name, (least, most) in DRAFT_RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise RequestError(f"{name} is {value!r}: expected a whole number of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+                raise RequestError(f"{name} is {shown(value)}: expected a whole number from {least} to {most}")
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
-                raise RequestError(f"{name} is {value!r}: expected a number above 0 and up to 1")
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= 1:
+                raise RequestError(f"{name} is {shown(value)}: expected a number above 0 and up to 1")
         for name in ("sampled", "adaptive"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}: expected true or false")
+                raise RequestError(f"{name} is {shown(getattr(self, name))}: expected true or false")
         if self.sampled and self.kind != "chain":
             raise RequestError(f"sampled is true for kind {self.kind!r}: only a chain can be sampled")
         if self.sampled and self.acceptance == "typical":
@@ -138,16 +142,12 @@ def named_choices(name: str) -> list[list[int]]:
 
 def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
     """A tree of choices from a JSON or YAML file: a list of paths. Raises RequestError that names file and choice."""
+    text = read_text(Path(path), SETTINGS_BYTES, RequestError, "the choices file", takes_pipes=True)
+    place = f"the choices file {printable(path)}"
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"the choices file {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RequestError(f"the choices file {path} is neither JSON nor YAML: {error}") from error
-    try:
-        return checked_choices(values)
-    except EdgeLLMError as error:
-        raise RequestError(f"the choices file {path}: {error}") from error
+        return checked_choices(parse_yaml(text, place, RequestError))
+    except EngineError as error:
+        raise RequestError(f"{place}: {error}") from error
 
 
 def _request(check: Any, value: Any) -> Any:
@@ -159,5 +159,5 @@ def _request(check: Any, value: Any) -> Any:
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise RequestError(f"{name} is {value!r}: expected one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise RequestError(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")

@@ -103,7 +103,7 @@ def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[s
             continue
         if key == "draft" and not isinstance(value, bool):
             raise RequestError(f"draft is {value!r}: expected true, false or null")
-        if key == "preset" and value not in load_presets():
+        if key == "preset" and not (isinstance(value, str) and value in load_presets()):
             raise RequestError(f"preset is {value!r}: expected one of {', '.join(load_presets())}, or null")
         is_file = key == "choices" and isinstance(value, str) and value not in NAMED_CHOICES
         checked[key] = load_choices(folder / user_path(value)) if is_file else value

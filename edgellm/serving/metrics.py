@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -123,6 +124,15 @@ class Metrics:
         """A request was turned away."""
         with self._lock:
             self._requests["refused"] += 1
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count what is raised as a request that was turned away."""
+        try:
+            yield
+        except Exception:
+            self.refused()
+            raise
 
     def round(self) -> None:
         """The engine has computed a round."""

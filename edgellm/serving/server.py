@@ -14,6 +14,7 @@ from edgellm.generation import Answering
 from edgellm.requests import Chunk, Response
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import Call, RequestQueue
+from edgellm.text.stop import FinishReason
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -145,7 +146,7 @@ class RequestServer:
                 end_request(answering, "cancelled", self._metrics, sequence.failure)
 
 
-def end_request(answering: Answering, reason: str, metrics: Metrics, failure: Exception | None = None) -> None:
+def end_request(answering: Answering, reason: FinishReason, metrics: Metrics, failure: Exception | None = None) -> None:
     """Give a request its response, ended for `reason` where it was not finished; or what it failed with."""
     response: Response | None = None
     sequence = answering.sequence
@@ -153,7 +154,7 @@ def end_request(answering: Answering, reason: str, metrics: Metrics, failure: Ex
         _release_text(answering, reason)
         failure = sequence.failure
     if failure is None:
-        response = sequence.response()
+        response = answering.as_shown(sequence.response())
     metrics.ended(response, sequence.adapter)
     outcome = "failed" if response is None else response.finish_reason
     details: dict[str, Any] = {"outcome": outcome, "prompt_tokens": len(sequence.prompt_ids)}
@@ -164,7 +165,7 @@ def end_request(answering: Answering, reason: str, metrics: Metrics, failure: Ex
     answering.end(response, failure)
 
 
-def _release_text(answering: Answering, reason: str) -> None:
+def _release_text(answering: Answering, reason: FinishReason) -> None:
     """Finish an answer, and show the text that was held back."""
     try:
         text = answering.sequence.answer.finish(reason)

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, RequestError, closed_error
+from edgellm.errors import EngineError, RequestError, closed_error, shown
 from edgellm.generation import Answering, Generation
+from edgellm.requests import StopWhen
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import Call, RequestQueue
 from edgellm.serving.server import Engine, RequestServer, end_request
@@ -38,7 +39,7 @@ class EngineThread(Generic[OpenedEngine]):
     ) -> None:
         """`opened` has the engine, or what opening it raised, when that is done; `closed` ends with the thread."""
         if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 1:
-            raise RequestError(f"queue_limit is {queue_limit!r}: expected a whole number of at least 1")
+            raise RequestError(f"queue_limit is {shown(queue_limit)}: expected a whole number of at least 1")
         self.metrics = metrics
         self.opened: Future[OpenedEngine] = Future()
         self.closed: Future[None] = Future()
@@ -63,19 +64,20 @@ class EngineThread(Generic[OpenedEngine]):
         return 0 if server is None else server.running
 
     def submit(
-        self, sequence: DecodingSequence, deadline: float | None = None, owner: object | None = None
+        self,
+        sequence: DecodingSequence,
+        deadline: float | None = None,
+        owner: object | None = None,
+        stop_when: StopWhen | None = None,
     ) -> Generation:
-        """Queue a request, which ends by itself `deadline` seconds after it was accepted. Its answer holds the `owner`.
+        """Queue a request, which ends by itself `deadline` seconds after it was accepted. Its answer holds the `owner`,
+        and whoever reads it asks `stop_when`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        answering = Answering(sequence, deadline, self._discard)
-        try:
-            self._queue.put(answering)
-        except Exception:
-            self.metrics.refused()
-            raise
+        answering = Answering(sequence, deadline, self._discard, stop_when)
+        self._queue.put(answering)
         self.metrics.accepted()
         return Generation(answering, owner)
 

@@ -23,6 +23,16 @@ from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
+from edgellm.snapshots.content_digest import (
+    DIGEST_BYTES,
+    Findings,
+    RunningDigest,
+    Section,
+    SectionFindings,
+    content_digest,
+    content_findings,
+    examine,
+)
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
@@ -36,17 +46,7 @@ from edgellm.snapshots.snapshot import (
     SnapshotFacts,
     TensorPlace,
 )
-from edgellm.snapshots.staging import (
-    DIGEST_BYTES,
-    Findings,
-    RunningDigest,
-    Section,
-    SectionFindings,
-    StagedFile,
-    content_digest,
-    content_findings,
-    examine,
-)
+from edgellm.snapshots.staging import StagedFile
 from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"

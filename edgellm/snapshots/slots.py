@@ -22,10 +22,11 @@ from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
+from edgellm.snapshots.content_digest import Findings
 from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
-from edgellm.snapshots.staging import Findings, file_identity, opened_unchanged
+from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows

@@ -23,7 +23,7 @@ from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import is_known_finite_content
 from edgellm.engines.directories.strict_json import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.staging import DIGEST_BYTES, Section
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord
 
 FORMAT_VERSION = 3

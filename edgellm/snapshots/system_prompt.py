@@ -27,7 +27,7 @@ _DIGEST_DIGITS = frozenset("0123456789abcdef")
 #: Text, or the parts of a message, images among them.
 SystemPrompt = str | Sequence[dict[str, Any]]
 #: Descriptions of functions that the model may call, as chat templates take them.
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

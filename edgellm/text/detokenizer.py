@@ -7,6 +7,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.checkpoints.tokenizer_file import decoded_ids
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -62,7 +64,7 @@ class TokenText:
 
     def decode(self, token_ids: list[int]) -> str:
         """The tokenizer's own decoding of a few tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return decoded_ids(self.tokenizer, token_ids)
 
 
 class Detokenizer:

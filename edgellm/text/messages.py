@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
@@ -31,12 +31,12 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
     if not isinstance(message, dict):
         raise RequestError(f"{what} is a {type(message).__name__}: expected an object with role and content")
     role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{what} has the role {role!r}: expected one of {', '.join(ROLES)}")
-    unknown = sorted(str(key) for key in message if key not in ("role", "content", *EXTRA_KEYS))
+    if not isinstance(role, str) or role not in ROLES:
+        raise RequestError(f"{what} has the role {shown(role)}: expected one of {', '.join(ROLES)}")
+    unknown = sorted(shown(key) for key in message if key not in ("role", "content", *EXTRA_KEYS))
     if unknown:
         raise RequestError(
-            f"{what} has the unknown key {unknown[0]!r}: expected role, content, or one of {', '.join(EXTRA_KEYS)}"
+            f"{what} has the unknown key {unknown[0]}: expected role, content, or one of {', '.join(EXTRA_KEYS)}"
         )
     content = _checked_content(message, number, takes_images)
     if role == "user" and isinstance(content, str) and not content.strip():

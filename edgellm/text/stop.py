@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from edgellm.errors import RequestError
 
-FINISH_REASONS = ("stop", "stop_string", "length", "context", "cancelled", "deadline")
+#: Why an answer ended; see `edgellm.requests.Response`.
+FinishReason = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 class TextSource(Protocol):
@@ -84,7 +86,7 @@ class Answer:
         self._max_tokens = max_tokens
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_match: str | int | None = None
 
     @property
@@ -116,7 +118,7 @@ class Answer:
             piece += self.finish("length")
         return piece
 
-    def finish(self, reason: str) -> str:
+    def finish(self, reason: FinishReason) -> str:
         """End the answer for one of `FINISH_REASONS`; return the text that was held back. Once ended, does nothing."""
         if reason not in FINISH_REASONS:
             raise RequestError(f"{reason!r} is not a finish reason: expected one of {', '.join(FINISH_REASONS)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.directories.small_files import TEMPLATE_BYTES, read_text
+from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.text.sandbox import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 
@@ -36,10 +37,7 @@ class ChatTemplate:
     def from_file(cls, path: str | Path) -> ChatTemplate:
         """Read a template from a text file, or from a JSON file that holds it under `chat_template`."""
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TemplateError(f"the chat template {path} cannot be read: {error}") from error
+        text = read_text(path, TEMPLATE_BYTES, TemplateError, "the chat template", takes_pipes=True)
         if path.suffix == ".json":
             return cls(_sources_of_json(text, path), str(path))
         return cls({"default": text}, str(path))
@@ -140,10 +138,7 @@ class ChatTemplate:
 
 
 def _sources_of_json(text: str, path: Path) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TemplateError(f"the chat template {path} is not valid JSON: {error}") from error
+    value = parse_json(text, f"the chat template {path}", TemplateError)
     return _sources(value.get("chat_template") if isinstance(value, dict) else value, path)
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
+from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file, encoded, largest_id, read_tokenizer
+from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import checked_messages
 from edgellm.text.template import ChatTemplate
 
+#: Tokenizers count tokens in 32 bits.
+_IDS = 2**32
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,32 +61,25 @@ class Tokenizer:
         """Read a model's tokenizer files; a tokenizer that has ids beyond the model's `vocab_size` is refused."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise EngineDirectoryError(
                 f"{path} is missing: expected the tokenizer in the format of the tokenizers library, as published with "
                 "the model (convert a tokenizer.model with transformers: AutoTokenizer.from_pretrained(...)"
                 ".save_pretrained(...))"
             )
-        try:
-            parsed = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise EngineDirectoryError(
-                f"{path} cannot be read as a tokenizer: {error}; copy it anew from where the model was published"
-            ) from error
+        parsed = (
+            read_tokenizer(path, EngineDirectoryError)
+            if vocab_size is None
+            else check_tokenizer_file(path, vocab_size, EngineDirectoryError)
+        )
         config = read_json_object(directory / "special_tokens_map.json")
         config |= read_json_object(directory / "tokenizer_config.json")
-        tokenizer = cls(
+        return cls(
             parsed,
             _named_tokens(config),
-            _additional_special_tokens(config),
+            _additional_special_tokens(config, directory),
             ChatTemplate.from_directory(directory, config),
         )
-        if vocab_size is not None and tokenizer.largest_id >= vocab_size:
-            raise EngineDirectoryError(
-                f"{path} has token ids up to {tokenizer.largest_id}, but the model's vocabulary has only {vocab_size} "
-                "entries: the tokenizer belongs to another model"
-            )
-        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +89,7 @@ class Tokenizer:
     @cached_property
     def largest_id(self) -> int:
         """The largest token id."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        return largest_id(self._tokenizer)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -101,11 +98,13 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary, or None."""
+        check_encodable(token, "a token")
         return self._tokenizer.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
         """A token's text in the vocabulary (byte-level alphabet and all), or None for an unknown id."""
-        return self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        known = _checked_ids([token_id])
+        return self._tokenizer.id_to_token(known[0]) if known else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
@@ -113,7 +112,7 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer puts around a text, usually the beginning of sequence.
         """
         check_encodable(text, "the prompt")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_chat(
         self,
@@ -121,23 +120,39 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         """The ids of a conversation, rendered by the chat template, up to where the model's answer begins.
 
         Messages have a `role` and a `content` (text, or a list of parts); no text in them becomes a special token.
-        `variables` are handed to the template as they are (`enable_thinking=False`).
+        `variables` are handed to the template as they are (`enable_thinking=False`). With `continue_final_message` the
+        last message, an assistant's, is not closed: the ids end with its text. Raises RequestError where the template
+        does not write that out.
         """
+        if not isinstance(tools, (list, tuple, type(None))):
+            raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, or None")
         values = {"messages": self._checked(messages), "tools": list(tools) if tools else None, **variables}
-        for text in strings_in(values):
-            check_encodable(text, "a message")
-        disguise = Disguise(self._special_pattern, values)
+        final = None
+        try:
+            texts = strings_in(values)
+            for text in texts:
+                check_encodable(text, "a message")
+            if continue_final_message:
+                final = FinalMessage(values["messages"][-1], texts)
+                values["messages"] = [*values["messages"][:-1], final.marked]
+            disguise = Disguise(self._special_pattern, values)
+            given = disguise.apply(values)
+        except RecursionError as error:
+            raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
         rendered = self._required_template().render(
-            disguise.apply(values), self.special_tokens, add_generation_prompt=add_generation_prompt
+            given, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
         )
+        if final is not None:
+            rendered = final.cut(rendered, given["messages"][-1])
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
-        return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        return encoded(self._tokenizer, rendered)
 
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that the chat template reads ("messages", "tools", ...); raises TemplateError."""
@@ -158,7 +173,7 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; equals what a `Detokenizer` gives for the same ids. Unknown ids have no text."""
         detokenizer = self.detokenizer(skip_special_tokens)
-        return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
+        return "".join([*map(detokenizer.push, _checked_ids(token_ids)), detokenizer.finish()])
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new streaming detokenizer."""
@@ -200,14 +215,73 @@ class Tokenizer:
             self._tokenizer.add_special_tokens(missing)
 
 
+class FinalMessage:
+    """The last message of a conversation, an assistant's, which the model is to go on with.
+
+    A mark, a character that occurs nowhere in what the template is given, is written behind its text, with a space that
+    tells whether the template trims messages. What is rendered is cut there, and ends with the text.
+    """
+
+    def __init__(self, message: dict[str, Any], texts: Sequence[str]) -> None:
+        """`message` was checked; `texts` are all that the template is given."""
+        if message["role"] != "assistant":
+            raise RequestError(
+                f"continue_final_message is true, but the last message is of the role {message['role']!r}: expected an "
+                "assistant's message, whose text is gone on with"
+            )
+        used = set().union(*texts)
+        self._mark = next(mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)
+        content = message["content"]
+        if isinstance(content, str):
+            self.marked = {**message, "content": f"{content}{self._mark} "}
+            return
+        parts = list(content or ())
+        places = [place for place, part in enumerate(parts) if part["type"] == "text"]
+        if not places:
+            raise RequestError("continue_final_message is true, but the last message has no text to go on with")
+        parts[places[-1]] = {"type": "text", "text": f"{parts[places[-1]]['text']}{self._mark} "}
+        self.marked = {**message, "content": parts}
+
+    def cut(self, rendered: str, marked: dict[str, Any]) -> str:
+        """A rendered conversation up to the end of the message's text; `marked` is the message as the template saw it.
+
+        Raises RequestError where the text does not stand there.
+        """
+        content = marked["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        text = next(each for each in reversed(texts) if self._mark in each).split(self._mark)[0]
+        kept, mark, rest = rendered.rpartition(self._mark)
+        if not mark or not kept.rstrip().endswith(text.strip()):
+            raise RequestError(
+                "the chat template does not end the conversation with the last message's text as it is, so that "
+                "continue_final_message cannot go on with it: leave it out, or send a prompt as text"
+            )
+        trims = not rest.startswith(" ")
+        return kept.rstrip() if trims and text.strip() else kept
+
+
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A checked message whose content is a list, also where it is text alone."""
     content = message["content"]
     return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
+def _checked_ids(token_ids: Iterable[int]) -> list[int]:
+    """Token ids without those that no tokenizer has; RequestError for what are no whole numbers."""
+    try:
+        ids = list(token_ids)
+    except TypeError as error:
+        raise RequestError(f"token ids are a {type(token_ids).__name__}: expected a list of whole numbers") from error
+    wrong = [each for each in ids if not isinstance(each, Integral)]
+    if wrong:
+        raise RequestError(f"{shown(wrong[0])} is among the token ids: expected whole numbers")
+    return [int(each) for each in ids if 0 <= each < _IDS]
+
+
 def check_encodable(text: str, what: str) -> None:
-    """Raise `RequestError` where `text` holds half of a surrogate pair, which is no character."""
+    """Raise `RequestError` where `text` is none, or holds half of a surrogate pair, which is no character."""
+    if not isinstance(text, str):
+        raise RequestError(f"{what} is a {type(text).__name__}: expected text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -219,15 +293,7 @@ def check_encodable(text: str, what: str) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file; raises `EngineDirectoryError`."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineDirectoryError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise EngineDirectoryError(f"{path} holds a {type(value).__name__}: expected a JSON object")
-    return value
+    return JSONObject.read(path, EngineDirectoryError).values if path.exists() else {}
 
 
 def _token_text(value: Any) -> str | None:
@@ -240,11 +306,16 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _additional_special_tokens(config: dict[str, Any]) -> list[str]:
+def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[str]:
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = config.get(key) or []
-        values = values.values() if isinstance(values, dict) else values
+        values = list(values.values()) if isinstance(values, dict) else values
+        if not isinstance(values, list):
+            raise EngineDirectoryError(
+                f"{directory / 'tokenizer_config.json'}: {key} is {values!r:.60}, expected a list of tokens. Copy the "
+                "file anew from where the model was published"
+            )
         found += [text for text in map(_token_text, values) if text is not None]
     return found
 
@@ -347,5 +418,5 @@ class AnchoredTokenizer:
     def encode(self, rendered: str, disguise: Disguise) -> list[int]:
         """The ids of a rendered template: its own special tokens as such, disguised ones as plain text."""
         anchored = self._pattern.sub(lambda match: self._anchors[match[0]], rendered)
-        ids = self._tokenizer.encode(disguise.undo(anchored), add_special_tokens=False).ids
+        ids = encoded(self._tokenizer, disguise.undo(anchored))
         return [self._ids.get(token_id, token_id) for token_id in ids]

@@ -51,6 +51,7 @@ from edgellm.engines.directories.plan_files import (
     store_plan,
     write_plan,
 )
+from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError
@@ -291,7 +292,10 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
     never = threading.Event()
-    return {name: copy_hashed(path, destination / name, never) for name, path in job.inputs.published.items()}
+    return {
+        name: copy_hashed(path, destination / name, never, limit=size_limit(path.name))
+        for name, path in job.inputs.published.items()
+    }
 
 
 def _engine_dtype(config: DecoderConfig) -> str:

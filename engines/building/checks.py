@@ -7,34 +7,37 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenizers
-
 from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.directories.plan_files import Platform, present_platform
 from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import LARGEST_RANK
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import (
+    DRAFT_RANGES,
+    LARGEST_BATCH,
+    LARGEST_CONTEXT,
+    LARGEST_LORA_SLOTS,
+    LARGEST_MAX_IMAGE_PATCHES,
+    LARGEST_PREFILL_CHUNK,
+    DecoderConfig,
+    EngineLimits,
+    EngineShape,
+)
 from edgellm.engines.model.vision import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")
-LARGEST_BATCH = 8
-LARGEST_PREFILL_CHUNK = 2048
-LARGEST_LORA_SLOTS = 32
 PREFILL_CHUNK_STEP = 16
 DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_KV_CAPACITY = 4096
 #: An image of a megapixel, for patches of 16 pixels.
 DEFAULT_MAX_IMAGE_PATCHES = 4096
-LARGEST_MAX_IMAGE_PATCHES = 65536
 #: Rows of the vision engines up to the largest: padding takes up to half as much again as the image.
 _IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
 
 #: EAGLE-2's and EAGLE-3's usual tree.
 DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
-#: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
-DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 
 #: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with
 #: fused attention 2 MB beside.
@@ -149,7 +152,8 @@ def check_limits(
             f"{LARGEST_PREFILL_CHUNK}"
         )
     trained, capacity = config.max_position_embeddings, limits.kv_capacity
-    if capacity < chunk or (capacity > trained and not beyond_trained_context):
+    if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
+        trained = min(trained, LARGEST_CONTEXT)
         raise BuildError(
             f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
             "positions that the model was made for; --beyond-trained-context lifts this bound)"
@@ -245,21 +249,12 @@ def check_target(target: str, library: TensorRTLibrary) -> None:
 def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
     """Raise CheckpointError where `tokenizer.json` is missing, cannot be read or has ids beyond the vocabulary."""
     path = checkpoint / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(
             f"{path} is missing: expected the tokenizer in the format of the tokenizers library. Convert an older one "
             "with transformers: AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
         )
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}. Copy it anew from its source") from error
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{path} has token ids up to {largest}, but the model's vocabulary has {vocab_size} entries: the tokenizer "
-            "belongs to another model"
-        )
+    check_tokenizer_file(path, vocab_size, CheckpointError)
 
 
 def plan_bytes_bound(

@@ -23,6 +23,7 @@ from edgellm.engines.directories.engine_parts import (
     is_adapter_name,
     is_weight_file,
 )
+from edgellm.engines.directories.small_files import check_ordinary, open_ordinary, size_limit, too_large
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
@@ -170,6 +171,8 @@ def read_inputs(
         for file in ADAPTER_FILES:
             files = weights if is_weight_file(file) else published
             files[f"{_LORA_PREFIX}{name}/{file}"] = adapter.path / file
+    for path in published.values():
+        check_ordinary(path, size_limit(path.name), CheckpointError, "Copy it from the checkpoint's source")
     ranks = {name: each.rank for name, each in adapters.items()}
     return BuildInputs(config, draft, weights, published, ranks, vision)
 
@@ -195,16 +198,21 @@ class Cancelled(Exception):
 
 
 def copy_hashed(
-    source: Path, destination: Path, stop: threading.Event, advance: Callable[[int], None] | None = None
+    source: Path,
+    destination: Path,
+    stop: threading.Event,
+    advance: Callable[[int], None] | None = None,
+    limit: int | None = None,
 ) -> FileDigest:
-    """Copy a file in one pass that also hashes it; `advance` gets the bytes of each block.
+    """Copy an ordinary file in one pass that also hashes it; `advance` gets the bytes of each block.
 
-    Only one block is in memory at a time. Raises OSError, or Cancelled once `stop` is set.
+    Only one block is in memory at a time. Raises OSError, also for more than `limit` bytes and for what is no ordinary
+    file, or Cancelled once `stop` is set.
     """
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
-    with source.open("rb", buffering=0) as reader, destination.open("xb", buffering=0) as writer:
+    with open_ordinary(source) as reader, destination.open("xb", buffering=0) as writer:
         while count := reader.readinto(buffer):
             if stop.is_set():
                 raise Cancelled
@@ -214,6 +222,8 @@ def copy_hashed(
             while written < count:
                 written += writer.write(block[written:])
             size += count
+            if limit is not None and size > limit:
+                raise too_large(source, None, limit)
             if advance is not None:
                 advance(count)
         os.fsync(writer.fileno())

@@ -20,9 +20,11 @@ from edgellm.engines.checkpoints.tensors import (
     language_model_name,
     value_and_place,
 )
+from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.kernels.user_paths import printable
 
 __all__ = ["Checkpoint", "TensorInfo", "not_finite_error", "overflow_error", "storage_of"]
 
@@ -177,7 +179,7 @@ class Checkpoint:
                 if name == _HEAD and _EMBEDDING in wanted:
                     problems += self._problems_of_tied_head()
                 elif not name.endswith(_HARMLESS_ENDINGS):
-                    problems.append(f"unknown: {_printable(name)} {_written(info.shape)}")
+                    problems.append(f"unknown: {printable(name)} {_written(info.shape)}")
                 continue
             if info.shape != wanted[name]:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {_written(wanted[name])}")
@@ -259,11 +261,6 @@ def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
             )
 
 
-def _printable(name: str) -> str:
-    """A name that a file gave: it must not break the list into lines or steer a terminal."""
-    return name if name.isprintable() else repr(name)
-
-
 def _written(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
@@ -271,7 +268,9 @@ def _written(shape: Sequence[int]) -> str:
 def _open_shards(path: Path) -> list[SafetensorsFile]:
     """Open every shard that the index names and check that both agree."""
     index_path = path / INDEX_FILE
-    index = JSONObject.read(index_path, CheckpointError, "Copy it from the checkpoint's source")
+    index = JSONObject.read(
+        index_path, CheckpointError, "Copy it from the checkpoint's source", size_limit(index_path.name)
+    )
     weight_map = index.get("weight_map", "dict")
     for name, shard in weight_map.items():
         if not _is_shard_name(shard):
@@ -318,7 +317,7 @@ def _is_shard_name(name: Any) -> bool:
 
 
 def _no_weights(path: Path) -> CheckpointError:
-    names = sorted(file.name for file in path.iterdir())
+    names = sorted(printable(file.name) for file in path.iterdir())
     pickled = [name for name in names if name.endswith(_PICKLE_ENDINGS)]
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
     message = f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgellm.engines.building.inputs import copy_hashed
 from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.safetensors_file import SourceTensor, verify_safetensors, write_safetensors
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, PUBLISHED_FILES
+from edgellm.engines.directories.small_files import check_ordinary, size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.errors import CheckpointError
+from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
 Progress = Callable[[str, int, int], None]
@@ -100,9 +103,10 @@ def _write(
     source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
 ) -> int:
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
-            shutil.copyfile(source / name, staged.path / name)
+            copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
         names = [SINGLE_FILE]
         if len(shards) > 1:
             names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -140,7 +144,7 @@ def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     )
     if len(found) == 1:
         return found, None
-    listed = ", ".join(path.name for path in found[:5])
+    listed = ", ".join(printable(path.name) for path in found[:5])
     raise CheckpointError(
         f"{source} has neither {PICKLED_FILE} nor {PICKLED_INDEX}, and "
         + (f"which of {listed} is meant is unknown. Name one file as SOURCE" if found else "no other pickled weights")
@@ -148,7 +152,7 @@ def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
-    index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source")
+    index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
     weight_map = index.get("weight_map", "dict")
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(_ENDINGS) and "\\" not in shard
@@ -204,7 +208,10 @@ def _files_to_copy(source: Path) -> list[str]:
     """A file as source is converted alone: what lies beside it may be of another model."""
     if not source.is_dir():
         return []
-    return [name for name in (*PUBLISHED_FILES, *_OTHER_FILES) if (source / name).is_file()]
+    names = [name for name in (*PUBLISHED_FILES, *_OTHER_FILES) if (source / name).exists()]
+    for name in names:
+        check_ordinary(source / name, size_limit(name), CheckpointError, "Copy it from the checkpoint's source")
+    return names
 
 
 def _check_places(source: Path, target: Path, force: bool) -> None:

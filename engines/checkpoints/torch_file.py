@@ -25,7 +25,8 @@ from edgellm.engines.errors import CheckpointError
 
 #: The largest entry that is inflated, in bytes: PyTorch compresses none, so that only repacked files have them.
 LARGEST_INFLATED = 256 << 20
-#: What all tensors may take together, as a multiple of the file: tensors that share a storage are written as copies.
+#: What all tensors may take together, as a multiple of what their storages take in the file: tensors that share a
+#: storage are written as copies, and a repacked archive is compressed, zeros to nearly nothing.
 LARGEST_EXPANSION = 16
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -237,11 +238,12 @@ class TorchFile:
                     f"of {storage.dtype} take {storage.nbytes:,}",
                 )
             total += view.nbytes
-        stored = sum(self._sizes[key] for key in {view.storage.key for view in self.tensors.values()})
+        stored = sum(self._places[key].size for key in {view.storage.key for view in self.tensors.values()})
         if total > LARGEST_EXPANSION * (stored + 4096):
             raise CheckpointError(
-                f"{self.path}: its tensors would take {total:,} bytes, but only {stored:,} are stored: they repeat the "
-                f"same values more than {LARGEST_EXPANSION} times. Save it anew with such tensors stored once"
+                f"{self.path}: its tensors would take {total:,} bytes, but only {stored:,} are stored, compressed or "
+                f"not: less than a {LARGEST_EXPANSION}th. Save it anew, uncompressed, and tensors that repeat the same "
+                "values stored once"
             )
 
 

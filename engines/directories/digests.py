@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgellm.engines.directories.small_files import open_ordinary, ordinary_bytes
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -24,6 +25,7 @@ BLOCK_BYTES = 4 << 20
 SMALL_FILE_BYTES = 1 << 20
 #: Reading the list of these takes a tenth of a millisecond.
 _MOST_CONTENTS = 256
+_RECORD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ def hash_bytes(data: bytes) -> str:
 
 
 def hash_file(path: Path) -> FileDigest:
-    """Read the whole file in blocks; raises OSError."""
+    """Read a whole ordinary file in blocks; raises OSError."""
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
+    with open_ordinary(path) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count
@@ -62,7 +64,7 @@ class _Record:
     @classmethod
     def read(cls, real: Path) -> _Record | None:
         try:
-            stored = json.loads(_record_path(real).read_bytes())
+            stored = json.loads(ordinary_bytes(_record_path(real), _RECORD_BYTES))
             identity, sha256, finite = stored["file"], stored["sha256"], stored.get("finite", [])
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None

@@ -18,6 +18,7 @@ from edgellm.engines.directories.engine_parts import (
     EngineAdapter,
     EngineDraft,
     EngineVision,
+    check_agreement,
     choice,
     is_weight_file,
     parse_adapters,
@@ -25,6 +26,7 @@ from edgellm.engines.directories.engine_parts import (
     parse_files,
     parse_vision,
 )
+from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_json import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
@@ -32,6 +34,7 @@ from edgellm.engines.model.descriptions import ModelConfig
 from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.user_paths import printable
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1
@@ -118,11 +121,7 @@ class EngineDirectory:
                     f"Make one of it: {hint.replace('CHECKPOINT', str(path))}"
                 )
             raise EngineDirectoryError(f"{path} has no {DESCRIPTION_NAME}. Make an engine directory: {hint}")
-        try:
-            data = description.read_bytes()
-        except OSError as error:
-            raise EngineDirectoryError(f"{description} cannot be read: {error.strerror or error}") from error
-        return _parse(path, data)
+        return _parse(path, read_file(description, CONFIG_BYTES, EngineDirectoryError))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -180,7 +179,7 @@ class EngineDirectory:
         for name, adapter in self.adapters.items():
             found += _differences(adapter.path, adapter.files, f"{LORA_FOLDER}/{name}/", verify, hash_weights)
         foreign = [name for name in adapter_names(self.path) if name not in self.adapters]
-        return found + [f"{LORA_FOLDER}/{name}/: not described" for name in foreign]
+        return found + [f"{LORA_FOLDER}/{printable(name)}/: not described" for name in foreign]
 
 
 def _differences(
@@ -208,7 +207,7 @@ def _differences(
             if digest.sha256 != expected.sha256:
                 found.append(f"{shown}: SHA-256 {digest.sha256[:16]}..., expected {expected.sha256[:16]}...")
     foreign = [name for name in described_file_names(folder) if name not in files]
-    return found + [f"{prefix}{name}: not described, but it would be read" for name in foreign]
+    return found + [f"{prefix}{printable(name)}: not described, but it would be read" for name in foreign]
 
 
 def described_file_names(path: Path) -> list[str]:
@@ -290,6 +289,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
+    check_agreement(values, config, draft, None if vision is None else vision.config)
     adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()

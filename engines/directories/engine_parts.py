@@ -12,8 +12,9 @@ from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_json import JSONObject
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
-from edgellm.engines.model.vision import ACTIVATIONS, VISION_FAMILIES, VisionConfig
+from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
 
 #: Where the draft head lies in an engine directory.
 DRAFT_FOLDER = "draft"
@@ -23,6 +24,12 @@ VISION_FOLDER = "vision"
 LORA_FOLDER = "lora"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+#: What a vision encoder of a family always has.
+_FAMILY_FIELDS = {
+    "llava": ("image_size", "feature_layers"),
+    "qwen2_5_vl": ("window_size",),
+    "qwen3_vl": ("num_position_embeddings",),
+}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -108,6 +115,88 @@ def parse_vision(path: Path, values: JSONObject) -> EngineVision:
     if "files" not in values.values:
         return EngineVision(path, config)
     return EngineVision(path / VISION_FOLDER, config, parse_files(values.object("files")))
+
+
+def check_agreement(
+    values: JSONObject, config: DecoderConfig, draft: EngineDraft | None, vision: VisionConfig | None
+) -> None:
+    """Raise the error of a description whose sizes contradict each other, so that no weights can have them."""
+    _check_decoder(values.object("config"), config)
+    if draft is not None:
+        own, decoder = values.object("draft").object("config"), draft.config.decoder
+        _check_decoder(own.object("decoder"), decoder)
+        for key in ("vocab_size", "hidden_size"):
+            if getattr(decoder, key) != getattr(config, key):
+                raise own.error(
+                    f"{key!r} of its decoder is {getattr(decoder, key)}, that of the model {getattr(config, key)}"
+                )
+        for key, name in (("base_embedding", EMBEDDING), ("base_head", head_weight_name(config))):
+            if getattr(draft.config, key) != name:
+                raise own.error(f"{key!r} is {getattr(draft.config, key)!r:.80}, expected {name!r}")
+        if draft.config.draft_vocab_size > config.vocab_size:
+            raise own.error(
+                f"'draft_vocab_size' is {draft.config.draft_vocab_size}, the model has {config.vocab_size} tokens"
+            )
+    if vision is not None:
+        _check_vision(values.object("vision").object("config"), vision, config)
+
+
+def _check_vision(values: JSONObject, vision: VisionConfig, config: DecoderConfig) -> None:
+    if vision.hidden_size % vision.num_heads:
+        raise values.error(
+            f"'hidden_size' is {vision.hidden_size}, expected a multiple of 'num_heads', {vision.num_heads}"
+        )
+    if vision.out_hidden_size != config.hidden_size:
+        raise values.error(
+            f"'out_hidden_size' is {vision.out_hidden_size}, the model's hidden size {config.hidden_size}"
+        )
+    if vision.image_token_id >= config.vocab_size:
+        raise values.error(f"'image_token_id' is {vision.image_token_id}, the model has {config.vocab_size} tokens")
+    for key in _FAMILY_FIELDS.get(vision.family, ()):
+        if not getattr(vision, key):
+            raise values.error(f"{key!r} is {getattr(vision, key)!r}, but a vision encoder of {vision.family} has one")
+    token_side = vision.patch_size * vision.spatial_merge_size
+    if vision.window_size is not None and (not vision.window_size or vision.window_size % token_side):
+        raise values.error(
+            f"'window_size' is {vision.window_size}, expected a multiple of a token's side, {token_side}"
+        )
+    if vision.image_size is not None and not 1 <= vision.image_side <= LARGEST_IMAGE_SIDE:
+        raise values.error(
+            f"'image_size' is {vision.image_size}, expected 1 to {LARGEST_IMAGE_SIDE} patches of {vision.patch_size}"
+        )
+    if vision.position_side**2 != (vision.num_position_embeddings or 0):
+        raise values.error(f"'num_position_embeddings' is {vision.num_position_embeddings}, expected a square")
+    for key in ("full_attention_layers", "deepstack_layers", "feature_layers"):
+        _check_layers(values, key, getattr(vision, key), vision.num_layers)
+
+
+def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise values.error(
+            f"'num_heads' is {config.num_heads}, expected a multiple of 'num_kv_heads', {config.num_kv_heads}"
+        )
+    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
+        raise values.error(
+            f"'rotary_dim' is {config.rotary_dim}, expected an even number up to 'head_dim', {config.head_dim}"
+        )
+    if config.mrope_section and (len(config.mrope_section) != 3 or sum(config.mrope_section) != config.rotary_dim // 2):
+        raise values.error(
+            f"'mrope_section' is {list(config.mrope_section)}, expected three numbers with a sum of "
+            f"{config.rotary_dim // 2}"
+        )
+    if not 0 < config.rms_norm_eps <= 1:
+        raise values.error(f"'rms_norm_eps' is {config.rms_norm_eps}, expected a number above 0 and up to 1")
+    _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
+    if config.deepstack_layers > config.num_layers:
+        raise values.error(f"'deepstack_layers' is {config.deepstack_layers}, the model has {config.num_layers} layers")
+    beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
+    if beyond:
+        raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
+
+
+def _check_layers(values: JSONObject, key: str, layers: tuple[int, ...], count: int) -> None:
+    if len(set(layers)) < len(layers) or max(layers, default=0) > count:
+        raise values.error(f"{key!r} is {list(layers)}, expected different layers from 0 to {count}")
 
 
 def choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:

@@ -21,7 +21,8 @@ from edgellm.engines.backends.tensorrt_library import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.directories.small_files import read_file
+from edgellm.engines.directories.strict_json import LARGEST_SIZE, JSONObject, plain_values
 from edgellm.engines.errors import PlanError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.descriptions import ModelConfig, model_description
@@ -157,10 +158,7 @@ def read_plan(plan: Path, shape: EngineShape, platform: Platform, network: str, 
     ):
         if found != wanted:
             raise PlanError(f"{plan} was built for another {what}: {found}, expected {wanted}. {advice}")
-    try:
-        data = plan.read_bytes()
-    except OSError as error:
-        raise PlanError(f"{plan} cannot be read: {error.strerror or error}. {advice}") from error
+    data = read_file(plan, LARGEST_SIZE, PlanError, advice=advice)
     if len(data) != expected.size:
         raise PlanError(f"{plan} has {len(data):,} bytes, expected {expected.size:,}: it was cut or replaced. {advice}")
     found_digest = hash_bytes(data)

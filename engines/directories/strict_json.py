@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.errors import EdgeLLMError
+from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,31 +24,68 @@ T = TypeVar("T", bound="DataclassInstance")
 ADDED_LATER = MappingProxyType({"added_later": True})
 
 
-def _is_integer(value: Any) -> bool:
+#: How deep lists and objects may lie in each other.
+DEEPEST_NESTING = 64
+#: Whole numbers that are read at all: those that 64 bits hold, with a sign or without.
+SMALLEST_INTEGER, LARGEST_INTEGER = -(1 << 63), (1 << 64) - 1
+#: What a size, a count of things or a token id may be where its field names no smaller range.
+LARGEST_SIZE = (1 << 31) - 1
+_LARGEST_COUNT = (1 << 63) - 1
+_MOST_DIGITS = len(str(SMALLEST_INTEGER))
+_MOST_ITEMS = 4096
+
+
+def bounded(largest: int, added_later: bool = False) -> dict[str, Any]:
+    """The metadata of a field of whole numbers: each may be at most `largest`; see `ADDED_LATER`."""
+    return {"largest": largest} | (dict(ADDED_LATER) if added_later else {})
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a JSON value is a whole number (true and false are not)."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-#: What a field's annotation allows in JSON: the words for it and the test. Plain `int` fields are sizes and counts.
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a JSON value is a finite number, or a whole one of 64 bits (true and false are not)."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_integer(value) and SMALLEST_INTEGER <= value <= LARGEST_INTEGER
+
+
+#: What a field's annotation allows in JSON: the words for it and the test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a non-empty string", lambda value: isinstance(value, str) and value != ""),
-    "int": ("a whole number of at least 1", lambda value: _is_integer(value) and value >= 1),
-    "count": ("a whole number of at least 0", lambda value: _is_integer(value) and value >= 0),
-    "float": (
-        "a number",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
-    ),
+    "float": ("a number", is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "dict[str, Any] | None": ("an object or null", lambda value: value is None or isinstance(value, dict)),
-    "int | None": (
-        "a whole number of at least 0, or null",
-        lambda value: value is None or (_is_integer(value) and value >= 0),
-    ),
-    "tuple[int, ...]": (
-        "a list of whole numbers of at least 0",
-        lambda value: isinstance(value, list) and all(_is_integer(item) and item >= 0 for item in value),
-    ),
 }
+#: The same for whole numbers: the range. Plain `int` fields are sizes, "count" is a number of bytes.
+_RANGES = {
+    "int": (1, LARGEST_SIZE),
+    "count": (0, _LARGEST_COUNT),
+    "int | None": (0, LARGEST_SIZE),
+    "tuple[int, ...]": (0, LARGEST_SIZE),
+}
+
+
+def _integers(kind: str, largest: int | None) -> tuple[str, Callable[[Any], bool]]:
+    """The words and the test for whole numbers of a kind, up to `largest` where the field says so."""
+    low, high = _RANGES[kind]
+    high = high if largest is None else largest
+    words = f"from {low} to {high}"
+
+    def is_in_range(value: Any) -> bool:
+        return is_integer(value) and low <= value <= high
+
+    if kind == "int | None":
+        return f"a whole number {words}, or null", lambda value: value is None or is_in_range(value)
+    if kind.startswith("tuple"):
+        return (
+            f"a list of at most {_MOST_ITEMS} whole numbers {words}",
+            lambda value: isinstance(value, list) and len(value) <= _MOST_ITEMS and all(map(is_in_range, value)),
+        )
+    return f"a whole number {words}", is_in_range
 
 
 class JSONObject:
@@ -59,20 +98,17 @@ class JSONObject:
         self._advice = advice
 
     @classmethod
-    def read(cls, path: Path, error_class: type[EdgeLLMError], advice: str = "") -> JSONObject:
-        """Parse the file; `advice` ends every error's message."""
-        try:
-            return cls.parse(path.read_bytes(), str(path), error_class, advice)
-        except OSError as error:
-            raise error_class(f"{path} cannot be read: {error.strerror or error}{_ending(advice)}") from error
+    def read(
+        cls, path: Path, error_class: type[EdgeLLMError], advice: str = "", limit: int = CONFIG_BYTES
+    ) -> JSONObject:
+        """Parse an ordinary file of at most `limit` bytes; `advice` ends every error's message."""
+        data = read_file(path, limit, error_class, advice=advice)
+        return cls.parse(data, printable(path), error_class, advice)
 
     @classmethod
     def parse(cls, data: bytes, place: str, error_class: type[EdgeLLMError], advice: str = "") -> JSONObject:
         """Parse the content of a file."""
-        try:
-            values = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise error_class(f"{place} is not valid JSON: {error}{_ending(advice)}") from error
+        values = parse_json(data, place, error_class, advice)
         if not isinstance(values, dict):
             raise error_class(f"{place} holds {_describe(values)}, expected an object{_ending(advice)}")
         return cls(values, place, error_class, advice)
@@ -81,11 +117,11 @@ class JSONObject:
         """An error about this object, to raise."""
         return self._error_class(f"{self.place}: {message}{_ending(self._advice)}")
 
-    def get(self, key: str, kind: str) -> Any:
-        """The value of `key`, which must be there and of `kind` (a type annotation)."""
+    def get(self, key: str, kind: str, largest: int | None = None) -> Any:
+        """The value of `key`, which must be there and of `kind` (a type annotation); whole numbers up to `largest`."""
         if key not in self.values:
             raise self.error(f"the key {key!r} is missing")
-        words, is_valid = _KINDS[kind]
+        words, is_valid = _integers(kind, largest) if kind in _RANGES else _KINDS[kind]
         value = self.values[key]
         if not is_valid(value):
             raise self.error(f"{key!r} is {_describe(value)}, expected {words}")
@@ -104,17 +140,91 @@ class JSONObject:
     def dataclass(self, cls: type[T], **nested: type[DataclassInstance]) -> T:
         """This object as a dataclass whose annotations are strings; every field must be there and no other key.
 
-        A field marked `ADDED_LATER` may be missing; `nested` gives the dataclasses of fields that hold one.
+        A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range; `nested` gives the dataclasses
+        of fields that hold one.
         """
         values = {
             field.name: self.object(field.name).dataclass(nested[field.name])
             if field.name in nested
-            else self.get(field.name, str(field.type))
+            else self.get(field.name, str(field.type), field.metadata.get("largest"))
             for field in fields(cls)
             if field.name in self.values or not field.metadata.get("added_later")
         }
         self.refuse_other_keys(*(field.name for field in fields(cls)))
         return cls(**values)
+
+
+def parse_json(data: bytes | str, place: str, error_class: type[EdgeLLMError], advice: str = "") -> Any:
+    """The value that a JSON text holds, at most `DEEPEST_NESTING` deep, its numbers finite and of at most 64 bits, its
+    text without halves of characters; else `error_class`, which begins with `place` and ends with `advice`."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_whole_number, parse_float=_finite_number)
+        check_values(value)
+    except RecursionError as error:
+        raise error_class(f"{place} is not valid JSON: {_TOO_DEEP}{_ending(advice)}") from error
+    except ValueError as error:
+        raise error_class(f"{place} is not valid JSON: {error}{_ending(advice)}") from error
+    return value
+
+
+def check_values(value: Any) -> None:
+    """Raise ValueError where nested lists and dictionaries are too deep, or hold a number of more than 64 bits or a
+    half of a surrogate pair."""
+    level = [value]
+    for _ in range(DEEPEST_NESTING + 1):
+        for item in level:
+            if isinstance(item, int):
+                _check_integer(item)
+            elif isinstance(item, str) and not item.isascii():
+                _check_text(item)
+        level = [inner for item in level if isinstance(item, (dict, list)) for inner in _contents(item)]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+_TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
+
+
+def _contents(container: dict[Any, Any] | list[Any]) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else container
+
+
+def _check_integer(value: int) -> None:
+    if not SMALLEST_INTEGER <= value <= LARGEST_INTEGER:
+        raise _out_of_range(f"{value:.3e}" if value.bit_length() < 1000 else f"of {value.bit_length()} bits")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a text has half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}, which is "
+            "no character"
+        ) from None
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise _out_of_range(f"of {len(text.lstrip('-'))} digits ({text[:12]}...)")
+    value = int(text)
+    _check_integer(value)
+    return value
+
+
+def _out_of_range(found: str) -> ValueError:
+    return ValueError(
+        f"the whole number {found} is out of range, expected one from {SMALLEST_INTEGER} to {LARGEST_INTEGER}"
+    )
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is out of range, expected one below 1.8e308")
+    return value
 
 
 def plain_values(instance: Any) -> dict[str, Any]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope, shown
-from edgellm.engines.model.config import DecoderConfig
-
-#: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
-_LARGEST_DEPTH = 4096
+from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 
 
 def read_decoder(
@@ -31,7 +28,7 @@ def read_decoder(
     """
     fields.refuse_unsupported()
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
-    layers = fields.size("num_hidden_layers", largest=_LARGEST_DEPTH)
+    layers = fields.size("num_hidden_layers", largest=LARGEST_DEPTH)
     heads = fields.size("num_attention_heads")
     absent_is_heads = default_kv_heads or ("num_key_value_heads" in fields.values and heads > 0)
     kv_heads = fields.size("num_key_value_heads", heads if absent_is_heads else None)

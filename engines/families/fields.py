@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
+from edgellm.engines.directories.strict_json import LARGEST_SIZE, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.model.rotary import SCALINGS, scaling_problems
+from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
+
+__all__ = ["ConfigFields", "is_integer", "is_number", "shown"]
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -42,18 +44,6 @@ _FEATURES = {
     "attention_chunk_size": "chunked attention",
 }
 _DTYPES = ("float16", "bfloat16", "float32")
-#: Larger than any published dimension; beyond it sizes no longer fit the 32-bit integers of an engine.
-_LARGEST_SIZE = 2**31 - 1
-
-
-def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether a JSON value is a whole number (true and false are not)."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a JSON value is a finite number (true and false are not)."""
-    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def shown(value: Any) -> str:
@@ -76,7 +66,7 @@ class ConfigFields:
         self.wrong: list[str] = []
         self.unsupported: list[str] = []
 
-    def size(self, key: str, default: int | None = None, largest: int = _LARGEST_SIZE) -> int:
+    def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
         value = self.values.get(key)
         if value is None and default is not None:
@@ -87,11 +77,11 @@ class ConfigFields:
         return 0
 
     def positive(self, key: str) -> float:
-        """A required number above 0."""
+        """A required number above 0 and up to 1, as what is added under the root of a norm."""
         value = self.values.get(key)
-        if is_number(value) and value > 0:
+        if is_number(value) and 0 < value <= 1:
             return float(value)
-        self._note(key, "a number above 0")
+        self._note(key, "a number above 0 and up to 1")
         return 0.0
 
     def switch(self, key: str) -> bool:
@@ -124,8 +114,10 @@ class ConfigFields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(is_integer(item) and item >= 0 for item in ids):
-            self.wrong.append(f"{place}{key} is {shown(value)}, expected a token id or a list of token ids")
+        if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
+            self.wrong.append(
+                f"{place}{key} is {shown(value)}, expected a token id or a list of them, from 0 to {LARGEST_SIZE}"
+            )
             return ()
         beyond = [item for item in ids if item >= vocab_size > 0]
         if beyond:
@@ -212,8 +204,8 @@ def read_rope(
         theta = fields.values.get("rope_theta")
     if theta is None:
         theta = DEFAULT_THETA
-    if not is_number(theta) or theta <= 1:
-        fields.wrong.append(f"rope_theta is {shown(theta)}, expected a number above 1")
+    if not is_number(theta) or not 1 < theta <= LARGEST_THETA:
+        fields.wrong.append(f"rope_theta is {shown(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
         theta = 0.0
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if nested:
@@ -236,7 +228,7 @@ def _scaling(
     partial = scaling.pop("partial_rotary_factor", 1)
     if partial != 1:
         fields.unsupported.append(f"{key}: partial_rotary_factor is {shown(partial)}, which is not supported")
-    if kind not in ("default", *SCALINGS):
+    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         fields.unsupported.append(f"{key}: rope_type is {shown(kind)}, supported are default, {', '.join(SCALINGS)}")
         return None
     if kind == "default":

@@ -10,10 +10,12 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.strict_json import LARGEST_SIZE
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.fields import ConfigFields, is_integer, is_number, shown
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
-from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
+from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH, VisionConfig
 
 __all__ = ["VisionConfig", "read_vision_config"]
 
@@ -69,8 +71,6 @@ _ACTIVATIONS = {
 }
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-_LARGEST_DEPTH = 4096
-_LARGEST_SIDE = 256  # patches of a fixed image; published ones have up to 37
 _LLAMA_HIDDEN_SIZE = 4096
 
 
@@ -121,7 +121,7 @@ def _read_qwen(
     fields = _with_defaults(raw, defaults, f"{top.family}: vision_config")
     rope = raw.get("rope_parameters")
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
-    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta <= 0:
+    if not is_number(theta) or theta <= 0:
         fields.wrong.append(f"rope_parameters.rope_theta is {shown(theta)}, expected a number above 0")
         theta = 10000.0
     text = _text_hidden_size(top)
@@ -132,8 +132,8 @@ def _read_qwen(
         **_dimensions(fields, depth="depth", heads="num_heads", channels="in_channels"),
         "family": top.family,
         "dtype": _dtype(top, dtype),
-        "temporal_patch_size": fields.size("temporal_patch_size"),
-        "spatial_merge_size": fields.size("spatial_merge_size"),
+        "temporal_patch_size": fields.size("temporal_patch_size", largest=LARGEST_MERGE),
+        "spatial_merge_size": fields.size("spatial_merge_size", largest=LARGEST_MERGE),
         "out_hidden_size": out_hidden_size,
         "activation": _activation(fields, "hidden_act", activations),
         "norm_eps": _QWEN_EPSILON,
@@ -153,7 +153,7 @@ def _read_qwen(
 def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     raw = dict(top.values["vision_config"])
     tower = raw.get("model_type", "clip_vision_model")
-    if tower not in _TOWERS:
+    if not isinstance(tower, str) or tower not in _TOWERS:
         top.unsupported.append(f"vision_config.model_type is {shown(tower)}, supported are {', '.join(_TOWERS)}")
         tower = "clip_vision_model"
     fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
@@ -168,8 +168,8 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     image_size = fields.size("image_size")
     if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
         fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {dimensions['patch_size']}")
-    elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > _LARGEST_SIDE:
-        fields.wrong.append(f"image_size is {image_size}: expected at most {_LARGEST_SIDE} patches a side")
+    elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > LARGEST_IMAGE_SIDE:
+        fields.wrong.append(f"image_size is {image_size}: expected at most {LARGEST_IMAGE_SIDE} patches a side")
     config = VisionConfig(
         **dimensions,
         family=top.family,
@@ -207,10 +207,10 @@ def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> 
     sizes = {
         "hidden_size": fields.size("hidden_size"),
         "intermediate_size": fields.size("intermediate_size"),
-        "num_layers": fields.size(depth, largest=_LARGEST_DEPTH),
+        "num_layers": fields.size(depth, largest=LARGEST_DEPTH),
         "num_heads": fields.size(heads),
         "in_channels": fields.size(channels),
-        "patch_size": fields.size("patch_size"),
+        "patch_size": fields.size("patch_size", largest=LARGEST_PATCH),
     }
     if sizes["num_heads"] and sizes["hidden_size"] % sizes["num_heads"]:
         fields.wrong.append(f"hidden_size {sizes['hidden_size']} is not a multiple of {heads} {sizes['num_heads']}")
@@ -271,9 +271,9 @@ def _text_hidden_size(top: ConfigFields) -> int:
 
 def _token_id(top: ConfigFields, key: str, smallest: int = 0) -> int:
     value = top.values.get(key)
-    if not is_integer(value) or value < smallest:
+    if not is_integer(value) or not smallest <= value <= LARGEST_SIZE:
         found = f"is {shown(value)}" if key in top.values else "is missing"
-        top.wrong.append(f"{key} {found}, expected a token id of at least {smallest}")
+        top.wrong.append(f"{key} {found}, expected a token id from {smallest} to {LARGEST_SIZE}")
         return smallest
     return value
 

@@ -22,14 +22,14 @@ from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.lora.weights import adapted_projections
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import LARGEST_LORA_RANK, DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.numpy_kernels import first_not_finite
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.
 ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME)
-LARGEST_RANK = 1024
+LARGEST_RANK = LARGEST_LORA_RANK
 
 _PICKLED_NAME = "adapter_model.bin"
 #: What PEFT puts before every name, and what begins the language model's own.

@@ -5,7 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgellm.engines.directories.strict_json import ADDED_LATER
+from edgellm.engines.directories.strict_json import ADDED_LATER, bounded
+
+#: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
+LARGEST_DEPTH = 1024
+#: What engines can be built for. A context of 16 million tokens is longer than that of any published model.
+LARGEST_BATCH = 8
+LARGEST_PREFILL_CHUNK = 2048
+LARGEST_CONTEXT = 1 << 24
+LARGEST_LORA_RANK = 1024
+LARGEST_LORA_SLOTS = 32
+LARGEST_MAX_IMAGE_PATCHES = 65536
+#: Rows of a vision engine: twice the patches, for windows that are padded.
+LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
+#: Patches in height and in width that become one token; published models have 2.
+LARGEST_MERGE = 64
+#: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
+DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
@@ -29,7 +45,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    num_layers: int = field(metadata=bounded(LARGEST_DEPTH))
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -48,10 +64,10 @@ class DecoderConfig:
     bos_token_id: int | None = None
     feature_layers: tuple[int, ...] = field(default=())
     image_token_id: int | None = field(default=None, metadata=ADDED_LATER)
-    spatial_merge_size: int = field(default=1, metadata=ADDED_LATER)
+    spatial_merge_size: int = field(default=1, metadata=bounded(LARGEST_MERGE, True))
     mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     mrope_interleaved: bool = field(default=False, metadata=ADDED_LATER)
-    deepstack_layers: int = field(default=0, metadata=ADDED_LATER)
+    deepstack_layers: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
 
     @property
     def query_size(self) -> int:
@@ -120,15 +136,15 @@ class EngineLimits:
     `VisionConfig.patches_within`).
     """
 
-    max_batch: int = 1
-    prefill_chunk: int = 512
-    kv_capacity: int = 4096
-    draft_top_k: int = field(default=0, metadata=ADDED_LATER)
-    draft_steps: int = field(default=0, metadata=ADDED_LATER)
-    verify_tree_size: int = field(default=0, metadata=ADDED_LATER)
-    max_lora_rank: int = field(default=0, metadata=ADDED_LATER)
-    lora_slots: int = field(default=0, metadata=ADDED_LATER)
-    image_rows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
+    prefill_chunk: int = field(default=512, metadata=bounded(LARGEST_PREFILL_CHUNK))
+    kv_capacity: int = field(default=4096, metadata=bounded(LARGEST_CONTEXT))
+    draft_top_k: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_top_k"][1], True))
+    draft_steps: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_steps"][1], True))
+    verify_tree_size: int = field(default=0, metadata=bounded(DRAFT_RANGES["verify_tree_size"][1], True))
+    max_lora_rank: int = field(default=0, metadata=bounded(LARGEST_LORA_RANK, True))
+    lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
+    image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
 
     @property
     def has_lora(self) -> bool:

@@ -21,9 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.directories.strict_json import is_number
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import DecoderConfig
 
+#: Far beyond any published parameter; what is computed from them stays finite.
+_LARGEST = 1e12
+LARGEST_THETA = 1e18
 _LENGTH = "original_max_position_embeddings"
 
 
@@ -67,8 +71,8 @@ def inverse_frequencies(config: DecoderConfig, context: int) -> tuple[np.ndarray
     """The angles in radians per position, float64 [rotary_dim / 2], and the factor for cosine and sine."""
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if not config.rope_theta > 1:
-        raise CheckpointError(f"rope_theta is {config.rope_theta}, expected a number above 1")
+    if not 1 < config.rope_theta <= LARGEST_THETA:
+        raise CheckpointError(f"rope_theta is {config.rope_theta}, expected a number above 1 up to {LARGEST_THETA:g}")
     if kind == "default":
         return _unscaled(config.rope_theta, config.rotary_dim), 1.0
     if kind not in tuple(SCALINGS):
@@ -89,9 +93,10 @@ def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
         if value is None:
             if not optional:
                 problems.append(f"{key} is missing")
-        elif not _is_number(value) or value < minimum or (value == minimum and not inclusive):
+        elif not is_number(value) or not minimum <= value <= _LARGEST or (value == minimum and not inclusive):
             problems.append(
-                f"{key} is {value!r}, expected a number {'of at least' if inclusive else 'above'} {minimum:g}"
+                f"{key} is {value!r}, expected a number {'from' if inclusive else 'above'} {minimum:g} up to "
+                f"{_LARGEST:g}"
             )
 
     if kind in ("linear", "dynamic", "llama3"):
@@ -124,15 +129,11 @@ def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
 def _factors(scaling: dict[str, Any], key: str, rotary_dim: int) -> str:
     values = scaling.get(key)
     if isinstance(values, (list, tuple)) and len(values) == rotary_dim // 2:
-        if all(_is_number(value) and value > 0 for value in values):
+        if all(is_number(value) and 0 < value <= _LARGEST for value in values):
             return ""
         return f"{key} holds a value that is not a number above 0"
     found = f"has {len(values)} values" if isinstance(values, (list, tuple)) else f"is {values!r}"
     return f"{key} {found}, expected a list of {rotary_dim // 2} numbers"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _unscaled(base: float, rotary_dim: int) -> np.ndarray:

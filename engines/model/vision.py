@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.directories.strict_json import bounded
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE, EngineShape
 from edgellm.engines.model.operations import Operations, Tensor
 
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+#: Pixels in height and width of a patch; published encoders have up to 32.
+LARGEST_PATCH = 256
+#: Patches in height and width of a fixed image; published ones have up to 37.
+LARGEST_IMAGE_SIDE = 256
 #: Images up to this much longer than wide, or wider than long, fit an engine however their windows fall.
 _LARGEST_ASPECT = 4
 
@@ -39,12 +44,12 @@ class VisionConfig:
     dtype: str
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    num_layers: int = field(metadata=bounded(LARGEST_DEPTH))
     num_heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
+    in_channels: int = field(metadata=bounded(3))
+    patch_size: int = field(metadata=bounded(LARGEST_PATCH))
+    temporal_patch_size: int = field(metadata=bounded(LARGEST_MERGE))
+    spatial_merge_size: int = field(metadata=bounded(LARGEST_MERGE))
     out_hidden_size: int
     activation: str
     norm_eps: float

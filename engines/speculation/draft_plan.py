@@ -8,6 +8,7 @@ selection to the scores (EAGLE-2); a static one (a tree of choices, a chain) fix
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +16,9 @@ from numbers import Integral
 from typing import Any
 
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.config import DRAFT_RANGES, EngineLimits
 from edgellm.kernels.draft_tree_interface import candidate_count, level_start
+from edgellm.kernels.errors import shown
 
 KINDS = ("tree", "chain", "choices")
 ACCEPTANCES = ("exact", "typical")
@@ -217,6 +219,10 @@ def mean_acceptance_length(rounds: int, tokens: int) -> float:
     return tokens / rounds if rounds else math.nan
 
 
+#: Far more than engines verify in a round.
+MOST_CHOICES = 4096
+
+
 def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:
     """The plan of a tree of choices, as wide and as deep as they need.
 
@@ -235,11 +241,13 @@ def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:
 def checked_choices(choices: Any) -> tuple[Choice, ...]:
     """The nodes sorted by depth, then by path; raises EngineError (see `choices_plan`)."""
     if not isinstance(choices, (list, tuple)) or not choices:
-        raise EngineError(f"the choices are {choices!r:.200}: expected a list of paths such as [[0], [1], [0, 0]]")
+        raise EngineError(f"the choices are {shown(choices)}: expected a list of paths such as [[0], [1], [0, 0]]")
+    if len(choices) > MOST_CHOICES:
+        raise EngineError(f"there are {len(choices)} choices: expected at most {MOST_CHOICES}")
     nodes = [_node(path) for path in choices]
     known = set(nodes)
     if len(known) < len(nodes):
-        twice = next(node for node in nodes if nodes.count(node) > 1)
+        (twice, _), *_ = Counter(nodes).most_common(1)
         raise EngineError(f"the choice {list(twice)} is there twice")
     for node in nodes:
         if len(node) > 1 and node[:-1] not in known:
@@ -252,6 +260,9 @@ def checked_choices(choices: Any) -> tuple[Choice, ...]:
 
 def _node(path: Any) -> Choice:
     whole = isinstance(path, (list, tuple)) and all(isinstance(r, Integral) and not isinstance(r, bool) for r in path)
-    if not whole or not path or min(path) < 0:
-        raise EngineError(f"the choice {path!r:.200} is malformed: expected a list of ranks from 0 on, such as [0, 2]")
+    if not whole or not path or min(path) < 0 or len(path) > DRAFT_RANGES["draft_steps"][1]:
+        raise EngineError(
+            f"the choice {shown(path)} is malformed: expected a list of up to "
+            f"{DRAFT_RANGES['draft_steps'][1]} ranks from 0 on, such as [0, 2]"
+        )
     return tuple(map(int, path))

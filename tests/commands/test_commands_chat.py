@@ -209,8 +209,8 @@ GOOD_FILE = {
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("[" * 100000, "is not JSON"),
+        ("{", "is not valid JSON"),
+        ("[" * 100000, "is not valid JSON"),
         ([], "no conversation that /save wrote"),
         (GOOD_FILE | {"format": "other"}, "no conversation that /save wrote"),
         (GOOD_FILE | {"mesages": []}, "unknown key 'mesages': did you mean messages?"),

@@ -128,6 +128,7 @@ def test_json_object(edgellm, engines, llm):
         "prompt_tokens": len(llm.tokenizer.encode_chat(chat_of("hello"))),
         "reused_tokens": 0,
         "completion_tokens": 9,
+        "context_left": response.usage.context_left,
     }
     timings = answer["timings"]
     assert 0 < timings["prefill_seconds"] <= timings["time_to_first_token"] < timings["total_seconds"]
@@ -308,5 +309,4 @@ def test_only_the_command_asked_for_is_imported():
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     loaded = {name.rpartition(".")[2] for name in eval(out)}
-    groups = {"draft_options", "logs", "option_groups", "options", "lora_words"}
-    assert loaded == groups | {"app", "console", "generate", "opening", "pictures"}
+    assert loaded == {"app", "console", "generate", "opening", "options", "pictures", "settings", "words"}

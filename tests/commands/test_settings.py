@@ -103,7 +103,7 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("1: x", "unknown key '1'"),
         ("drafting: fast", "drafting is 'fast': expected keys and values"),
         ("drafting: {draft_step: 3}", "no drafting setting 'draft_step': did you mean draft_steps?"),
-        ("drafting: {draft_steps: 0}", "draft_steps is 0: expected a whole number of at least 1"),
+        ("drafting: {draft_steps: 0}", "draft_steps is 0: expected a whole number from 1 to 32"),
         ("drafting: {draft: false, draft_top_k: 4}", "draft_top_k is given, but draft is false"),
         ("drafting: {acceptance: maybe}", "acceptance is 'maybe': expected one of exact, typical"),
         ("drafting: {choices: none.yaml}", "choices file .*none.yaml cannot be read"),
@@ -123,5 +123,5 @@ def test_missing_and_unreadable_files(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="No such file"):
         load_settings()
     (tmp_path / "latin.yaml").write_bytes(b"system: caf\xe9\n")
-    with pytest.raises(SettingsError, match="not UTF-8: invalid byte at offset 11"):
+    with pytest.raises(SettingsError, match="not UTF-8 text: invalid byte 0xe9 at byte offset 11"):
         load_settings(tmp_path / "latin.yaml")

@@ -204,11 +204,11 @@ def test_a_square_of_another_size_is_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read .No such file"),
-        (b"{", "is not JSON"),
+        (None, "cannot be read: No such file"),
+        (b"{", "is not valid JSON"),
         (b"[]", r"holds \[\], expected an object"),
-        (b"\xff", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_a_missing_or_malformed_file_is_an_error(content: bytes | None, message: str, tmp_path: Path) -> None:

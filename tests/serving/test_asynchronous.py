@@ -121,7 +121,7 @@ def test_sessions_and_cached_system_prompts(serving_engines: Path, paused: Pause
     async def talk() -> None:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             kept = await llm.cache_system_prompt("be kind")
-            session = await llm.create_session("be kind", SamplingParams(max_tokens=3, ignore_eos=True))
+            session = llm.create_session("be kind", SamplingParams(max_tokens=3, ignore_eos=True))
             first = await session.send("hi")
             assert first.usage.reused_tokens == kept.tokens
             with paused(llm.served):

@@ -128,7 +128,7 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
     async def talk() -> list[str]:
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
-            session = await llm.create_session(params=LONG)
+            session = llm.create_session(params=LONG)
             say = session._session._say
 
             def say_and_halt(*arguments: object) -> object:
@@ -185,7 +185,7 @@ def test_a_session_goes_on_after_tasks_that_gave_up_at_any_time(
             asyncio.get_running_loop().set_default_executor(AtOnce())
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
-            session = await llm.create_session(params=LONG)
+            session = llm.create_session(params=LONG)
             for seconds in (0.0, 0.001, 0.01, 0.03):
                 task = asyncio.create_task(session.send("one"))
                 await asyncio.sleep(seconds)

@@ -99,7 +99,9 @@ def test_deadlines(served: LLM, paused: Pause, slowed: Slow, monkeypatch: pytest
     response = begun.result()
     assert response.finish_reason == "deadline"
     assert 1 <= response.usage.completion_tokens < 60
-    for wrong in (0, -1, float("nan"), float("inf"), "1", True):
+    for passed in (0, -1, -1e308):
+        assert served.generate("x", LONG, deadline=passed).finish_reason == "deadline"
+    for wrong in (float("nan"), float("inf"), 10**400, "1", True):
         with pytest.raises(RequestError, match="deadline"):
             served.stream("x", LONG, deadline=wrong)
 

@@ -53,7 +53,7 @@ def test_options_of_a_model(serving_engines: Path, options: dict[str, Any], mess
         (lambda llm: llm.use_drafting("fast"), "drafting is 'fast': expected DraftingConfig(...), or None"),
         (lambda llm: llm.cache_system_prompt(None), "the system prompt is a NoneType: expected text, or a list"),
         (lambda llm: llm.submit("hello"), "a request is a str: expected Request(...)"),
-        (lambda llm: llm.generate("x", deadline="1"), "deadline is '1': expected a number of seconds above 0"),
+        (lambda llm: llm.generate("x", deadline="1"), "deadline is '1': expected a finite number of seconds"),
     ],
 )
 def test_what_is_asked_of_it(served: LLM, ask: Callable[[LLM], object], message: str) -> None:

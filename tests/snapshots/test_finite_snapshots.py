@@ -16,11 +16,11 @@ from edgellm.engines.directories.digests import is_known_finite_content, remembe
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import SnapshotError
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.snapshots import staging as digests
+from edgellm.snapshots import content_digest as digests
+from edgellm.snapshots.content_digest import content_digest
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import DIGEST, Snapshot
-from edgellm.snapshots.staging import content_digest
 from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]

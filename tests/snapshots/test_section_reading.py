@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import staging as content_digest
+from edgellm.snapshots import content_digest
 from edgellm.snapshots.file import Part, SectionReader
 
 SIZE, COUNT = 1000, 40

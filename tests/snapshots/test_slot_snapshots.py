@@ -20,10 +20,9 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, tree
 from edgellm.errors import SnapshotError
+from edgellm.snapshots import content_digest, snapshot, transfer
 from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
-from edgellm.snapshots import snapshot, transfer
-from edgellm.snapshots import staging as content_digest
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import staging as digests
+from edgellm.snapshots import content_digest as digests
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import StagedFile, remove_abandoned

@@ -251,7 +251,7 @@ def test_unreadable_files(tmp_path):
     with pytest.raises(TemplateError, match="cannot be read"):
         ChatTemplate.from_file(tmp_path / "missing.jinja")
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
-    with pytest.raises(TemplateError, match="cannot be read"):
+    with pytest.raises(TemplateError, match="not UTF-8 text: invalid byte 0xe9 at byte offset 3"):
         ChatTemplate.from_file(tmp_path / "latin.jinja")
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
     with pytest.raises(TemplateError, match="not valid JSON"):

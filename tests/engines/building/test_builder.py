@@ -211,7 +211,7 @@ def test_tokenizer_of_a_larger_model_is_refused(own_checkpoint: Path, limits: En
     tokenizer = json.loads((own_checkpoint / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["huge"] = 320
     (own_checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(CheckpointError, match=r"token ids up to 320, but the model's vocabulary has 320 entries"):
+    with pytest.raises(CheckpointError, match=r"token ids up to 320, but the model's vocabulary has only 320 entries"):
         build_engine_directory(own_checkpoint, tmp_path / "engines", limits)
 
 

@@ -160,7 +160,7 @@ BAD_SHARDS: dict[str, tuple[dict[str, dict[str, np.ndarray]], dict[str, Any], st
     "backslash": ({A: {"x": ONE}}, {"x": "..\\a.safetensors"}, "expected the name of a .safetensors file"),
     "null byte": ({A: {"x": ONE}}, {"x": "a\0.safetensors"}, "expected the name of a .safetensors file"),
     "too long": ({A: {"x": ONE}}, {"x": "a" * 300 + ".safetensors"}, "expected the name of a .safetensors file"),
-    "lone surrogate": ({A: {"x": ONE}}, {"x": "\ud800.safetensors"}, "expected the name of a .safetensors file"),
+    "lone surrogate": ({A: {"x": ONE}}, {"x": "\ud800.safetensors"}, "half of a surrogate pair"),
     "pickle": ({A: {"x": ONE}}, {"x": "a.bin"}, "expected the name of a .safetensors file"),
     "number": ({A: {"x": ONE}}, {"x": 1}, "expected the name of a .safetensors file"),
     "nothing": ({A: {"x": ONE}}, {}, "'weight_map' is empty"),

@@ -8,6 +8,7 @@ import struct
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from torch_pickles import GOOD_STATE, VALUES, archive, folder, number, refusal, state, storage, tensor, text
@@ -142,13 +143,16 @@ def test_encrypted_entries_are_refused(tmp_path: Path) -> None:
 
 def test_zip_bombs_are_not_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = state(tensor(storage(count=1 << 18), shape=(1 << 18,), strides=(1,)))
-    path = archive(tmp_path / "x.bin", data, {"m/data/0": b"\0" * (1 << 20)}, zipfile.ZIP_DEFLATED)
-    assert path.stat().st_size < 4096
+    values = np.random.default_rng(0).bytes(1 << 17) + bytes(7 << 17)  # no more zeros than a model may have
+    path = archive(tmp_path / "x.bin", data, {"m/data/0": values}, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 18
     with TorchFile(path) as file:
-        assert not file.elements("w").any()
+        assert file.elements("w").tobytes() == values
     monkeypatch.setattr(torch_file, "LARGEST_INFLATED", (1 << 20) - 1)
     assert "said to inflate to 1,048,576 bytes, more than 1,048,575" in refusal(path)
     monkeypatch.undo()
+    zeros = archive(tmp_path / "zeros.bin", data, {"m/data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED)
+    assert "would take 1,048,576 bytes, but only 1,033 are stored" in refusal(zeros)
     # The size in the local header and in the directory says less than there is.
     lying = archive(tmp_path / "lie.bin", GOOD_STATE, {"m/data/0": b"\0" * (1 << 20)}, zipfile.ZIP_DEFLATED)
     lying.write_bytes(lying.read_bytes().replace(struct.pack("<I", 1 << 20), struct.pack("<I", 24)))

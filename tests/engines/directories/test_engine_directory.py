@@ -99,7 +99,7 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
         (lambda v: v["config"].update(eos_token_ids=[1, "x"]), r"'eos_token_ids' is \[1, \"x\"\], expected a list"),
         (lambda v: v["config"].update(rope_scaling=[]), r"'rope_scaling' is \[\], expected an object or null"),
         (lambda v: v["config"].update(rms_norm_eps="1"), r"'rms_norm_eps' is \"1\", expected a number"),
-        (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number of at least 1"),
+        (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number from 1 to 8"),
         (lambda v: v["limits"].update(tree=1), r"limits: unknown keys 'tree'"),
         (lambda v: v.update(files=[]), r"'files' is \[\], expected an object"),
         (lambda v: v["files"].pop("model.safetensors"), r"at least config.json and one .safetensors file"),
@@ -108,7 +108,7 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
             r"'../../etc/passwd' is not a plain file name",
         ),
         (lambda v: v["files"]["config.json"].update(sha256="abc"), r"'sha256' is 'abc', expected 64 hexadecimal"),
-        (lambda v: v["files"]["config.json"].update(size=-1), r"'size' is -1, expected a whole number of at least 0"),
+        (lambda v: v["files"]["config.json"].update(size=-1), r"'size' is -1, expected a whole number from 0 to 92233"),
     ],
 )
 def test_wrong_descriptions_name_the_key(

@@ -238,7 +238,7 @@ def test_other_computations_are_refused_by_name(change: dict, message: str) -> N
         ({"hidden_size": 2048.0}, "hidden_size is 2048.0"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number from 1 to 4096"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a whole number from 1 to 1024"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, expected a number above 0"),
         ({"rope_theta": 0}, "rope_theta is 0, expected a number above 1"),
         ({"rope_theta": "500000"}, 'rope_theta is "500000"'),

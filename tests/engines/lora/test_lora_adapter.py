@@ -121,7 +121,7 @@ def test_the_digest_is_that_of_both_files(adapter: Path, tiny_config: DecoderCon
         ({"r": 2.5}, "'r' is 2.5"),
         ({"r": True}, "'r' is True"),
         ({"lora_alpha": "16"}, "'lora_alpha'"),
-        ({"lora_alpha": 10**400}, "'lora_alpha'"),
+        ({"lora_alpha": 10**400}, "the whole number of 401 digits"),
         ({"use_rslora": "no"}, "'use_rslora' is 'no'"),
         ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": [1]}}, "alpha_pattern"),

@@ -75,12 +75,12 @@ def test_no_plan_fits_where_only_one_token_is_left() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draft_top_k": 0}, "draft_top_k is 0: expected a whole number of at least 1"),
+        ({"draft_top_k": 0}, "draft_top_k is 0: expected a whole number from 1 to 64"),
         ({"draft_top_k": -3}, "draft_top_k is -3"),
         ({"draft_steps": 0}, "draft_steps is 0"),
         ({"draft_steps": 2.5}, "draft_steps is 2.5"),
         ({"draft_steps": True}, "draft_steps is True"),
-        ({"verify_tree_size": 1}, "verify_tree_size is 1: expected a whole number of at least 2"),
+        ({"verify_tree_size": 1}, "verify_tree_size is 1: expected a whole number from 2 to 64"),
         ({"verify_tree_size": -60}, "verify_tree_size is -60"),
         ({"kind": "forest"}, "tree, chain, choices"),
         ({"acceptance": "generous"}, "exact, typical"),
@@ -90,6 +90,8 @@ def test_no_plan_fits_where_only_one_token_is_left() -> None:
         ({"sampled": True}, "only a chain can be sampled"),
         ({"sampled": 1, "kind": "chain"}, "expected true or false"),
         ({"sampled": True, "kind": "chain", "acceptance": "typical"}, "exact test"),
+        ({"verify_tree_size": 65}, "verify_tree_size is 65: expected a whole number from 2 to 64"),
+        ({"draft_steps": 10**12}, "draft_steps is 1000000000000: expected a whole number from 1 to 32"),
         ({"choices": [[0]]}, "kind 'choices' only"),
         ({"kind": "choices", "choices": "mc_sim"}, "mc_sim_7b_63, eagle_25"),
         ({"kind": "choices", "choices": [[0], [2]]}, r"\[1\] is missing"),
@@ -110,10 +112,6 @@ def test_wrong_settings_are_refused_by_name(settings: dict, message: str) -> Non
         (DraftingConfig(draft_steps=7), "draft_steps is 7 for a tree"),
         (DraftingConfig(kind="chain", draft_steps=7), "draft_steps is 7 for a chain"),
         (
-            DraftingConfig(verify_tree_size=65),
-            "verify_tree_size is 65 for a tree: the engines were built for at most 64",
-        ),
-        (
             DraftingConfig(kind="choices", choices=[[0] * n for n in range(1, 8)]),
             "draft_steps is 7 for a tree of 7 choices",
         ),
@@ -126,6 +124,11 @@ def test_wrong_settings_are_refused_by_name(settings: dict, message: str) -> Non
 def test_a_plan_beyond_the_engines_is_refused_with_the_remedy(config: DraftingConfig, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         config.plan(LIMITS)
+
+
+def test_a_tree_of_more_nodes_than_the_engines_verify_is_refused() -> None:
+    with pytest.raises(EngineError, match="verify_tree_size is 33 for a tree: the engines were built for at most 32"):
+        DraftingConfig(verify_tree_size=33).plan(EngineLimits(1, 16, 96, 10, 6, 30))
 
 
 def test_a_directory_without_a_draft_is_refused() -> None:
@@ -168,7 +171,7 @@ def test_choices_come_from_json_and_yaml_files(tmp_path) -> None:
     with pytest.raises(RequestError, match=r"tree\.json: there is a gap before the choice \[0, 1\]"):
         load_choices(file)
     file.write_text("[[0]")
-    with pytest.raises(RequestError, match="neither JSON nor YAML"):
+    with pytest.raises(RequestError, match="not valid YAML"):
         load_choices(file)
     with pytest.raises(RequestError, match="cannot be read: No such file"):
         load_choices(tmp_path / "missing.json")

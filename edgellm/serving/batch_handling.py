@@ -1,0 +1,88 @@
+"""Several requests of one caller, answered as many at a time as fit: what `LLM.handle` does."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
+from edgellm.generation import Generation
+from edgellm.requests import Request, Response, request_list
+from edgellm.serving.metrics import Metrics
+
+
+def handle_requests(
+    submit: Callable[[Request], Generation], metrics: Metrics, requests: Sequence[Request]
+) -> list[Response | EdgeLLMError]:
+    """The responses, or what requests failed with, in their order; `submit` queues one, and counts no refusal.
+
+    Whatever ends this early, an interrupt, too, cancels what is not finished.
+    """
+    requests = request_list(requests)
+    asked: list[Generation | EdgeLLMError] = []
+    unfinished: deque[Generation] = deque()
+    watched = any(getattr(request, "stop_when", None) is not None for request in requests)
+    changed = threading.Event() if watched else None
+    try:
+        for request in requests:
+            found = _submit_when_possible(submit, request, unfinished, changed)
+            if isinstance(found, EdgeLLMError):
+                metrics.refused()
+            asked.append(found)
+        return [_result(each, unfinished, changed) for each in asked]
+    finally:
+        for generation in unfinished:
+            if not generation.finished:
+                generation.cancel()
+
+
+def failure_of(error: Exception) -> EdgeLLMError:
+    """What a request has failed with, as a result."""
+    if isinstance(error, EdgeLLMError):
+        return error
+    failure = RequestError(f"the request failed with {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _submit_when_possible(
+    submit: Callable[[Request], Generation],
+    request: Request,
+    unfinished: deque[Generation],
+    changed: threading.Event | None,
+) -> Generation | EdgeLLMError:
+    """Queue a request, waiting for earlier ones of the same caller where the queue is full."""
+    while True:
+        try:
+            generation = submit(request)
+        except QueueFullError as error:
+            if not unfinished:
+                return error
+            _result(unfinished[0], unfinished, changed)
+            unfinished.popleft()
+        except EdgeLLMError as error:
+            return error
+        else:
+            unfinished.append(generation)
+            if changed is not None:
+                generation.on_change(changed.set)
+            return generation
+
+
+def _result(
+    asked: Generation | EdgeLLMError, unfinished: Iterable[Generation], changed: threading.Event | None
+) -> Response | EdgeLLMError:
+    """What has come of a request. Where an event is set by what has `changed` of any, the `stop_when` of all that are
+    `unfinished` are called meanwhile."""
+    if isinstance(asked, EdgeLLMError):
+        return asked
+    while changed is not None and not asked.finished:
+        changed.wait()
+        changed.clear()
+        for generation in unfinished:
+            generation.look_ahead()
+    try:
+        return asked.result()
+    except Exception as error:
+        return failure_of(error)
