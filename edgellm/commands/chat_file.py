@@ -148,7 +148,7 @@ def _checked_turns(messages: Any) -> list[dict[str, Any]]:
 
 def _with_paths(message: dict[str, Any]) -> dict[str, Any]:
     """A message as it is kept in a file: of its images the paths."""
-    if isinstance(message["content"], str):
+    if not isinstance(message["content"], list):
         return message
     parts = [{"type": "image", "path": part["name"]} if is_image(part) else part for part in message["content"]]
     return {**message, "content": parts}
@@ -156,7 +156,7 @@ def _with_paths(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_pixels(message: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """A checked message with the images whose paths are given."""
-    if isinstance(message["content"], str):
+    if not isinstance(message["content"], list):
         return message
     parts = []
     for part in given["content"]:

@@ -9,15 +9,19 @@ from typing import Any, Literal
 from edgellm.errors import RequestError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+#: What a message may say of how its answer was found: the first that there is, is all that templates are given.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
 
 
 def checked_messages(messages: Sequence[dict[str, Any]], takes_images: bool = False) -> list[dict[str, Any]]:
     """A copy of `messages` as chat templates take them, or `RequestError` that names the message.
 
-    Every `content` is one string, text parts joined by line ends; or, where a model `takes_images` and the message
-    shows some, a list of parts: {"type": "text", "text": ...}, and {"type": "image"} for each image. The content of an
-    assistant's message may be empty, or None beside tool calls.
+    A `content` is text, or a list of parts: {"type": "text", "text": ...}, and {"type": "image"} for each image where a
+    model `takes_images`; that of an assistant's message may be empty, or None beside tool calls. Keys whose value is
+    None, and unknown ones with an empty list, are left out, as clients of OpenAI's API send them. `reasoning_content`
+    and `thinking`, the two names under which templates look for it, both hold what is given under one of
+    `REASONING_KEYS`.
     """
     if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages is a {type(messages).__name__}: expected a list of messages")
@@ -33,24 +37,33 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{what} has the role {shown(role)}: expected one of {', '.join(ROLES)}")
-    unknown = sorted(shown(key) for key in message if key not in ("role", "content", *EXTRA_KEYS))
+    given = {key: value for key, value in message.items() if value is not None}
+    unknown = sorted(shown(key) for key in given if key not in ("role", "content", *EXTRA_KEYS) and given[key] != [])
     if unknown:
         raise RequestError(
             f"{what} has the unknown key {unknown[0]}: expected role, content, or one of {', '.join(EXTRA_KEYS)}"
         )
     content = _checked_content(message, number, takes_images)
-    if role == "user" and isinstance(content, str) and not content.strip():
+    if role == "user" and not _shows_anything(content):
         raise RequestError(f"{what} (user) is empty: write something for the model to answer")
-    extras = {key: message[key] for key in EXTRA_KEYS if message.get(key) is not None}
+    extras = {key: given[key] for key in EXTRA_KEYS if key in given}
+    reasoning = next((given[key] for key in REASONING_KEYS if key in given), None)
+    if reasoning is not None:
+        extras = {"thinking": reasoning, **extras, "reasoning_content": reasoning}
     return {"role": role, "content": content, **extras}
 
 
-def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -> str | list[dict[str, Any]]:
+def _shows_anything(content: Any) -> bool:
+    parts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content]
+    return any(part.strip() for part in parts)
+
+
+def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -> str | list[dict[str, Any]] | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return ""
+        return None
     if not isinstance(content, list):
         found = "no content" if content is None else f"content of type {type(content).__name__}"
         raise RequestError(f"message {number} ({message['role']}) has {found}: expected text, or a list of parts")
@@ -66,8 +79,6 @@ def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -
         else:
             image_of_part(part, what)
             parts.append({"type": "image"})
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
     return parts
 
 

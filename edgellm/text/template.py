@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.directories.small_files import TEMPLATE_BYTES, read_text
 from edgellm.engines.directories.strict_json import parse_json
 from edgellm.errors import EngineDirectoryError, TemplateError
-from edgellm.text.sandbox import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
+from edgellm.text.template_budget import (
+    LimitExceeded,
+    TemplateLimits,
+    TemplateRaised,
+    current_budget,
+    run_with_budget,
+)
+from edgellm.text.template_trials import TOOL, TemplateTrials
+
+#: The folder of a model's further templates.
+ADDITIONAL = "additional_chat_templates"
+#: What special tokens are in a trial: some templates fail without.
+TRIAL_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+#: Of the time that a rendering may take, so much more for compiling and for all trials.
+COMPILING_SHARE, TRIAL_SHARE = 0.5, 0.1
 
 
 class ChatTemplate:
@@ -24,6 +41,8 @@ class ChatTemplate:
         self.origin = origin
         self.limits = limits or TemplateLimits()
         self._compiled: dict[str, Any] = {}
+        self._known: dict[str, TemplateTrials] = {}
+        self._trial_seconds = self.limits.seconds * TRIAL_SHARE
         if not sources:
             raise TemplateError(f"{origin} holds no template")
         for name, source in sources.items():
@@ -44,7 +63,18 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
-        """Find a model's template: `chat_template.jinja`, `chat_template.json`, then `tokenizer_config.json`."""
+        """Find a model's templates: `chat_template.jinja`, `chat_template.json`, then `tokenizer_config.json`; and the
+        named ones in `additional_chat_templates/*.jinja`, which come before those of the same name elsewhere."""
+        found = cls._default_of(directory, tokenizer_config)
+        named = {path.stem: path for path in sorted((directory / ADDITIONAL).glob("*.jinja")) if path.is_file()}
+        if not named:
+            return found
+        sources = {} if found is None else found.sources
+        sources |= {name: cls.from_file(path).sources["default"] for name, path in named.items()}
+        return cls(sources, str(directory) if found is None else found.origin)
+
+    @classmethod
+    def _default_of(cls, directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
         for name in ("chat_template.jinja", "chat_template.json"):
             if (directory / name).is_file():
                 return cls.from_file(directory / name)
@@ -66,65 +96,102 @@ class ChatTemplate:
         `values` may hold `tools`, `documents` and whatever else the template knows; `special_tokens` are `bos_token`
         and so on, as text.
         """
-        name = "tool_use" if values.get("tools") and "tool_use" in self.sources else "default"
+        name = self._name(bool(values.get("tools")))
+        variables = {**(special_tokens or {}), "tools": None, "documents": None, **values}
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self._render(name, variables, self.limits)
+
+    def fitted(self, messages: list[dict[str, Any]], with_tools: bool = False) -> list[dict[str, Any]]:
+        """Checked messages with contents as this template takes them (the one for tools, where there are some).
+
+        A list of text parts stays one where the template writes the text in it, and is else joined by line ends; text
+        becomes a part where the template writes nothing else; None beside tool calls becomes empty text, but where the
+        template tests for it.
+        """
+        trials = self._trials(self._name(with_tools))
+        return [{**message, "content": _fitted_content(message, trials)} for message in messages]
+
+    def template_variables(self) -> frozenset[str]:
+        """The names of the variables that a template of these reads, `messages` and the like among them.
+
+        Raises TemplateError where one cannot be compiled.
+        """
+        found: set[str] = set()
+        for name, source in self.sources.items():
+            self._compiled_template(name)  # so that its errors are named
+            found |= run_with_budget(self.limits, partial(self._read_by, source))
+        return frozenset(found - set(self._environment.globals))
+
+    def _read_by(self, source: str) -> set[str]:
+        import jinja2.meta
+
+        return jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+
+    @property
+    def wants_parts(self) -> bool:
+        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
+        images have it."""
+        return self._trials(self._name(False)).wants_parts
+
+    @cached_property
+    def _environment(self) -> Any:
+        from edgellm.text.template_sandbox import TemplateEnvironment
+
+        return TemplateEnvironment()
+
+    def _name(self, with_tools: bool) -> str:
+        name = "tool_use" if with_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise TemplateError(
                 f"{self.origin} has the chat templates {', '.join(sorted(self.sources))}, but none named 'default'"
             )
-        variables = {**(special_tokens or {}), "tools": None, "documents": None, **values}
-        variables["add_generation_prompt"] = add_generation_prompt
-        return run_with_budget(self.limits, lambda: self._render(name, variables))
+        return name
 
-    @cached_property
-    def wants_parts(self) -> bool:
-        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
-        images have it; found out with a message."""
-        text = "Hello"
+    def _trials(self, name: str) -> TemplateTrials:
+        if name not in self._known:
+            self._known[name] = TemplateTrials(lambda messages, tools: self._tried(name, messages, tools))
+        return self._known[name]
 
-        def writes(content: Any) -> bool:
-            try:
-                return text in self.render({"messages": [{"role": "user", "content": content}]})
-            except TemplateError:
-                return False
-
-        return not writes(text) and writes([{"type": "text", "text": text}])
-
-    @cached_property
-    def variables(self) -> frozenset[str]:
-        """The names of all variables that the templates read; raises TemplateError where one has an error."""
-        return run_with_budget(self.limits, lambda: frozenset().union(*map(self._variables_of, self.sources.values())))
-
-    def _variables_of(self, source: str) -> set[str]:
-        from jinja2.meta import find_undeclared_variables
-
+    def _tried(self, name: str, messages: list[dict[str, Any]], tools: bool) -> str | None:
+        values = {**TRIAL_TOKENS, "messages": messages, "tools": [TOOL] if tools else None, "documents": None}
         try:
-            return find_undeclared_variables(self._environment.parse(source))
-        except Exception as error:  # as for rendering
-            raise TemplateError(
-                f"the chat template of {self.origin} cannot be read: {type(error).__name__}: {str(error)[:500]}"
-            ) from error
+            self._compiled_template(name)  # in its own time
+            started = time.monotonic()
+            try:
+                limits = replace(self.limits, seconds=self._trial_seconds)
+                return self._render(name, {**values, "add_generation_prompt": True}, limits)
+            finally:
+                self._trial_seconds = max(self._trial_seconds - (time.monotonic() - started), 0)
+        except TemplateError:
+            return None
 
-    @cached_property
-    def _environment(self) -> Any:
-        from edgellm.text.sandbox import TemplateEnvironment
+    def _render(self, name: str, variables: dict[str, Any], limits: TemplateLimits) -> str:
+        template = self._compiled_template(name)
+        return run_with_budget(limits, lambda: self._explaining(lambda: _written(template, variables)))
 
-        return TemplateEnvironment()
+    def _compiled_template(self, name: str) -> Any:
+        """A compiled template; one that failed fails again at once."""
+        if name not in self._compiled:
+            limits = replace(self.limits, seconds=self.limits.seconds * COMPILING_SHARE)
+            source = self.sources[name]
+            try:
+                self._compiled[name] = run_with_budget(
+                    limits, lambda: self._explaining(lambda: self._environment.from_string(source))
+                )
+            except TemplateError as error:
+                self._compiled[name] = error
+        compiled = self._compiled[name]
+        if isinstance(compiled, TemplateError):
+            raise TemplateError(str(compiled)) from compiled
+        return compiled
 
-    def _render(self, name: str, variables: dict[str, Any]) -> str:
+    def _explaining(self, function: Callable[[], Any]) -> Any:
+        """What `function` gives; all that can go wrong in a template becomes a `TemplateError`."""
         import jinja2
 
         what = f"the chat template of {self.origin}"
         try:
-            if name not in self._compiled:
-                self._compiled[name] = self._environment.from_string(self.sources[name])
-            template = self._compiled[name]
-            pieces, size = [], 0
-            for piece in template.root_render_func(template.new_context(variables)):
-                size += len(piece)
-                if size > self.limits.output_size:
-                    raise LimitExceeded(f"writes more than {self.limits.output_size} characters")
-                pieces.append(piece)
-            return "".join(pieces)
+            return function()
         except LimitExceeded as error:
             raise TemplateError(f"{what} was stopped: it {error}") from error
         except TemplateRaised as error:
@@ -135,6 +202,47 @@ class ChatTemplate:
             raise TemplateError(f"{what} was stopped: it is nested too deeply, or calls itself without end") from error
         except Exception as error:  # a template can fail in as many ways as a program
             raise TemplateError(f"{what} failed: {type(error).__name__}: {str(error)[:500]}") from error
+
+
+def _written(template: Any, variables: dict[str, Any]) -> str:
+    budget, pieces, size = current_budget.get(), [], 0
+    for piece in template.root_render_func(template.new_context(plain_values(variables))):
+        size += len(piece)
+        if size > budget.limits.output_size:
+            raise LimitExceeded(f"writes more than {budget.limits.output_size} characters")
+        budget.spend(8)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
+    content = message["content"]
+    if content is None:
+        return None if trials.tests_for_none else ""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if trials.wants_parts else content
+    if any(part["type"] != "text" for part in content) or trials.reads_parts(message["role"]) or trials.wants_parts:
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
+def plain_values(value: Any) -> Any:
+    """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object.
+
+    Raises TypeError for what is none of these.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        return {plain_values(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # a subclass, which may do what it likes
+            return getattr(kind, {str: "__str__", int: "__int__", float: "__float__"}[kind])(value)
+    raise TypeError(
+        f"a {type(value).__name__} is among the values: expected text, numbers, lists, dictionaries, True, False, None"
+    )
 
 
 def _sources_of_json(text: str, path: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -132,7 +133,11 @@ class Tokenizer:
         """
         if not isinstance(tools, (list, tuple, type(None))):
             raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, or None")
-        values = {"messages": self._checked(messages), "tools": list(tools) if tools else None, **variables}
+        values = {
+            "messages": self._checked(messages, bool(tools)),
+            "tools": list(tools) if tools else None,
+            **variables,
+        }
         final = None
         try:
             texts = strings_in(values)
@@ -156,7 +161,7 @@ class Tokenizer:
 
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that the chat template reads ("messages", "tools", ...); raises TemplateError."""
-        return self._required_template().variables
+        return self._required_template().template_variables()
 
     @property
     def template_origin(self) -> str:
@@ -165,7 +170,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation as the chat template writes it; to look at, as `encode_chat` is what is safe."""
-        values = {"messages": self._checked(messages), "tools": None}
+        values = {"messages": self._checked(messages, False), "tools": None}
         return self._required_template().render(
             values, self.special_tokens, add_generation_prompt=add_generation_prompt
         )
@@ -179,12 +184,12 @@ class Tokenizer:
         """A new streaming detokenizer."""
         return Detokenizer(self._token_text, skip_special_tokens)
 
-    def _checked(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _checked(self, messages: Sequence[dict[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
         """The messages as the template takes them."""
         checked = checked_messages(messages, self.takes_images)
-        if self.takes_images and self._required_template().wants_parts:
-            return [_with_parts(message) for message in checked]
-        return checked
+        for message in checked:
+            message["content"] = unsplit_parts(message["content"], self._special_pattern)
+        return self._required_template().fitted(checked, with_tools)
 
     @cached_property
     def _anchored(self) -> AnchoredTokenizer:
@@ -260,12 +265,6 @@ class FinalMessage:
         return kept.rstrip() if trims and text.strip() else kept
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A checked message whose content is a list, also where it is text alone."""
-    content = message["content"]
-    return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
-
-
 def _checked_ids(token_ids: Iterable[int]) -> list[int]:
     """Token ids without those that no tokenizer has; RequestError for what are no whole numbers."""
     try:
@@ -332,6 +331,25 @@ def text_pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
 
 def _alternatives(contents: Iterable[str], rule: Callable[[str], str] = re.escape) -> re.Pattern[str]:
     return re.compile("|".join(rule(content) for content in sorted(contents, key=len, reverse=True)) or r"(?!)")
+
+
+def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:
+    """A message's content; where neighbouring text parts would together make a special token's text, they are one part.
+
+    Templates write the parts of a message one after the other, where each by itself shows no such text.
+    """
+    if not isinstance(content, list):
+        return content
+    found: list[dict[str, Any]] = []
+    for is_text, run in itertools.groupby(content, lambda part: part["type"] == "text"):
+        parts = list(run)
+        if is_text:
+            text = "".join(part["text"] for part in parts)
+            ends = set(itertools.accumulate(len(part["text"]) for part in parts))
+            if any(match.start() < end < match.end() for match in pattern.finditer(text) for end in ends):
+                parts = [{"type": "text", "text": text}]
+        found += parts
+    return found
 
 
 class Disguise:

@@ -15,7 +15,7 @@ from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest
-from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, PUBLISHED_FILES, WEIGHT_INDEX
+from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
@@ -150,7 +150,7 @@ def read_inputs(
     Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
     """
     draft, weights = None, dict[str, Path]()
-    published = {name: source / name for name in PUBLISHED_FILES if (source / name).exists()}
+    published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config))
         weights |= _weight_files(checkpoint, "", published)
@@ -179,7 +179,8 @@ def read_inputs(
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
     """Those of the base, of all files by name."""
-    return {name: file for name, file in files.items() if "/" not in name}
+    prefixes = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
+    return {name: file for name, file in files.items() if not name.startswith(prefixes)}
 
 
 def _below(prefix: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

@@ -16,7 +16,7 @@ from edgellm.engines.building.inputs import copy_hashed
 from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.safetensors_file import SourceTensor, verify_safetensors, write_safetensors
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, PUBLISHED_FILES
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import check_ordinary, size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
 from edgellm.engines.directories.strict_json import JSONObject
@@ -106,6 +106,7 @@ def _write(
     never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
+            (staged.path / name).parent.mkdir(exist_ok=True)
             copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
         names = [SINGLE_FILE]
         if len(shards) > 1:
@@ -208,7 +209,7 @@ def _files_to_copy(source: Path) -> list[str]:
     """A file as source is converted alone: what lies beside it may be of another model."""
     if not source.is_dir():
         return []
-    names = [name for name in (*PUBLISHED_FILES, *_OTHER_FILES) if (source / name).exists()]
+    names = [name for name in (*published_file_names(source), *_OTHER_FILES) if (source / name).exists()]
     for name in names:
         check_ordinary(source / name, size_limit(name), CheckpointError, "Copy it from the checkpoint's source")
     return names

@@ -14,12 +14,14 @@ from edgellm.engines.directories.digests import FileDigest, current_digest, hash
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
+    TEMPLATE_FOLDER,
     VISION_FOLDER,
     EngineAdapter,
     EngineDraft,
     EngineVision,
     check_agreement,
     choice,
+    is_template_name,
     is_weight_file,
     parse_adapters,
     parse_draft,
@@ -212,8 +214,14 @@ def _differences(
 
 def described_file_names(path: Path) -> list[str]:
     """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
-    published = [name for name in (*PUBLISHED_FILES, WEIGHT_INDEX) if (path / name).exists()]
-    return published + sorted(file.name for file in path.glob("model*.safetensors"))
+    index = [WEIGHT_INDEX] if (path / WEIGHT_INDEX).exists() else []
+    return published_file_names(path) + index + sorted(file.name for file in path.glob("model*.safetensors"))
+
+
+def published_file_names(path: Path) -> list[str]:
+    """Those of `PUBLISHED_FILES` that a directory has, and its further chat templates."""
+    templates = sorted(f"{TEMPLATE_FOLDER}/{file.name}" for file in (path / TEMPLATE_FOLDER).glob("*.jinja"))
+    return [name for name in PUBLISHED_FILES if (path / name).exists()] + list(filter(is_template_name, templates))
 
 
 def adapter_names(path: Path) -> list[str]:

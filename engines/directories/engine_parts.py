@@ -30,6 +30,8 @@ _FAMILY_FIELDS = {
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
 }
+#: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
+TEMPLATE_FOLDER = "additional_chat_templates"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -218,7 +220,7 @@ def parse_files(values: JSONObject) -> dict[str, FileDigest]:
 def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     files = {}
     for name in values.values:
-        if not _FILE_NAME.fullmatch(name):
+        if not _FILE_NAME.fullmatch(name) and not is_template_name(name):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
         entry.refuse_other_keys("sha256", "size")
@@ -232,6 +234,12 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
 def is_weight_file(name: str) -> bool:
     """Whether a file of an engine directory holds weights."""
     return name.endswith(".safetensors")
+
+
+def is_template_name(name: str) -> bool:
+    """Whether a file is one of the further chat templates."""
+    folder, _, file = name.partition("/")
+    return folder == TEMPLATE_FOLDER and file.endswith(".jinja") and _FILE_NAME.fullmatch(file) is not None
 
 
 def is_adapter_name(name: str) -> bool:

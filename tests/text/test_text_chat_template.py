@@ -11,8 +11,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgellm.errors import EngineDirectoryError, TemplateError
-from edgellm.text.sandbox import TemplateLimits
 from edgellm.text.template import ChatTemplate
+from edgellm.text.template_budget import TemplateLimits
 
 MESSAGES = [
     {"role": "system", "content": "  You are Pip.\nYou help. "},
@@ -107,7 +107,7 @@ HUGE = {
     "text": "{{ 'x' * 10**9 }}",
     "constant text": "{{ 'x' * 1000000000 }}",
     "list": "{{ [1] * 10**9 }}",
-    "power": "{{ 9**9**9 }}",
+    "power": "{{ 9**999**9 }}",
     "product": "{% set n=namespace(x=3) %}{% for i in range(99) %}{% set n.x=n.x*n.x %}{% endfor %}{{ n.x % 7 }}",
     "doubling with ~": "{% set n=namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubling with +": "{% set n=namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
@@ -151,7 +151,11 @@ REACHING = {
     "change of a list": "{{ messages.append(1) }}",
     "change of a dictionary": "{{ messages[0].update({'a':1}) }}",
     "bytes": "{{ (1).to_bytes(1000000000,'big') }}",
-    "padding": "{{ 'x'.center(10**9) }}{{ 'x'.ljust(10**9) }}",
+    "changed text": "{{ 'x'.translate({120: 'y'}) }}",
+    "keys of a class": "{{ dict.fromkeys([1]) }}",
+    "parts of a method": "{{ 'x'.join.__closure__ }}",
+    "parts of a loop": "{% for a in [1] %}{{ loop._iterable }}{% endfor %}",
+    "escaping": "{% autoescape true %}x{% endautoescape %}",
     "file": "{% include '/etc/passwd' %}",
     "module": "{% import 'os' as os %}{{ os }}",
 }
@@ -186,7 +190,7 @@ def test_huge_values_are_never_made(name):
 
 @pytest.mark.parametrize("name", REACHING)
 def test_nothing_can_be_reached(name):
-    with pytest.raises(TemplateError, match=r"not allowed|No filter|no loader|is undefined"):
+    with pytest.raises(TemplateError, match=r"not allowed|No filter|is undefined|has no attribute"):
         render(REACHING[name])
     assert len(MESSAGES) == 5
 

@@ -19,7 +19,7 @@ from edgellm.engines.building.builder import build_engine_directory, refresh_pla
 from edgellm.engines.directories.digests import recall_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.model.config import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
@@ -92,10 +92,18 @@ def test_optional_files_come_along_and_others_stay(own_checkpoint: Path, limits:
     (own_checkpoint / "system_prompt.txt").write_text("")
     (own_checkpoint / "system_prompt_image.txt").write_text("")
     (own_checkpoint / "README.md").write_text("about")
+    (own_checkpoint / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "notes.txt", ".hidden.jinja"):
+        (own_checkpoint / "additional_chat_templates" / name).write_text("{{ tools }}")
     build_engine_directory(own_checkpoint, tmp_path / "engines", limits)
+    assert names_in(tmp_path / "engines" / "additional_chat_templates") == {"tool_use.jinja"}
     assert {"chat_template.jinja", "system_prompt.txt", "system_prompt_image.txt"} <= names_in(tmp_path / "engines")
     assert "README.md" not in names_in(tmp_path / "engines")
-    EngineDirectory.open(tmp_path / "engines")
+    opened = EngineDirectory.open(tmp_path / "engines")
+    assert "additional_chat_templates/tool_use.jinja" in opened.files
+    (tmp_path / "engines" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ other }}")
+    with pytest.raises(EngineDirectoryError, match=r"tool_use\.jinja: 1\d bytes, expected|tool_use\.jinja: SHA-256"):
+        EngineDirectory.open(tmp_path / "engines")
 
 
 def test_float32_checkpoint_computes_in_float16_unless_told(
