@@ -145,10 +145,11 @@ def parse(words: list[str]) -> None:
         if redirection in words:
             words = words[: words.index(redirection)]
     command, path = application(), ["edgellm"]
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"no command {words[0]}"
-        command, path, words = command.commands[words[0]], [*path, words[0]], words[1:]
-    if {"--help", "-h", "--version"} & set(words) or hasattr(command, "commands"):
+    while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
+        context = command.context_class(command, info_name=path[-1])
+        name, command, words = command.resolve_command(context, words)
+        path.append(name)
+    if {"--help", "-h", "--version"} & set(words) or hasattr(command, "resolve_command"):
         return
     command.make_context(" ".join(path), list(words))
 
