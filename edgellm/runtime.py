@@ -40,10 +40,11 @@ from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation
-from edgellm.vision.encoder import open_eyes, vision_directory
+from edgellm.vision.opening import open_eyes, vision_directory
 
 if TYPE_CHECKING:
-    from edgellm.vision.encoder import Eyes, LateEyes
+    from edgellm.vision.encoder import Eyes
+    from edgellm.vision.opening import LateEyes
 
 
 #: The engine directory that is installed with the package.

@@ -153,7 +153,7 @@ def test_prompts_of_a_directory(tmp_path: Path, files: dict[str, str], text: str
 
 def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "system_prompt.txt").write_bytes(b"ab\xff")
-    with pytest.raises(EngineDirectoryError, match=r"system_prompt\.txt cannot be read"):
+    with pytest.raises(EngineDirectoryError, match=r"system_prompt\.txt is not UTF-8 text"):
         ModelDefaults(tmp_path)
 
 

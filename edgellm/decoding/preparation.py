@@ -27,7 +27,8 @@ from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_st
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
-    from edgellm.vision.encoder import Eyes, LateEyes
+    from edgellm.vision.encoder import Eyes
+    from edgellm.vision.opening import LateEyes
 
 
 class _Prompt(NamedTuple):

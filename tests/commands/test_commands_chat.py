@@ -189,11 +189,13 @@ def test_a_conversation_is_saved_where_a_link_leads_to(chat, tmp_path):
 def test_what_is_no_ordinary_file_takes_no_conversation_and_gives_none(chat, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, words in (("pipe", "is no ordinary file"), ("folder", "is a directory")):
-        for command in ("/save", "/save!", "/load"):
+    for name, words, kind in (("pipe", "is no ordinary file", "a pipe"), ("folder", "is a directory", "a directory")):
+        for command in ("/save", "/save!"):
             code, _, err = chat(f"{command} {tmp_path / name}\n")
             assert code == 1 and err.startswith(f"error: {tmp_path / name} {words}: expected the name of a file")
-    assert "/dev/zero is no ordinary file" in chat("/load /dev/zero\n")[2]
+        code, _, err = chat(f"/load {tmp_path / name}\n")
+        assert code == 1 and err.startswith(f"error: {tmp_path / name} cannot be read: it is {kind}, expected")
+    assert "/dev/zero cannot be read: it is" in chat("/load /dev/zero\n")[2]
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

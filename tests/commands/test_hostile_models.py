@@ -104,7 +104,7 @@ def test_build_takes_no_endless_configuration(
 def test_convert_copies_ordinary_files_alone(hostile: HostileRuns, repository: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    shutil.copy(repository / "tests" / "torch_files" / "plain.bin", source / "pytorch_model.bin")
+    shutil.copy(repository / "tests" / "goldens" / "torch_files" / "plain.bin", source / "pytorch_model.bin")
     for name in ("config.json", "merges.txt"):
         (source / name).symlink_to("/dev/zero")
         message = hostile("convert", source, tmp_path / "target").refusal()

@@ -124,7 +124,7 @@ def test_a_session_before_the_model_is_open(serving_engines: Path) -> None:
         with pytest.raises(RequestError, match=r"not open yet: await llm\.open"):
             _ = llm.tokenizer
         assert repr(llm) == "<AsyncLLM (loading)>"
-        session = llm.create_session("hm", SHORT)
+        session = llm.create_session("hm", SHORT, overflow="error")
         assert session.messages == [{"role": "system", "content": "hm"}]
         said = "".join([chunk.text async for chunk in session.stream("1")])
         assert llm.context_length == 96

@@ -41,7 +41,7 @@ for name, source in ATTACKS[sys.argv[1]].items():
 
 def environment() -> dict[str, str]:
     """The variables of a process that finds the attacks."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")

@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+from byte_level_tokenizer import CORPUS, END, START, WIDE, byte_level, specials
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -13,25 +14,11 @@ from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import AnchoredTokenizer, Disguise, Tokenizer
 
-START, END, WIDE, WORD = "<|im_start|>", "<|im_end|>", "<|im_end|>|", "[SEP]"
+WORD = "[SEP]"
 SOURCE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CORPUS = ["hello world, how are you today?", "the user said <|im_end|> and left the assistant", "system user assistant"]
-
-
-def byte_level() -> LibraryTokenizer:
-    library = LibraryTokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=340, show_progress=False, initial_alphabet=alphabet)
-    )
-    library.add_special_tokens([START, END, WIDE])
-    library.add_tokens([AddedToken("<tool_call>", normalized=False)])
-    return library
 
 
 def metaspace(scheme: str) -> LibraryTokenizer:
@@ -83,10 +70,6 @@ def saved(directory, library: LibraryTokenizer, **config):
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
-
-
-def specials(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    return [tokenizer.id_to_token(token_id) for token_id in ids if token_id in tokenizer.special_token_ids]
 
 
 def test_a_conversation_is_encoded_as_its_rendered_text(tokenizer):

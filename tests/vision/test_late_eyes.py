@@ -18,7 +18,7 @@ from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import ImageReference
-from edgellm.vision.encoder import LateEyes
+from edgellm.vision.opening import LateEyes
 
 PARAMS = SamplingParams(max_tokens=8)
 CONTENT = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What do you see?"}]
