@@ -11,12 +11,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.console import LogFormat, LogLevel, show_logs, write_error
+from edgellm.commands.help_panels import PanelCommand, PanelGroup
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 
-COMMANDS = ("chat", "generate", "bench", "build", "convert", "info", "doctor", "cache")
+#: What the list of commands says of each, by the panel of the list that it stands in.
+PANELS = {
+    "Talk": {
+        "chat": "Talk to a model; from a pipe, every line is a question.",
+        "generate": "Answer one prompt; the answer alone goes to standard output.",
+    },
+    "Prepare": {
+        "build": "Make an engine directory of a checkpoint: weights, tokenizer, TensorRT plans.",
+        "convert": "Make safetensors of pickled PyTorch weights.",
+        "cache": "Compute system prompts ahead of time and keep them on disk.",
+    },
+    "Inspect": {
+        "info": "Say what an engine directory is: model, limits, memory, plans.",
+        "doctor": "Say what was found on this machine, and check that the model computes on it.",
+        "bench": "Compare the speed of drafting configurations with decoding without a draft.",
+    },
+}
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 _HELP = {"help_option_names": ["--help", "-h"]}
 
@@ -28,30 +46,52 @@ def run(arguments: Sequence[str]) -> None:
     """
     _replace_closed_streams()
     show_logs()
-    first = next(iter(arguments), None)  # behind options, whose values may look like commands, all are loaded
-    app = create_app((first,) if first in COMMANDS else COMMANDS)
-    app(args=list(arguments), prog_name="edgellm")
+    create_app()(args=list(arguments), prog_name="edgellm")
 
 
-def create_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The typer application with these commands."""
+def create_app() -> typer.Typer:
+    """The command line; the module of a command is imported when that command is to run or to complete a word."""
     app = typer.Typer(
+        cls=_TopLevel,
         name="edgellm",
-        help="Run language models on this device.",
+        help="Run language models on this device.\n\nExample: edgellm chat",
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings=_HELP,
     )
     app.callback()(_top_level)
-    for name in commands:
-        command = getattr(import_module(f"edgellm.commands.{name}"), name)
-        if isinstance(command, typer.Typer):
-            app.add_typer(_explaining_group(command), name=name)
-        else:
-            app.command(name)(_explaining(command))
+    for panel, commands in PANELS.items():
+        for name, summary in commands.items():
+            app.command(name, help=summary, rich_help_panel=panel)(_placeholder)
     return app
+
+
+def _placeholder() -> None:
+    """Stands in the list of commands; `_TopLevel` takes the command itself where it is asked for."""
+
+
+def load_command(name: str) -> TyperCommand | TyperGroup:
+    """The command `name` with its options; imports its module."""
+    command = getattr(import_module(f"edgellm.commands.{name}"), name)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    if isinstance(command, typer.Typer):
+        app.add_typer(_explaining_group(command), name=name)
+        app.callback()(_top_level)
+        loaded = typer.main.get_group(app).commands[name]
+    else:
+        app.command(name, cls=PanelCommand)(_explaining(command))
+        loaded = typer.main.get_command(app)
+    assert isinstance(loaded, (TyperCommand, TyperGroup))
+    return loaded
+
+
+class _TopLevel(PanelGroup):
+    """All commands: their summaries stand here, and they themselves are imported one at a time."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name and command is not None else command, rest
 
 
 def _print_version(value: bool) -> None:
@@ -75,10 +115,10 @@ def _top_level(
 
 def _explaining_group(group: typer.Typer) -> typer.Typer:
     """A group of commands that explain their errors."""
-    explaining = typer.Typer(help=group.info.help, no_args_is_help=True, rich_markup_mode=None)
+    explaining = typer.Typer(cls=PanelGroup, help=group.info.help, no_args_is_help=True, rich_markup_mode=None)
     for command in group.registered_commands:
         if command.callback is not None:
-            explaining.command(command.name)(_explaining(command.callback))
+            explaining.command(command.name, cls=PanelCommand)(_explaining(command.callback))
     return explaining
 
 

@@ -16,6 +16,8 @@ import typer
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
 from edgellm.commands.console import prepare_output, write_note
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import with_option_groups
 from edgellm.commands.opening import (
     backend_name,
     described_directory,
@@ -23,7 +25,6 @@ from edgellm.commands.opening import (
     open_model_with,
     sampling_params,
 )
-from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 
@@ -39,9 +40,7 @@ MAX_TOKENS = 64
 @with_option_groups
 def bench(
     *,
-    engine_directory: Annotated[
-        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
-    ] = None,
+    engine: options.ModelOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -66,12 +65,15 @@ def bench(
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compare the speed of drafting configurations with decoding without a draft, and their answers with its."""
+    """Compare the speed of drafting configurations with decoding without a draft, and their answers with its.
+
+    Example: edgellm bench --configurations chain:3,adaptive --plot speed.svg
+    """
     prepare_output()
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = options.chosen_settings(
-        config, model=engine_directory, backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
+        config, model=engine.chosen(), backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
     )
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     for option, path in (("--output", output), ("--plot", plot)):

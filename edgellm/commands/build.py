@@ -13,6 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from edgellm.commands.console import ended_by_signals
+from edgellm.commands.options import one_engine_directory
 from edgellm.commands.words import (
     draft_in_words,
     draft_limits_in_words,
@@ -25,77 +26,177 @@ from edgellm.engines.building.builder import build_engine_directory, refresh_pla
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.report import BuildReport
+from edgellm.engines.directories.engine_directory import DTYPES
 
 MEBIBYTE = 1 << 20
+_DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 
 
 def build(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="Hugging Face directory with config.json, tokenizer.json and safetensors.")
+        Path | None,
+        typer.Argument(
+            help="Hugging Face directory with config.json, tokenizer.json and safetensors.",
+        ),
     ] = None,
-    engine_dir: Annotated[Path | None, typer.Argument(help="The engine directory to make.")] = None,
+    engine_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The engine directory to make.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="The engine directory to make, in place of the argument.",
+        ),
+    ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU]."),
+        typer.Option(
+            rich_help_panel="Plans",
+            help="Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU].",
+        ),
     ] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Sequences at once, 1 to 8 [default: 1].")] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel="Limits",
+            help="Sequences at once, 1 to 8 [default: 1].",
+        ),
+    ] = None,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 512]."),
+        typer.Option(
+            rich_help_panel="Limits",
+            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 512].",
+        ),
     ] = None,
     kv_capacity: Annotated[
-        int | None, typer.Option(help="Tokens of context, prompt and answer together [default: up to 4096].")
+        int | None,
+        typer.Option(
+            rich_help_panel="Limits", help="Tokens of context, prompt and answer together [default: up to 4096]."
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float16 or bfloat16: what engines compute in [default: the checkpoint's].")
+        str | None,
+        typer.Option(
+            rich_help_panel="Weights",
+            help=f"{_DTYPES}: what engines compute in [default: the checkpoint's; float16 where that is float32].",
+        ),
     ] = None,
-    attention: Annotated[str, typer.Option(help="auto, native (IAttention) or composed.")] = "auto",
-    weights: Annotated[str, typer.Option(help="copy the weights, or link to those of the checkpoint.")] = "copy",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine directory.")] = False,
+    attention: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel="Plans",
+            help="auto, native (IAttention) or composed.",
+        ),
+    ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel="Weights",
+            help="copy the weights, or link to those of the checkpoint.",
+        ),
+    ] = "copy",
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace an existing engine directory.",
+        ),
+    ] = False,
     beyond_trained_context: Annotated[
-        bool, typer.Option("--beyond-trained-context", help="Allow more context than the model was made for.")
+        bool,
+        typer.Option(
+            "--beyond-trained-context", rich_help_panel="Limits", help="Allow more context than the model was made for."
+        ),
     ] = False,
     draft: Annotated[
         Path | None,
-        typer.Option(metavar="DRAFT_CHECKPOINT", help="EAGLE head of this very model, to build engines for too."),
+        typer.Option(
+            rich_help_panel="Draft",
+            metavar="DRAFT_CHECKPOINT",
+            help="EAGLE head of this very model, to build engines for too.",
+        ),
     ] = None,
-    draft_top_k: Annotated[int | None, typer.Option(help="Widest draft tree, 1 to 64 [default: 10].")] = None,
-    draft_steps: Annotated[int | None, typer.Option(help="Deepest draft tree, 1 to 32 [default: 6].")] = None,
+    draft_top_k: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel="Draft",
+            help="Widest draft tree, 1 to 64 [default: 10].",
+        ),
+    ] = None,
+    draft_steps: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel="Draft",
+            help="Deepest draft tree, 1 to 32 [default: 6].",
+        ),
+    ] = None,
     verify_tree_size: Annotated[
-        int | None, typer.Option(help="Most nodes verified at once, the root included, 2 to 64 [default: 60].")
+        int | None,
+        typer.Option(
+            rich_help_panel="Draft", help="Most nodes verified at once, the root included, 2 to 64 [default: 60]."
+        ),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="LoRA adapter of this very model, as PEFT saves it; may be repeated."),
+        typer.Option(
+            rich_help_panel="LoRA adapters",
+            metavar="NAME=DIR",
+            help="LoRA adapter of this very model, as PEFT saves it; may be repeated.",
+        ),
     ] = None,
     max_lora_rank: Annotated[
-        int | None, typer.Option(help="Largest rank that engines take [default: that of the adapters given].")
+        int | None,
+        typer.Option(
+            rich_help_panel="LoRA adapters",
+            help="Largest rank that engines take [default: that of the adapters given].",
+        ),
     ] = None,
     lora_slots: Annotated[
         int | None,
-        typer.Option(help="Adapters in use at once [default: as many as given, at least one a sequence]."),
+        typer.Option(
+            rich_help_panel="LoRA adapters",
+            help="Adapters in use at once [default: as many as given, at least one a sequence].",
+        ),
     ] = None,
     vision: Annotated[
         Path | None,
-        typer.Option(metavar="VISION_DIR", help="Vision encoder of this very model that was published apart."),
+        typer.Option(
+            rich_help_panel="Images",
+            metavar="VISION_DIR",
+            help="Vision encoder of this very model that was published apart.",
+        ),
     ] = None,
     max_image_patches: Annotated[
         int | None,
         typer.Option(
-            help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
+            rich_help_panel="Images",
+            help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
         ),
     ] = None,
     refresh: Annotated[
         Path | None,
         typer.Option(
-            "--refresh-plans", metavar="ENGINE_DIR", help="Only build the plans that an engine directory lacks."
+            "--refresh-plans",
+            rich_help_panel="Plans",
+            metavar="ENGINE_DIR",
+            help="Only build the plans that an engine directory lacks.",
         ),
     ] = None,
 ) -> None:
-    """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there."""
+    """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there.
+
+    Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
+    """
+    engine_dir = one_engine_directory(engine_dir, model)
     display = ProgressDisplay(sys.stderr)
     if refresh is not None:
-        if checkpoint is not None or draft is not None or lora or vision is not None:
+        if checkpoint is not None or model is not None or draft is not None or lora or vision is not None:
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )

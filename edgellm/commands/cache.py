@@ -23,12 +23,15 @@ from edgellm.commands.cache_prompts import (
 )
 from edgellm.commands.console import write_error, write_note
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.options import DraftingOptions, with_option_groups
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import with_option_groups
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.system_prompt import PromptRecord
 
-cache = typer.Typer(name="cache", help="Compute system prompts ahead of time and keep them on disk.")
+cache = typer.Typer(
+    name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
+)
 
 Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")
@@ -64,9 +67,7 @@ def build(
             help="For answers with this LoRA adapter, one of the engine directory's, or NAME=DIR [default: none].",
         ),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
-    ] = None,
+    model: options.Model = None,
     draft: Annotated[
         bool | None,
         typer.Option("--draft/--no-draft", help="For use with the model's draft, or without.", show_default=False),
@@ -85,7 +86,10 @@ def build(
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk."""
+    """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk.
+
+    Example: edgellm cache build --file system.txt --name robot
+    """
     wanted = read_cache_prompts(prompt, file, prompts, name, output, lora)
     settings = options.chosen_settings(
         config,
@@ -107,7 +111,10 @@ def build(
 
 @cache.command("list")
 def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
-    """List the snapshots in the folder, and files there that cannot be used."""
+    """List the snapshots in the folder, and files there that cannot be used.
+
+    Example: edgellm cache list --json
+    """
     found = list(snapshot_files(chosen_folder(folder)))
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
@@ -119,7 +126,10 @@ def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.
 
 @cache.command("show")
 def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
-    """Say everything that a snapshot says of itself."""
+    """Say everything that a snapshot says of itself.
+
+    Example: edgellm cache show robot
+    """
     found = [find_snapshot(text, chosen_folder(folder)) for text in _required(name)]
     if as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
@@ -142,7 +152,10 @@ def verify(
     folder: Folder = None,
     debug: options.Debug = False,
 ) -> None:
-    """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used."""
+    """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used.
+
+    Example: edgellm cache verify --all --model robot-engines
+    """
     failed = False
     for item in _chosen(name, everything, chosen_folder(folder)):
         try:
@@ -165,6 +178,8 @@ def remove(
     """Delete snapshots, damaged ones too; with --all, what is no snapshot stays, and is named.
 
     Of several names none is deleted where one means something else than a snapshot.
+
+    Example: edgellm cache remove robot
     """
     from edgellm.snapshots.file import require_snapshot_file
     from edgellm.snapshots.staging import delete_file

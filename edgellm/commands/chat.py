@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from edgellm.commands import options
 from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command, turns_in_words
+from edgellm.commands.chat_completion import chat_completion
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
@@ -20,14 +21,16 @@ from edgellm.commands.console import (
     LogLevel,
     ended_by_signals,
     prepare_output,
+    say,
     statistics_line,
     write_answer,
     write_error,
     write_note,
 )
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import LOGS, OUTPUT, with_option_groups
 from edgellm.commands.opening import model_name, open_model, sampling_params, system_prompt
-from edgellm.commands.options import DraftingOptions, with_option_groups
-from edgellm.commands.pictures import dropped_files, shown_content
+from edgellm.commands.pictures import dropped_files, require_image_there, shown_content
 from edgellm.commands.words import adapters_in_words
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ObservingOptions:
     """What to take note of; by default nothing, which costs nothing."""
+
+    PANEL: ClassVar[str] = LOGS
 
     trace: Annotated[
         Path | None,
@@ -93,9 +98,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
 @with_option_groups
 def chat(
     *,
-    engine_directory: Annotated[
-        Path | None, typer.Argument(help="Engine directory [default: the shipped model].")
-    ] = None,
+    engine: options.ModelOptions,
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
@@ -104,11 +107,19 @@ def chat(
     system_cache: options.SystemCache = None,
     images: options.Images = None,
     history: Annotated[
-        bool | None, typer.Option("--history/--no-history", help="Keep the questions in a file.", show_default=False)
+        bool | None,
+        typer.Option(
+            "--history/--no-history", rich_help_panel=OUTPUT, help="Keep the questions in a file.", show_default=False
+        ),
     ] = None,
     stats: Annotated[
         bool | None,
-        typer.Option("--stats/--no-stats", help="A line of counts and speeds after answers.", show_default=False),
+        typer.Option(
+            "--stats/--no-stats",
+            rich_help_panel=OUTPUT,
+            help="A line of counts and speeds after answers; /stats says more.",
+            show_default=False,
+        ),
     ] = None,
     backend: options.Backend = None,
     observed: ObservingOptions,
@@ -117,11 +128,14 @@ def chat(
     log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
-    """Talk to a model; from a pipe, every line is a question. /help lists the commands."""
+    """Talk to a model; from a pipe, every line is a question. /help lists the commands.
+
+    Example: edgellm chat --image cup.jpg --temperature 0.7
+    """
     prepare_output()
     settings = options.chosen_settings(
         config,
-        model=engine_directory,
+        model=engine.chosen(),
         backend=backend,
         prompt=prompting,
         sampling=sampling,
@@ -155,7 +169,8 @@ def chat(
             state.show(image)
         try:
             if isinstance(lines, TerminalLines):
-                state.say = print
+                state.say = say
+                lines.complete_with(chat_completion(state).candidates)
                 write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines, True if with_stats is None else with_stats)
             else:
@@ -224,6 +239,7 @@ def _handle(state: ChatState, message: str, with_stats: bool) -> None:
         if text:
             answer(state, text, with_stats)
     elif message.strip():
+        require_image_there(message)
         answer(state, message[1:] if message.startswith("//") else message, with_stats)
 
 

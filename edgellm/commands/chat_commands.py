@@ -10,9 +10,16 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
-from edgellm.commands.console import statistics_line
+from edgellm.commands.console import statistics_lines
 from edgellm.commands.opening import model_name
-from edgellm.commands.pictures import Part, dropped_files, picture_in_words, read_picture, require_sight
+from edgellm.commands.pictures import (
+    Part,
+    dropped_files,
+    picture_in_words,
+    read_picture,
+    require_image_there,
+    require_sight,
+)
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.words import adapters_in_words
 from edgellm.engines.directories.strict_json import parse_json
@@ -113,6 +120,7 @@ def run_command(state: ChatState, line: str) -> SamplingParams | None:
     name, _, argument = line[1:].strip().partition(" ")
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
+        require_image_there(line)
         raise RequestError(f"/{name} is no command{_hint(name)}; /help lists them")
     return COMMANDS[name](state, argument.strip())
 
@@ -279,12 +287,8 @@ def _stats(state: ChatState, argument: str) -> None:
     if response is None:
         lines.append("no answer yet")
     else:
-        seed = "greedy" if state.last_seed is None else f"seed {state.last_seed}"
-        lines.append(f"last answer: {statistics_line(response, llm.context_length)[1:-1]} | {seed}")
-        prefill = response.timings.prefill_seconds
-        computed = response.usage.prompt_tokens - response.usage.reused_tokens
-        speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
-        lines.append(f"prompt: {computed} tokens computed in {prefill:.2f} s{speed}")
+        lines += statistics_lines(response, llm.context_length)
+        lines.append("drawn: " + ("greedy" if state.last_seed is None else f"with seed {state.last_seed}"))
         lines += drafting_lines(llm, response)
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]

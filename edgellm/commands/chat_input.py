@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -60,6 +60,24 @@ class TerminalLines:
         if history_file is not None:
             with suppress(OSError):
                 readline.read_history_file(history_file)
+
+    def complete_with(self, candidates: Callable[[str], list[str]]) -> None:
+        """Let Tab complete a line: `candidates` gets it up to the cursor and returns lines that begin with it."""
+        readline = self._readline
+        if readline is None:
+            return
+        found: list[str] = []
+
+        def complete(text: str, number: int) -> str | None:
+            if number == 0:
+                start, line = readline.get_begidx(), readline.get_line_buffer()[: readline.get_endidx()]
+                found[:] = [candidate[start:] for candidate in candidates(line)]
+            return found[number] if number < len(found) else None
+
+        readline.set_completer_delims(" \t\n")
+        readline.set_completer(complete)
+        is_libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def read_line(self, prompt: str) -> str:
         """The next line; KeyboardInterrupt where Ctrl-C was pressed."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
+from edgellm.commands.help_panels import LOGS
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -50,9 +53,28 @@ def write_answer(text: str) -> None:
 def write_note(text: str, stream: TextIO | None = None) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
     stream = stream or sys.stderr
+    text = wrapped(_steering_nothing(text), stream)
     dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    text = _steering_nothing(text)
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
+
+
+def say(text: str) -> None:
+    """Write what a command of the chat says to standard output."""
+    print(wrapped(text, sys.stdout))
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Text as it is to stand on `stream`: on a terminal its lines break between words."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, max(1, width), replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
 
 
 def write_error(error: BaseException) -> None:
@@ -60,7 +82,7 @@ def write_error(error: BaseException) -> None:
     names steers no terminal."""
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
-    print(f"error: {_steering_nothing(str(error))}", file=sys.stderr, flush=True)
+    print(wrapped(f"error: {_steering_nothing(str(error))}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _steering_nothing(text: str) -> str:
@@ -123,21 +145,35 @@ class CancelOnInterrupt:
 
 
 def statistics_line(response: Response, context_length: int) -> str:
-    """Counts, speeds and the reason of the end of an answer, in one line."""
+    """What one looks at after every answer: its length, speed and end, and how full the context is."""
     usage, timings = response.usage, response.timings
-    reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
     speed = timings.tokens_per_second(usage.completion_tokens)
-    tokens = f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"
+    tokens = _counted(usage.completion_tokens, "token")
     parts = [
-        f"{usage.prompt_tokens} prompt tokens{reused}",
         f"{tokens}, {speed:.1f} tokens/s" if speed else tokens,
-        f"first token {timings.time_to_first_token:.2f} s",
-        f"ended by {response.finish_reason}",
         f"context {usage.prompt_tokens + usage.completion_tokens}/{context_length}",
+        f"ended by {response.finish_reason}",
     ]
-    if response.drafting is not None:
-        parts.insert(2, drafting_in_words(response.drafting))
     return "[" + " | ".join(parts) + "]"
+
+
+def statistics_lines(response: Response, context_length: int) -> Iterator[str]:
+    """All counts, speeds and the reason of the end of an answer, a subject a line."""
+    usage, timings = response.usage, response.timings
+    yield f"last answer: {statistics_line(response, context_length)[1:-1]}"
+    computed, prefill = usage.prompt_tokens - usage.reused_tokens, timings.prefill_seconds
+    speed = f", {computed / prefill:.0f} tokens/s" if prefill > 0 else ""
+    reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
+    yield (
+        f"prompt: {_counted(usage.prompt_tokens, 'token')}{reused}, {computed} computed in {prefill:.2f} s{speed}, "
+        f"first token after {timings.time_to_first_token:.2f} s"
+    )
+    if response.drafting is not None:
+        yield f"drafting: {drafting_in_words(response.drafting)}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def drafting_in_words(drafting: DraftingStatistics) -> str:
@@ -227,6 +263,7 @@ LogLevel = Annotated[
         metavar="|".join(LEVELS),
         callback=_choose_level,
         is_eager=True,
+        rich_help_panel=LOGS,
         help="What is logged to the standard error stream [default: warning].",
     ),
 ]
@@ -237,6 +274,7 @@ LogFormat = Annotated[
         metavar="|".join(FORMATS),
         callback=_choose_format,
         is_eager=True,
+        rich_help_panel=LOGS,
         help="Log lines for people or, as JSON, for programs [default: text].",
     ),
 ]

@@ -28,7 +28,10 @@ def convert(
     ] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing converted checkpoint.")] = False,
 ) -> None:
-    """Make safetensors of pickled PyTorch weights, without PyTorch and without running what the pickle says."""
+    """Make safetensors of pickled PyTorch weights, without PyTorch and without running what the pickle says.
+
+    Example: edgellm convert old-model new-model --max-shard-size 4GB
+    """
     size = size_in_bytes(max_shard_size, "--max-shard-size")
     display = ProgressDisplay(sys.stderr)
     with ended_by_signals(), display:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from edgellm.commands.help_panels import with_option_groups
+from edgellm.commands.options import ModelOptions
 from edgellm.commands.words import draft_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.gpu import find_gpu
 from edgellm.engines.backends.tensorrt_library import find_tensorrt, load_tensorrt
-from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import CheckpointError, EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
@@ -31,25 +33,74 @@ _STEPS = 8
 _DRAFTED_TOKENS = 32
 
 
+@with_option_groups
 def doctor(
-    engine_directory: Annotated[
-        Path | None, typer.Argument(help="Engine directory to check with [default: the shipped model].")
-    ] = None,
+    *,
+    engine: ModelOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what was found on this machine, then compare a few tokens' logits with the NumPy backend."""
+    """Say what was found on this machine, then compare a few tokens' logits with the NumPy backend.
+
+    Example: edgellm doctor --json
+    """
+    facts: dict[str, Any] = {"version": edgellm_version(), "machine": {}}
+
+    def say(*lines: str) -> None:
+        for line in () if as_json else lines:
+            typer.echo(line)
+
     for name, check in _CHECKS:
-        typer.echo(f"{name:<12}{_said(check)}")
-    directory = EngineDirectory.open(engine_directory or SHIPPED_MODEL)
-    typer.echo(f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})")
-    typer.echo(f"{'plans':<12}{_plans(directory)}")
-    typer.echo(f"{'draft':<12}{_draft(directory)}")
-    backends = ["numpy"] + (["tensorrt"] if find_gpu() is not None else [])
-    agrees = _self_check(directory)
-    if agrees and directory.draft is not None:
-        found = [_drafting_check(directory, backend) for backend in backends]
-        agrees = all(found)
-    if not agrees:
+        facts["machine"][name] = _said(check)
+        say(f"{name:<12}{facts['machine'][name]}")
+    gpu = find_gpu()
+    facts["gpu"] = None if gpu is None else asdict(gpu)
+    directory = EngineDirectory.open(engine.chosen() or SHIPPED_MODEL)
+    model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
+    facts |= {"model": model, "plans": _plans(directory), "draft": _draft(directory)}
+    say(
+        f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
+        f"{'plans':<12}{facts['plans']}",
+        f"{'draft':<12}{facts['draft']}",
+        "\nself-check",
+    )
+    facts["checks"] = []
+    for found in _self_checks(directory):
+        facts["checks"].append(found.values())
+        say(f"  {found.text}")
+    facts["ok"] = all(found["ok"] is not False for found in facts["checks"])
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    if not facts["ok"]:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What a check of the model found, in words and as JSON values; `ok` is None where it could not be made."""
+
+    name: str
+    ok: bool | None
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {"name": self.name, "ok": self.ok, "text": self.text, **self.figures}
+
+
+def _self_checks(directory: EngineDirectory) -> Iterator[_Checked]:
+    """Every check of the model that this machine can make; those of drafting where the others found no fault."""
+    agrees = True
+    try:
+        for found in _logits_checks(directory):
+            agrees = agrees and found.ok is not False
+            yield found
+    except CheckpointError as error:
+        yield _Checked("weights", False, str(error))
+        return
+    if agrees and directory.draft is not None:
+        for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
+            yield _drafting_check(directory, backend)
 
 
 def _said(check: Callable[[], str]) -> str:
@@ -146,8 +197,8 @@ def _draft(directory: EngineDirectory) -> str:
     return f"{draft_in_words(asdict(directory.draft.config))}; here {kind}{config.plan(directory.limits).name}"
 
 
-def _drafting_check(directory: EngineDirectory, backend: str) -> bool:
-    """Decode a few tokens with and without the draft; True if NumPy finds them equal.
+def _drafting_check(directory: EngineDirectory, backend: str) -> _Checked:
+    """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different.
 
     In fp16 a tie of the two likeliest tokens may be decided otherwise: that is said, and no failure.
     """
@@ -158,34 +209,39 @@ def _drafting_check(directory: EngineDirectory, backend: str) -> bool:
             answers.append(llm.generate(_PROMPT, params).token_ids)
     plain, drafted = answers
     equal = next((index for index, pair in enumerate(zip(plain, drafted, strict=True)) if pair[0] != pair[1]), None)
-    if equal is None:
-        typer.echo(f"  drafting on {backend}: {len(plain)} tokens equal those of plain decoding")
-        return True
-    typer.echo(f"  drafting on {backend}: token {equal + 1} differs from plain decoding's")
-    return backend != "numpy"
+    figures = {"tokens": len(plain), "first_difference": None if equal is None else equal + 1}
+    found = (
+        f"{len(plain)} tokens equal those of plain decoding"
+        if equal is None
+        else f"token {equal + 1} differs from plain decoding's"
+    )
+    name, ok = f"drafting on {backend}", equal is None or backend != "numpy"
+    return _Checked(name, ok, f"{name}: {found}", figures)
 
 
-def _self_check(directory: EngineDirectory) -> bool:
-    """Compare the GPU's logits with NumPy's, token by token; True if there is no GPU or they agree."""
-    typer.echo("\nself-check")
+def _logits_checks(directory: EngineDirectory) -> Iterator[_Checked]:
+    """Whether NumPy's logits are numbers, and the GPU's the same, token by token, where there is one."""
     prompt = Tokenizer.from_directory(directory.path, directory.config.vocab_size).encode(_PROMPT)
     with open_runner("numpy", directory) as runner:
         answer = greedy_tokens(runner, prompt, _STEPS)
         reference = teacher_forced_logits(runner, prompt, answer)
     if not np.isfinite(reference).all():
-        typer.echo("  NumPy: some logits are not finite: the weights are damaged (edgellm info --verify)")
-        return False
-    typer.echo(f"  NumPy: {len(answer)} tokens, all logits finite")
+        text = "NumPy: some logits are not finite: the weights are damaged (edgellm info --verify)"
+        yield _Checked("numpy", False, text)
+        return
+    yield _Checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", {"tokens": len(answer)})
     if find_gpu() is None:
-        typer.echo("  no GPU to compare with")
-        return True
+        yield _Checked("tensorrt", None, "no GPU to compare with")
+        return
     with open_runner("tensorrt", directory) as runner:
         found = teacher_forced_logits(runner, prompt, answer)
     difference, largest = float(np.abs(found - reference).max()), float(np.abs(reference).max())
     tolerance = LOGIT_TOLERANCES[directory.dtype]
     agrees = difference <= tolerance * largest
-    typer.echo(
-        f"  TensorRT against NumPy: largest difference of logits {difference:.4g}, "
+    text = (
+        f"TensorRT against NumPy: largest difference of logits {difference:.4g}, "
         f"{difference / largest:.2%} of the largest logit (allowed {tolerance:.0%}): {'ok' if agrees else 'TOO LARGE'}"
     )
-    return agrees
+    figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}
+    known = {name: value if np.isfinite(value) else None for name, value in figures.items()}  # JSON has no other
+    yield _Checked("tensorrt", agrees, text, known)

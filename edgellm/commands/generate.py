@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import OUTPUT, PROMPT, with_option_groups
 from edgellm.commands.opening import open_model, sampling_params
-from edgellm.commands.options import DraftingOptions, with_option_groups
 from edgellm.commands.pictures import read_picture, require_sight, shown_content
 from edgellm.errors import RequestError
 
@@ -24,16 +28,25 @@ if TYPE_CHECKING:
     from edgellm.requests import Response, TokenLogprobs
 
 INTERRUPTED = 130
+_WAIT_SECONDS = 2.0
+_WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
 
 
 @with_option_groups
 def generate(
     *,
     prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", rich_help_panel=PROMPT, help="Read the prompt from a file.")
+    ] = None,
     prompting: options.PromptOptions,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without chat template.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", rich_help_panel=PROMPT, help="Complete the prompt as it is, without chat template."),
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the text.")
+    ] = False,
     sampling: options.SamplingOptions,
     logprobs: options.Logprobs = None,
     drafting: DraftingOptions,
@@ -41,16 +54,19 @@ def generate(
     tooling: options.ToolOptions,
     system_cache: options.SystemCache = None,
     images: options.Images = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Engine directory [default: the shipped model].")
-    ] = None,
+    model: options.Model = None,
     backend: options.Backend = None,
     config: options.Config = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt (argument, --file or standard input); the answer alone goes to standard output."""
+    """Answer one prompt; the answer alone goes to standard output.
+
+    What is piped in beside a prompt is appended to it, after a blank line.
+
+    Example: git diff | edgellm generate "Summarize this change:"
+    """
     prepare_output()
     if raw and images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
@@ -112,16 +128,50 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
         text, where = options.read_text_file(file, "--file"), f"the file {file}"
     elif prompt is not None and prompt != "-":
-        text, where = options.checked_argument(prompt, "the prompt"), "the prompt"
+        text, where = with_piped_text(options.checked_argument(prompt, "the prompt")), "the prompt"
     elif prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter(
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
         )
     else:
-        text, where = options.read_standard_input(), "standard input"
+        text, where = _standard_input(), "standard input"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text
+
+
+def with_piped_text(prompt: str) -> str:
+    """A prompt with what is piped in, or read from a file, after it and a blank line; alone where there is nothing.
+
+    A pipe is read to its end. Devices and sockets are left alone: a program that starts this one may keep them open.
+    """
+    if not _is_piped(sys.stdin):
+        return prompt
+    piped = _standard_input(lambda: write_note(_WAITING))
+    return f"{prompt.rstrip()}\n\n{piped}" if piped.strip() else prompt
+
+
+def _is_piped(stream: Any) -> bool:
+    if stream is None:
+        return False
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # no file of the system's, as in a program that calls this one
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _standard_input(late: Callable[[], None] | None = None) -> str:
+    """All of standard input; calls `late` where nothing comes for a while."""
+    timer = None if late is None else Timer(_WAIT_SECONDS, late)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        return options.read_standard_input()
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:

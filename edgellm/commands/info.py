@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from edgellm.commands.help_panels import with_option_groups
+from edgellm.commands.options import ModelOptions
 from edgellm.commands.words import (
     draft_in_words,
     draft_limits_in_words,
@@ -38,13 +40,18 @@ from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 
 
+@with_option_groups
 def info(
-    engine_dir: Annotated[Path | None, typer.Argument(help="Engine directory [default: the shipped model].")] = None,
+    *,
+    engine: ModelOptions,
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file; exit with 1 on any difference.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file."""
-    facts = directory_facts(engine_dir or SHIPPED_MODEL, verify)
+    """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file.
+
+    Example: edgellm info robot --verify
+    """
+    facts = directory_facts(engine.chosen() or SHIPPED_MODEL, verify)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
-import re
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+from edgellm.commands.drafting_options import DraftingOptions
+from edgellm.commands.help_panels import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE
 from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.commands.words import named_directories
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
@@ -37,7 +35,7 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
         except RequestError as error:
             raise typer.BadParameter(str(error)) from error
 
-    return typer.Option(*flags, callback=check, show_default=False, **details)
+    return typer.Option(*flags, callback=check, show_default=False, rich_help_panel=SAMPLING, **details)
 
 
 def _check_backend(value: str | None) -> str | None:
@@ -93,23 +91,72 @@ SystemCache = Annotated[
     typer.Option(
         "--system-cache",
         metavar="FILE",
+        rich_help_panel=PROMPT,
         help="Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as "
         "edgellm cache list shows it, or a file.",
     ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option("--backend", metavar="|".join(BACKENDS), callback=_check_backend, help="What computes."),
+    typer.Option(
+        "--backend",
+        metavar="|".join(BACKENDS),
+        callback=_check_backend,
+        rich_help_panel=MODEL,
+        help="What computes.",
+    ),
 ]
 ChatTemplateFile = Annotated[
     Path | None, typer.Option("--chat-template", help="File with a chat template, instead of the model's.")
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml]."),
+    typer.Option(
+        "--config",
+        rich_help_panel=MODEL,
+        help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].",
+    ),
 ]
 Debug = Annotated[
-    bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from.")
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_set_debug,
+        is_eager=True,
+        rich_help_panel=LOGS,
+        help="Show where an error comes from.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The engine directory, as an argument or as the option that all commands share; None is not given."""
+
+    PANEL: ClassVar[str] = MODEL
+
+    engine_directory: Annotated[
+        Path | None, typer.Argument(show_default=False, help="Engine directory [default: the shipped model].")
+    ] = None
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Engine directory, in place of the argument.")] = (
+        None
+    )
+
+    def chosen(self) -> Path | None:
+        """The directory that was given, in whichever way; typer.BadParameter where there are two."""
+        return one_engine_directory(self.engine_directory, self.model)
+
+
+def one_engine_directory(argument: Path | None, option: Path | None) -> Path | None:
+    """The engine directory of a command's argument or of its --model; typer.BadParameter where both are given."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"{option} is given beside {argument}: give one of them", param_hint="--model")
+    return argument if option is None else option
+
+
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", "-m", rich_help_panel=MODEL, help="Engine directory [default: the shipped model]."),
 ]
 
 
@@ -136,7 +183,10 @@ class SamplingOptions:
 Images = Annotated[
     list[Path] | None,
     typer.Option(
-        "--image", metavar="FILE", help="Show an image with the (first) question; may be given several times."
+        "--image",
+        metavar="FILE",
+        rich_help_panel=PROMPT,
+        help="Show an image with the (first) question; may be given several times.",
     ),
 ]
 
@@ -144,6 +194,8 @@ Images = Annotated[
 @dataclass(frozen=True)
 class PromptOptions:
     """What stands before the user's words; None is an option that was not given."""
+
+    PANEL: ClassVar[str] = PROMPT
 
     system: System = None
     system_file: SystemFile = None
@@ -167,6 +219,8 @@ class PromptOptions:
 class AdapterOptions:
     """LoRA adapters; None or [] is an option that was not given."""
 
+    PANEL: ClassVar[str] = ADAPTERS
+
     adapter: Annotated[
         str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this LoRA adapter [default: none].")
     ] = None
@@ -189,6 +243,8 @@ class AdapterOptions:
 @dataclass(frozen=True)
 class ToolOptions:
     """What the chat template gets beside the messages; None or [] is an option that was not given."""
+
+    PANEL: ClassVar[str] = TEMPLATE
 
     tools: Annotated[
         Path | None,
@@ -320,124 +376,3 @@ def checked_argument(text: str, what: str) -> str:
     except UnicodeEncodeError:
         decoded_text(text.encode("utf-8", "surrogateescape"), what)
     return text
-
-
-def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose parameters of dataclass types are options by options, as typer needs to see them.
-
-    Every field of such a dataclass is annotated as a typer option (`Annotated[...]`) and has a default. The options
-    stand in the help where the parameter stands in the function.
-    """
-    groups: dict[str, type] = {}
-    parameters: list[inspect.Parameter] = []
-    # Not get_type_hints: in Python 3.10 it hides the annotation of a parameter with the default None in an Optional.
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        group = parameter.annotation
-        if isinstance(group, type) and is_dataclass(group):
-            groups[name] = group
-            parameters += _options(group)
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-
-    @functools.wraps(function)
-    def command(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
-        return function(**values)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def _options(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    found = []
-    for item in fields(group):
-        if item.default is MISSING:
-            raise TypeError(f"{group.__name__}.{item.name} has no default: an option may be left out")
-        found.append(
-            inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
-            )
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class DraftingOptions:
-    """What was given on the command line; None is an option that was not."""
-
-    draft: Annotated[
-        bool | None,
-        typer.Option(
-            "--draft/--no-draft",
-            help="Draft with the model's EAGLE head, or decode without [default: where it has one].",
-            show_default=False,
-        ),
-    ] = None
-    draft_top_k: Annotated[
-        int | None, typer.Option("--draft-top-k", help="Width of a draft tree's levels; 1 is a chain.")
-    ] = None
-    draft_steps: Annotated[
-        int | None, typer.Option("--draft-steps", help="Levels of the draft: tokens of a chain.")
-    ] = None
-    verify_tree_size: Annotated[
-        int | None, typer.Option("--verify-tree-size", help="Nodes verified in a round, the root included.")
-    ] = None
-    choices: Annotated[
-        str | None,
-        typer.Option(
-            "--choices",
-            metavar="FILE",
-            help="Draft a static tree: a YAML or JSON list of paths, or the name mc_sim_7b_63 or eagle_25.",
-        ),
-    ] = None
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            "--acceptance",
-            metavar="exact|typical",
-            help="exact gives the tokens of decoding without a draft; typical is lossy: it accepts more, other text.",
-        ),
-    ] = None
-    posterior_threshold: Annotated[
-        float | None,
-        typer.Option("--posterior-threshold", help="Typical acceptance: accept from this probability on [0.09]."),
-    ] = None
-    posterior_alpha: Annotated[
-        float | None,
-        typer.Option("--posterior-alpha", help="Typical acceptance: factor of exp(-entropy) [root of the threshold]."),
-    ] = None
-    adaptive: Annotated[
-        bool | None,
-        typer.Option(
-            "--adaptive/--no-adaptive",
-            help="Let measured speed pick a smaller draft, or none, or always draft the same [default: pick].",
-            show_default=False,
-        ),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """The options that were given, under their names as settings."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def applied_to(self, settings: Settings) -> dict[str, Any]:
-        """The drafting settings with these options on top; a contradiction is a usage error that names an option."""
-        given = self.given()
-        if not given:
-            return settings.drafting
-        given.setdefault("draft", True)  # who says how to draft wants a draft
-        from edgellm.drafting.presets import merged_drafting
-
-        try:
-            return merged_drafting(settings.drafting, given)
-        except RequestError as error:
-            raise typer.BadParameter(_with_option_names(str(error))) from error
-
-
-def _with_option_names(message: str) -> str:
-    """An error about settings, in the words of the command line."""
-    names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
-    message = message.replace("but draft is false", "and so is --no-draft")
-    return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)

@@ -20,7 +20,7 @@ SUFFIXES = frozenset(
 )
 #: A word as terminals write the path of a dropped file: quoted, or with backslashes before what shells would read.
 _WORD = re.compile(r"""(?<!\S)(?:'(?:[^']|'\\'')*'|"(?:[^"\\]|\\.)*"|(?:\\.|[^\s\\])+)(?!\S)""", re.DOTALL)
-_PATH_STARTS = ("/", "~/", "./", "../")
+PATH_STARTS = ("/", "~/", "./", "../")
 
 #: A part of a message; beside what the model gets it has "name", the path it was read from.
 Part = dict[str, Any]
@@ -75,12 +75,27 @@ def dropped_files(message: str) -> tuple[str, list[Path]]:
     return (text.strip(), files) if files else (message, [])
 
 
+def require_image_there(message: str) -> None:
+    """RequestError where a message begins with the path of an image, perhaps a dropped one, that is not there."""
+    line = message.strip()
+    match = _WORD.match(line)
+    words = [_unquoted(match[0])] if match else []
+    for word in (*words, line):  # the whole line, as some terminals paste a path with spaces
+        if (
+            word.startswith(PATH_STARTS)
+            and not word.startswith("//")
+            and "\n" not in word
+            and Path(word).suffix.lower() in SUFFIXES
+        ):
+            raise RequestError(f"there is no file {word}")
+
+
 def _image_file(text: str) -> Path | None:
     """The image file that a text names, if it does."""
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         text = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
-    if not text.startswith(_PATH_STARTS) or text.startswith("//") or "\0" in text or "\n" in text:
+    if not text.startswith(PATH_STARTS) or text.startswith("//") or "\0" in text or "\n" in text:
         return None
     path = user_path(text)
     try:

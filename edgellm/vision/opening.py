@@ -1,4 +1,4 @@
-"""The vision encoder of a model, opened when the model is, or where nothing is made ready before with the first image."""
+"""The vision encoder of a model: opened with it, or, where nothing is made ready before, with the first image."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class NumpyBackend:
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, np.ndarray]:
         """All weights as float32."""
-        return load_numpy_weights(checkpoint, specs)
+        return load_numpy_weights(checkpoint, specs, progress)
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
         """An interpreter for the shape."""

@@ -70,13 +70,13 @@ def find_tensorrt() -> TensorRTLibrary | None:
     return _search()[0]
 
 
-def load_tensorrt() -> TensorRTLibrary:
-    """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install."""
+def load_tensorrt(instead: str = "Without a GPU use --backend numpy.") -> TensorRTLibrary:
+    """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install, and what
+    can be done `instead`."""
     library, reason = _search()
     if library is None:
         raise MissingDependencyError(
             f"No usable TensorRT: {reason}. On an RTX PC: pip install '.[rtx]' in EdgeLLM's checkout. On a Jetson use "
-            "JetPack's own TensorRT in a virtual environment made with --system-site-packages. Without a GPU use "
-            "--backend numpy."
+            f"JetPack's own TensorRT in a virtual environment made with --system-site-packages. {instead}"
         )
     return library

@@ -212,7 +212,10 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     TensorRT cannot build for here.
     """
     if targets:
-        library = load_tensorrt()
+        library = load_tensorrt(
+            "Or leave --target out: no plans are made then, and a machine with a GPU and TensorRT makes them on first "
+            "use."
+        )
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.checkpoints.foreign_models import foreign_model
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.checkpoints.tensors import (
     STORAGE,
@@ -69,6 +70,9 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Open and check a directory; CheckpointError names the file and what is wrong with it."""
         path = Path(path)
+        foreign = foreign_model(path)
+        if foreign is not None:
+            raise CheckpointError(foreign)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,8 +54,11 @@ class FiniteCheck:
             remember_finite(file, self._checkpoint.status(file), names)
 
 
-def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, np.ndarray]:
-    """Every buffer by name as a C-contiguous float32 array of the spec's shape.
+def load_numpy_weights(
+    checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+) -> dict[str, np.ndarray]:
+    """Every buffer by name as a C-contiguous float32 array of the spec's shape; `progress` gets bytes of them done and
+    in all.
 
     Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
@@ -80,8 +83,16 @@ def load_numpy_weights(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> d
         float32_into(values, checkpoint.info(name).dtype, target)
         return name, found
 
+    found: dict[str, int] = {}
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it looks and converts
-        check.conclude(dict(pool.map(lambda part: convert_part(*part), parts)))
+        done, total = 0, sum(target.nbytes for *_, target in parts)
+        finished = pool.map(lambda part: convert_part(*part), parts)
+        for (*_, target), (name, index) in zip(parts, finished, strict=True):
+            found[name] = index
+            done += target.nbytes
+            if progress is not None:
+                progress(done, total)
+    check.conclude(found)
     return weights
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.foreign_models import foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -112,6 +113,9 @@ class EngineDirectory:
         """Read `edgellm.json` alone and check it strictly; raises EngineDirectoryError."""
         path = Path(path)
         description = path / DESCRIPTION_NAME
+        foreign = foreign_model(path)
+        if foreign is not None:
+            raise EngineDirectoryError(foreign)
         if not path.is_dir():
             found = "is not a directory" if path.exists() else "does not exist"
             raise EngineDirectoryError(f"{path} {found}. Expected an engine directory, as edgellm build makes it")

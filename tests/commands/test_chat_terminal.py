@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -31,8 +34,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 class Terminal:
     """A process of `edgellm chat` at a pseudo-terminal, with someone typing."""
 
-    def __init__(self, chat_engines: Path, *options: str, **environment: str) -> None:
+    def __init__(self, chat_engines: Path, *options: str, columns: int = 120, **environment: str) -> None:
         self.master, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-c", AT_TERMINAL, "-m", "edgellm", "chat", str(chat_engines), *options],
             stdin=child,
@@ -93,8 +97,8 @@ class Terminal:
 def terminal(chat_engines):
     opened = []
 
-    def start(*options: str, **environment: str) -> Terminal:
-        opened.append(Terminal(chat_engines, *options, **environment))
+    def start(*options: str, columns: int = 120, **environment: str) -> Terminal:
+        opened.append(Terminal(chat_engines, *options, columns=columns, **environment))
         return opened[-1]
 
     yield start
@@ -113,20 +117,20 @@ def test_ctrl_c_stops_an_answer_and_the_session_goes_on(terminal, chat_engines):
     session.type("\x03")
     stopped = session.wait_for(r"ended by cancelled[^\n]*\n")
     assert "\x1b[2m[" in stopped
-    assert int(re.search(r"\| (\d+) tokens?", stopped)[1]) < 1400
+    assert int(re.search(r"\[(\d+) tokens?", stopped)[1]) < 1400
     session.wait_for(">>> ")
     session.type("/set max_tokens 3\n")
     session.wait_for("max_tokens 3\r\n")
     session.wait_for(">>> ")
     session.type("and now?\n")
     line = session.wait_for(r"ended by length[^\n]*\n")
-    assert " 3 tokens, " in line
+    assert "[3 tokens, " in line
     # What was shown of the stopped answer is part of the conversation.
     turns = [("user", "tell me"), ("assistant", ""), ("user", "and now?")]
     without = Tokenizer.from_directory(chat_engines).encode_chat(
         [{"role": role, "content": text} for role, text in turns]
     )
-    assert int(re.search(r"\[(\d+) prompt tokens", line)[1]) > len(without)
+    assert int(re.search(r"context (\d+)/", line)[1]) > len(without) + 3
     session.wait_for(">>> ")
     session.type(CONTROL_D)
     assert session.exit_code() == 0
@@ -191,3 +195,29 @@ def test_plain_where_colour_is_unwanted(terminal):
     session.wait_for(r"\.\.\. ")
     session.type('lines"""\n')
     assert "\x1b[2m" not in session.wait_for(r"ended by length[^\n]*\n")
+
+
+def test_tab_completes_commands_and_what_they_take(terminal, tmp_path):
+    (tmp_path / "talk of today.json").write_text("{}")
+    (tmp_path / "cup (1).png").write_bytes(b"")
+    session = terminal("--max-tokens", "2")
+    session.wait_for(">>> ")
+    session.type("/se\tmax_t\t5\n")
+    session.wait_for(r"/set max_tokens 5\r\n(\x1b\[\?2004l)?\r?max_tokens 5\r\n")
+    session.wait_for(">>> ")
+    session.type(f"/lo\t{tmp_path}/ta\t\n")
+    session.wait_for(re.escape(f"error: {tmp_path}/talk of today.json is no conversation")[:60])
+    session.wait_for(">>> ")
+    session.type(f"look at {tmp_path}/cu\t")
+    session.wait_for(re.escape(r"cup\ \(1\).png "))
+    session.type("\x15/s\t\t")
+    shown = session.wait_for(r"/system\s")
+    assert all(name in shown for name in ("/save", "/set", "/stats"))
+
+
+def test_notes_break_between_words(terminal):
+    session = terminal("--max-tokens", "2", columns=40)
+    greeting = session.wait_for(">>> ").rpartition("\r\n")[0]
+    lines = [re.sub(r"\x1b\[[\d;?]*[a-z]", "", line).strip("\r") for line in greeting.split("\r\n")]
+    assert max(map(len, lines)) <= 40 and len(lines) >= 3
+    assert "on the numpy backend, context 1500 tokens. /help lists the commands, Ctrl-D leaves." in " ".join(lines)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from edgellm.benchmark.inputs import default_configurations, default_prompts, load_prompts, parse_configurations
-from edgellm.benchmark.report import report_lines
+from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.benchmark.run import BenchResult, BenchRun, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.engines.model.config import EngineLimits
@@ -48,6 +48,11 @@ def test_figures_table_and_plot(edgellm, tiny_draft_engines, prompts, tmp_path):
     plot = ElementTree.parse(tmp_path / "r.svg")
     texts = [element.text for element in plot.iter("{http://www.w3.org/2000/svg}text")]
     assert {"plain", "tree:4/3/12", "chain:2", "adaptive"} <= set(texts)
+    assert "Decoding speed of tiny_draft" in texts
+    assert f"{results['machine']}, numpy backend, {results['date']}" in texts
+    assert "3 prompts, each answered 2 times with up to 12 tokens, temperature 0" in texts
+    assert "tokens per second (in brackets: against plain)" in texts
+    assert plot.getroot()[0].tag.endswith("title")
 
 
 def test_without_a_draft_plain_decoding_is_measured_alone(edgellm, tiny_engines, prompts):
@@ -170,3 +175,30 @@ def test_figures_add_up():
     results = {"model": "m", "backend": "b", "prompts": 2, "repeat": 1, "configurations": [plain, drafted]}
     lines = list(report_lines(results | {"sampling": {"max_tokens": 5, "temperature": 0.0}}))
     assert "chain:2: 1 of 2 answers DIFFER from those of plain, the first (prompt 2) at token 2" in lines
+
+
+@pytest.mark.parametrize("fastest", [0.003, 0.9, 1.0, 4.99, 5.0, 73.2, 104.2, 99_999.0])
+def test_an_axis_has_few_round_marks(fastest):
+    configuration = {"name": "plain", "tokens_per_second": fastest, "ratio": 1.0}
+    sampling = {"max_tokens": 1, "temperature": 0.0}
+    plot = speed_plot(
+        {"model": "m", "machine": "c", "backend": "b", "date": "d", "prompts": 1, "repeat": 1, "sampling": sampling}
+        | {"configurations": [configuration]}
+    )
+    texts = [element.text for element in ElementTree.fromstring(plot) if element.get("text-anchor") == "middle"]
+    marks = [float(text) for text in texts if text and text[0].isdigit()]
+    assert 3 <= len(marks) <= 6 and marks[0] == 0
+    assert 0 <= fastest - marks[-1] < marks[1]
+
+
+def test_the_chart_of_acceptance_names_its_axes():
+    plain = {"name": "plain", "tokens_per_second": 10.0, "ratio": 1.0}
+    drafted = plain | {"name": "chain:<2>", "acceptance_by_position": [0.75, 0.5]}
+    facts = {"model": "m & m", "machine": "c", "backend": "b", "date": "d", "prompts": 1, "repeat": 1}
+    sampling = {"max_tokens": 1, "temperature": 0.0}
+    picture = ElementTree.fromstring(speed_plot(facts | {"sampling": sampling, "configurations": [plain, drafted]}))
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    wanted = {"Acceptance by position of the draft", "position in the draft", "share of rounds", "chain:<2>", "100%"}
+    assert wanted <= set(texts) and "Decoding speed of m & m" in texts
+    heights = [float(element.get("y")) for element in picture.iter() if element.get("y")]
+    assert min(heights) >= 0 and max(heights) <= float(picture.get("height"))

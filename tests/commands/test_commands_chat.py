@@ -242,12 +242,15 @@ def test_stats(chat, chat_engines):
     assert "no answer yet" in err
     with LLM(chat_engines, backend="numpy") as llm:
         first = llm.tokenizer.encode_chat([{"role": "user", "content": "hello"}])
-    lines = re.findall(
-        r"\[(\d+) prompt tokens(?: \((\d+) reused\))? \| 6 tokens, ([\d.]+) tokens/s \| first token", err
+    short = re.findall(r"^\[6 tokens, [\d.]+ tokens/s \| context (\d+)/(\d+) \| ended by length\]$", err, re.MULTILINE)
+    assert [int(length) for _, length in short] == [CONTEXT, CONTEXT]
+    assert int(short[0][0]) == len(first) + 6
+    prompt, reused, computed = map(
+        int,
+        re.search(r"^prompt: (\d+) tokens \((\d+) reused\), (\d+) computed in [\d.]+ s, ", err, re.MULTILINE).groups(),
     )
-    assert lines[0][0] == str(len(first))
-    assert int(lines[1][1]) >= len(first)
-    assert "ended by length" in err and f"/{CONTEXT}]" in err
+    assert (prompt + 6, reused + computed) == (int(short[1][0]), prompt) and reused >= len(first)
+    assert re.search(r"^prompt: .*, first token after [\d.]+ s$", err, re.MULTILINE)
     assert "seed 3" in err and "session: 2 answers, 12 tokens" in err
     assert "robot (qwen3), numpy backend" in err
 
@@ -386,3 +389,25 @@ def test_reading_of_messages():
     assert messages('""""""\nx') == ["", "x"]
     with pytest.raises(RequestError, match="offset 2"):
         read_message(PipedLines(io.BytesIO(b"ab\xff")))
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ("/tmp/not there/x.png", "/tmp/not there/x.png"),
+        ("/nowhere/x.png what is it?", "/nowhere/x.png"),
+        ("'/nowhere/my cup.jpg' what is it?", "/nowhere/my cup.jpg"),
+        ("/nowhere/my\\ cup.jpg", "/nowhere/my cup.jpg"),
+        ("./x.webp", "./x.webp"),
+    ],
+)
+def test_an_image_that_is_not_there_is_named(chat, message, path):
+    code, out, err = chat(f"{message}\n", "--max-tokens", 4)
+    assert (code, out, err) == (1, "", f"error: there is no file {path}\n")
+
+
+def test_what_only_looks_like_a_path_is_a_message(chat, chat_engines):
+    questions = ["./configure fails", "where is x.png?", "~/.bashrc is empty"]
+    code, out, err = chat("\n".join(questions), "--max-tokens", 4)
+    assert (code, out, err) == (0, answers(conversation(chat_engines, questions, max_tokens=4)), "")
+    assert "/nope is no command" in chat("/nope\n")[2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.model.config import EngineLimits
 
 
-def doctor(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "edgellm", "doctor", str(directory)]
+def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgellm", "doctor", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -52,4 +54,22 @@ def test_weights_that_compute_nonsense_are_found(tiny_checkpoint: Path, tmp_path
     describe_in_place(damaged, EngineLimits(1, 16, 96))
     result = doctor(damaged)
     assert result.returncode == 1
-    assert "expected finite numbers" in result.stderr
+    assert "expected finite numbers" in result.stdout
+    result = doctor("--json", "-m", damaged)
+    said = json.loads(result.stdout)
+    assert (result.returncode, said["ok"], said["checks"][0]["ok"]) == (1, False, False)
+    assert "expected finite numbers" in said["checks"][0]["text"]
+
+
+def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
+    result = doctor("--model", tiny_draft_engines, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    said = json.loads(result.stdout)
+    assert {"system", "GPU", "driver", "TensorRT", "pycuda", "NVRTC", "memory", "cache"} == set(said["machine"])
+    assert said["model"] == {"path": str(tiny_draft_engines), "family": "qwen3", "dtype": "float16"}
+    checks = {check["name"]: check for check in said["checks"]}
+    assert said["ok"] and checks["numpy"]["tokens"] == 8
+    assert checks["drafting on numpy"]["first_difference"] is None and checks["drafting on numpy"]["tokens"] == 32
+    gpu = find_gpu()
+    assert said["gpu"] == (None if gpu is None else json.loads(json.dumps(asdict(gpu))))
+    assert checks["tensorrt"]["ok"] is (None if gpu is None else True)

@@ -302,11 +302,71 @@ def test_top_level_knows_its_commands(edgellm):
     assert edgellm("genrate")[0] == 2
 
 
-def test_only_the_command_asked_for_is_imported():
+@pytest.mark.parametrize(
+    ("asked", "modules"),
+    [
+        ("create_app()", {"app", "console"}),
+        ("load_command('generate')", {"app", "console", "generate", "opening", "pictures"}),
+    ],
+)
+def test_only_the_command_asked_for_is_imported(asked, modules):
     program = (
-        "import sys, edgellm.commands.app as app; app.create_app(('generate',)); "
-        "print([m for m in sys.modules if m.startswith('edgellm.commands.') or m in ('numpy', 'tokenizers', 'jinja2')])"
+        f"import sys, edgellm.commands.app as app; app.{asked}; "
+        "print([m for m in sys.modules if m.startswith('edgellm.commands.') or m in ('numpy', 'tokenizers', 'rich')])"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     loaded = {name.rpartition(".")[2] for name in eval(out)}
-    assert loaded == {"app", "console", "generate", "opening", "options", "pictures", "settings", "words"}
+    assert loaded == modules | {"drafting_options", "help_panels", "options", "settings", "words"}
+
+
+PIPES = {
+    "a pipe": ("printf 'one\\ntwo\\n' |", "", "one\ntwo"),
+    "a file": ("", "< {file}", "three"),
+    "an empty pipe": (": |", "", ""),
+    "nothing": ("", "< /dev/null", ""),
+    "a closed one": ("", "<&-", ""),
+}
+
+
+@pytest.mark.parametrize("how", PIPES)
+def test_what_is_piped_in_follows_the_prompt(engines, llm, tmp_path, how):
+    before, after, text = PIPES[how]
+    (tmp_path / "file.txt").write_text("three\n")
+    command = f"{sys.executable} -m edgellm generate Summarize: --model {engines} --backend numpy --max-tokens 12"
+    line = f"{before} {command} {after.format(file=tmp_path / 'file.txt')}"
+    finished = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    asked = f"Summarize:\n\n{text}" if text else "Summarize:"
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout == greedy(llm, chat_of(asked)) + "\n"
+
+
+def test_a_pipe_that_nothing_comes_from_is_said(engines):
+    command = [sys.executable, "-m", "edgellm", "generate", "hi", "-m", str(engines), "--max-tokens", "2"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr.readline().startswith("Waiting for the end of standard input")
+    out, err = process.communicate("", timeout=60)
+    assert (process.returncode, err) == (0, "") and out
+
+
+def test_loading_shows_on_a_terminal(engines):
+    """The percentage, taken away before the answer; nothing where standard error is no terminal."""
+    program = (
+        "import sys, edgellm.commands.opening as opening; opening.PROGRESS_AFTER_SECONDS = -1; "
+        f"sys.argv[1:] = ['generate', 'hi', '-m', {str(engines)!r}, '--backend', 'numpy', '--max-tokens', '2']; "
+        "from edgellm.__main__ import main; main()"
+    )
+    terminal, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=child
+    )
+    os.close(child)
+    process.communicate(timeout=60)
+    shown = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert "loading the model: 100 %" in shown and shown.endswith("\r\x1b[K")
+    finished = subprocess.run(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, check=True
+    )
+    assert finished.stderr == b""

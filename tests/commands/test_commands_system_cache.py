@@ -71,12 +71,12 @@ COMMON = ("--backend", "numpy", "--system", SYSTEM, "--max-tokens", "8")
 def test_chat_takes_the_system_prompt_from_a_file(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
     path = built(edgellm, engines, "--output", tmp_path / "pip.safetensors")
     assert path == tmp_path / "pip.safetensors"
-    code, out, err = edgellm("chat", engines, *COMMON, "--system-cache", path, "--stats", stdin="hello\nwhy?\n")
+    code, out, err = edgellm("chat", engines, *COMMON, "--system-cache", path, stdin="hello\n/stats\nwhy?\n")
     expected = answered(engines, [("hello", None), ("why?", None)])
     assert (code, out) == (0, "".join(f"{text}\n" for text in expected))
-    prompt, reused = map(int, re.search(r"\[(\d+) prompt tokens \((\d+) reused\)", err).groups())
+    prompt, reused = map(int, re.search(r"prompt: (\d+) tokens \((\d+) reused\)", err).groups())
     assert reused == TOKENS - 1 and prompt > reused
-    assert "reused" not in edgellm("chat", engines, *COMMON, "--stats", stdin="hello\n")[2]
+    assert "reused" not in edgellm("chat", engines, *COMMON, stdin="hello\n/stats\n")[2]
 
 
 def test_generate_finds_a_snapshot_by_its_name(edgellm: Edgellm, engines: Path) -> None:

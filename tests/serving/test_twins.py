@@ -132,7 +132,7 @@ def test_a_session_before_the_model_is_open(serving_engines: Path) -> None:
             async for chunk in growing:
                 assert chunk.token_ids
                 break
-        assert growing.finished or (await growing.result()).finish_reason == "cancelled"
+        assert growing.finished or (await growing.result()).finish_reason in ("cancelled", "length")
         unsaid = session.stream("never")
         assert not unsaid.finished
         answered = await session.send("3")

@@ -70,6 +70,16 @@ def test_buffers_are_the_parts_one_behind_the_other_in_float32(tmp_path: Path, d
         np.testing.assert_array_equal(values, joined(tensors, spec))
 
 
+def test_loading_is_reported_in_bytes_up_to_all_of_them(tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    with save(tmp_path, random_tensors(np.float16)) as checkpoint:
+        weights = load_numpy_weights(checkpoint, SPECS, lambda done, total: reports.append((done, total)))
+    total = sum(values.nbytes for values in weights.values())
+    assert len(reports) == sum(len(spec.parts) for spec in SPECS)
+    assert reports == sorted(reports) and reports[0][0] > 0
+    assert {each for _, each in reports} == {total} and reports[-1][0] == total
+
+
 def test_bfloat16_parts_are_read_from_shards(tmp_path: Path) -> None:
     exact = random_tensors(np.float32)
     bits = {name: (values.view(np.uint32) >> 16).astype(np.uint16) for name, values in exact.items()}

@@ -1,0 +1,140 @@
+"""The help of commands in panels, one a subject: Typer's `rich_help_panel` says which, the terminal's width how wide.
+
+Typer's own panels need Rich, which takes as long to import as all else that help needs, and at 80 columns it cuts the
+names of options.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from typer.core import TyperCommand, TyperGroup
+
+#: Titles of the panels that several commands share.
+PROMPT, SAMPLING, DRAFTING, ADAPTERS, TEMPLATE, MODEL, LOGS, OUTPUT = (
+    "Prompt",
+    "Sampling",
+    "Drafting",
+    "LoRA adapters",
+    "Tools and template",
+    "Model",
+    "Logs and errors",
+    "Output",
+)
+_ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
+_FRAME = ("╭", "─", "╮", "│", "╰", "╯")
+_WIDEST = 100
+_SUMMARY = 200
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help shows its options by subject."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels of options."""
+        _write_panels(_option_rows(self, ctx), formatter)
+
+
+class PanelGroup(TyperGroup):
+    """Several commands, whose help shows them by subject."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels of commands, then those of options."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None) or _COMMANDS
+                rows.append((panel, (name, command.get_short_help_str(limit=_SUMMARY))))
+        _write_panels([*rows, *_option_rows(self, ctx)], formatter)
+
+
+def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(panel, (names, help)) of all arguments and options that are shown."""
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is not None:
+            default = _ARGUMENTS if parameter.param_type_name == "argument" else _OTHERS
+            yield getattr(parameter, "rich_help_panel", None) or default, record
+
+
+def _write_panels(rows: Any, formatter: Any) -> None:
+    """Write rows by their panels, which stand in the order of their first rows."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for panel, row in rows:
+        panels.setdefault(panel, []).append(row)
+    framed = _can_show("".join(_FRAME))
+    if framed:
+        formatter.write_paragraph()
+    for title, records in panels.items():
+        if not framed:
+            with formatter.section(title):
+                formatter.write_dl(records)
+            continue
+        inside = type(formatter)(width=formatter.width - 4, max_width=_WIDEST)
+        inside.write_dl(records)
+        formatter.write("\n".join(_framed(title, inside.getvalue().splitlines(), formatter.width)) + "\n")
+
+
+def _framed(title: str, lines: Sequence[str], width: int) -> Iterator[str]:
+    left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
+    yield f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}"
+    yield from (f"{side} {text.ljust(width - 4)} {side}" for text in lines)
+    yield f"{left_bottom}{line * (width - 2)}{right_bottom}"
+
+
+def _can_show(characters: str) -> bool:
+    try:
+        characters.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def with_option_groups(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose parameters of dataclass types are options by options, as typer needs to see them.
+
+    Every field of such a dataclass is annotated as a typer option (`Annotated[...]`) and has a default. The options
+    stand in the help where the parameter stands in the function, in the panel that the dataclass's `PANEL` names.
+    """
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    # Not get_type_hints: in Python 3.10 it hides the annotation of a parameter with the default None in an Optional.
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        group = parameter.annotation
+        if isinstance(group, type) and is_dataclass(group):
+            groups[name] = group
+            parameters += _options(group)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
+        return function(**values)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    found = []
+    for item in fields(group):
+        if item.default is MISSING:
+            raise TypeError(f"{group.__name__}.{item.name} has no default: an option may be left out")
+        option = hints[item.name].__metadata__[0]
+        option.rich_help_panel = option.rich_help_panel or getattr(group, "PANEL", None)
+        found.append(
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name]
+            )
+        )
+    return found

@@ -1,0 +1,174 @@
+"""What all commands share: help in panels with an example, completion by shells, --model, hints about wrong models."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Edgellm
+
+from edgellm.commands.app import PANELS
+from edgellm.engines.backends import tensorrt_library
+
+pytestmark = pytest.mark.usefixtures("private_files")
+
+CACHE = ("build", "list", "show", "verify", "remove")
+COMMANDS = [name for commands in PANELS.values() for name in commands]
+ALL = [(), *((name,) for name in COMMANDS), *(("cache", name) for name in CACHE)]
+
+
+def help_of(*command: str, **environment: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-m", "edgellm", *command, "--help"],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **environment},
+    )
+    assert finished.stderr == b""
+    return finished.stdout.decode()
+
+
+@pytest.mark.parametrize("command", ALL, ids=" ".join)
+def test_every_help_has_panels_that_fit_and_an_example_that_is_right(command: tuple[str, ...]) -> None:
+    shown = help_of(*command)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^╭─ \w[\w ]* ─+╮$", shown, re.MULTILINE)
+    example = re.search(r"^ +Example: (.+)$", shown, re.MULTILINE)
+    assert example is not None
+    asked = example[1].rpartition("| ")[2].split()
+    assert asked[: 1 + len(command)] == ["edgellm", *command]
+    for option in (word for word in asked if word.startswith("-")):
+        assert f"{option} " in shown.replace(example[0], "")
+
+
+def test_options_stand_by_their_subjects_with_their_whole_names() -> None:
+    shown = help_of("generate")
+    panels = re.split(r"^╭─ ([\w ]+) ─+╮$", shown, flags=re.MULTILINE)
+    options = dict(zip(panels[1::2], panels[2::2], strict=True))
+    assert "--repetition-penalty " in options["Sampling"] and "--draft-top-k" in options["Drafting"]
+    assert "--system-file" in options["Prompt"] and "-m, --model" in options["Model"]
+    assert list(options)[-1] == "Options" and "-h, --help" in options["Options"]
+
+
+def test_where_frames_cannot_be_shown_there_are_headings() -> None:
+    shown = help_of("generate", PYTHONIOENCODING="ascii")
+    assert "\nSampling:\n" in shown and "╭" not in shown and "?" not in shown.split("\n")[0]
+
+
+def test_errors_stay_lines(edgellm: Edgellm) -> None:
+    code, _, err = edgellm("generate", "--nope")
+    assert code == 2 and "Error: No such option: --nope" in err and "╭" not in err
+    code, _, err = edgellm("genrate")
+    assert code == 2 and "No such command 'genrate'" in err and "╭" not in err
+
+
+def completed(words: str) -> list[str]:
+    environment = {
+        "_EDGELLM_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-m", "edgellm"], capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+    return finished.stdout.split()
+
+
+def test_shells_complete_commands_and_options() -> None:
+    assert completed("edgellm gen") == ["generate"]
+    assert sorted(completed("edgellm cache ")) == sorted(CACHE)
+    assert completed("edgellm generate --max-t") == ["--max-tokens"]
+    assert completed("edgellm cache verify --mo") == ["--model"]
+
+
+def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m edgellm --install-completion; true"
+    finished = subprocess.run(
+        ["bash", "--norc", "-c", command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HOME": str(tmp_path)},
+        check=True,
+    )
+    assert "bash completion installed" in finished.stdout, finished.stderr
+    assert "_EDGELLM_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "edgellm.sh").read_text()
+    shown = subprocess.run(
+        ["bash", "--norc", "-c", command.replace("install", "show")], capture_output=True, text=True, check=True
+    )
+    assert "complete -o default -F _edgellm_completion edgellm" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("chat", "--max-tokens", 2), ("info",), ("bench", "--configurations", "plain", "--repeat", 1, "--max-tokens", 2)],
+    ids=lambda command: command[0],
+)
+def test_a_model_is_an_argument_or_an_option(edgellm: Edgellm, tiny_engines: Path, command: tuple[object, ...]) -> None:
+    name, *options = command
+    for model in ((tiny_engines,), ("--model", tiny_engines), ("-m", tiny_engines)):
+        code, out, err = edgellm(name, *model, *options, stdin="hi\n")
+        assert (code, err) == (0, "") and out
+    code, out, err = edgellm(name, tiny_engines, "-m", tiny_engines, *options)
+    assert (code, out) == (2, "") and "give one of them" in err
+
+
+def test_build_takes_the_directory_to_make_as_an_option(
+    edgellm: Edgellm, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    options = ("--kv-capacity", 96, "--prefill-chunk", 16)
+    code, _, err = edgellm("build", tiny_checkpoint, "-m", tmp_path / "made", *options)
+    assert code == 0, err
+    assert (tmp_path / "made" / "edgellm.json").exists()
+    code, _, err = edgellm("build", tiny_checkpoint, tmp_path / "a", "-m", tmp_path / "b", *options)
+    assert code == 2 and "give one of them" in err
+    code, _, err = edgellm("build", "--refresh-plans", tmp_path / "made", "-m", tmp_path / "made")
+    assert code == 2 and "--refresh-plans" in err
+
+
+def test_dtypes_are_the_same_in_help_and_error(edgellm: Edgellm, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, _, err = edgellm("build", tiny_checkpoint, tmp_path / "made", "--dtype", "int8", "--kv-capacity", 96)
+    assert code == 1
+    expected = set(re.search(r"expected one of (.*)", err)[1].split(", "))
+    shown = re.sub(r"[│\s]+", " ", help_of("build"))
+    said = re.search(r"--dtype \S+ (.*?): what engines compute in", shown)[1]
+    assert set(re.split(", | or ", said)) == expected
+    for dtype in sorted(expected):
+        code, _, err = edgellm("build", tiny_checkpoint, tmp_path / dtype, "--dtype", dtype, "--kv-capacity", 96)
+        assert code == 0, err
+
+
+def test_a_target_without_tensorrt_names_no_option_that_build_lacks(
+    edgellm: Edgellm, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_library, "_search", lambda: (None, "neither package is installed"))
+    code, _, err = edgellm("build", tiny_checkpoint, tmp_path / "made", "--target", "sm_86", "--kv-capacity", 96)
+    assert code == 1 and "neither package is installed" in err and "leave --target out" in err
+    shown = help_of("build")
+    assert all(
+        f"{option} " in shown
+        for option in re.findall(r"--[a-z]+(?:-[a-z]+)*", err.replace("--system-site-packages", ""))
+    )
+
+
+def test_what_is_no_engine_directory_is_named(
+    edgellm: Edgellm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    for command in (("build", "model.gguf", "out"), ("chat", "model.gguf"), ("build", "quantized", "out")):
+        code, _, err = edgellm(*command)
+        assert code == 1 and f"{command[1]} is a" in err and "GGUF" in err and "safetensors" in err
+    for command in (("chat", "Qwen/Qwen3-0.6B"), ("build", "Qwen/Qwen3-0.6B", "out")):
+        code, _, err = edgellm(*command)
+        assert code == 1
+        assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in err and "edgellm build Qwen3-0.6B" in err
+    (tmp_path / "models").mkdir()
+    for path in ("models/robot", "/Qwen/Qwen3-0.6B", "a/b/c", "robot"):
+        code, _, err = edgellm("chat", path)
+        assert code == 1 and "does not exist" in err and "Hub" not in err
