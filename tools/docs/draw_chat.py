@@ -18,7 +18,7 @@ import tempfile
 import termios
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fcntl import ioctl
 from html import escape
 from pathlib import Path
@@ -73,7 +73,7 @@ def _read_until_prompt(terminal: int) -> str:
 
 def drawn(shown: str, title: str) -> str:
     """The SVG text of a terminal; lines are wrapped at words."""
-    rows = [row for line in shown.strip().splitlines() for row in _rows(line)]
+    rows = list(_rows(shown.strip().splitlines()))
     width, height = round(COLUMNS * _CHARACTER) + 2 * _MARGIN, _BAR + _LINE * len(rows) + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -94,13 +94,16 @@ def drawn(shown: str, title: str) -> str:
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
-def _rows(line: str) -> list[tuple[str, str]]:
-    colour = _TEXT
-    if line.startswith(PROMPT):
-        colour = _QUESTION
-    elif line.startswith(("[", "EdgeLLM ")) or line.endswith("]"):
-        colour = _COUNTS
-    return [(piece, colour) for piece in textwrap.wrap(line, COLUMNS) or [""]]
+def _rows(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The rows of a terminal with their colours; what comes before the first question is a remark."""
+    has_begun = False
+    for line in lines:
+        has_begun = has_begun or line.startswith(PROMPT)
+        colour = _COUNTS if line.startswith("[") or not has_begun else _TEXT
+        if line.startswith(PROMPT):
+            colour = _QUESTION
+        for row in textwrap.wrap(line, COLUMNS) or [""]:
+            yield row, colour
 
 
 def main() -> None:
