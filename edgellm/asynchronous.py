@@ -136,13 +136,13 @@ class AsyncLLM:
 
     async def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """See `LLM.handle`."""
-        answering: list[asyncio.Task[Response | EdgeLLMError]] = []
+        answers: list[asyncio.Task[Response | EdgeLLMError]] = []
         try:
             for request in request_list(requests):
-                answering.append(asyncio.create_task(_result(await self._asked_when_possible(request, answering))))
-            return list(await asyncio.gather(*answering))
+                answers.append(asyncio.create_task(_result(await self._asked_when_possible(request, answers))))
+            return list(await asyncio.gather(*answers))
         finally:
-            for task in answering:
+            for task in answers:
                 task.cancel()
 
     async def generate(
@@ -337,14 +337,14 @@ class AsyncLLM:
         return await asyncio.to_thread(ask, request) if shows_images else ask(request)
 
     async def _asked_when_possible(
-        self, request: Request, answering: Sequence[asyncio.Task[Any]]
+        self, request: Request, answers: Sequence[asyncio.Task[Any]]
     ) -> AsyncGeneration | EdgeLLMError:
         """Ask, waiting for earlier requests of the same caller where the queue is full."""
         while True:
             try:
                 return await AsyncGeneration(lambda: self._ask(self.served._queued, request))
             except EdgeLLMError as error:
-                unfinished = [task for task in answering if not task.done()]
+                unfinished = [task for task in answers if not task.done()]
                 if not isinstance(error, QueueFullError) or not unfinished:
                     self._thread.metrics.refused()
                     return error

@@ -22,7 +22,7 @@ from edgellm.text.stop import FinishReason
 UNREAD_CHUNKS = 64
 
 
-class Answering:
+class RequestState:
     """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
 
     `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
@@ -35,7 +35,7 @@ class Answering:
         self,
         sequence: DecodingSequence,
         seconds: float | None = None,
-        discard: Callable[[Answering], None] | None = None,
+        discard: Callable[[RequestState], None] | None = None,
         stop_when: StopWhen | None = None,
     ) -> None:
         self.sequence = sequence
@@ -198,19 +198,19 @@ class Generation:
     object, cancel what is not finished.
     """
 
-    def __init__(self, answering: Answering, owner: object | None = None) -> None:
+    def __init__(self, request_state: RequestState, owner: object | None = None) -> None:
         """`owner` is kept as long as this."""
-        self._answering, self._owner = answering, owner
+        self._request_state, self._owner = request_state, owner
 
     @property
     def finished(self) -> bool:
         """Whether the answer has ended, well or not; there may be chunks to read."""
-        return self._answering.ended
+        return self._request_state.ended
 
     @property
-    def answering(self) -> Answering:
+    def request_state(self) -> RequestState:
         """The engine's side of the request, which outlives this object and, held, does not keep the answer wanted."""
-        return self._answering
+        return self._request_state
 
     def __iter__(self) -> Iterator[Chunk]:
         while (chunk := self.next_chunk()) is not None:
@@ -222,12 +222,12 @@ class Generation:
         Raises what the request failed with, or its `stop_when` raised, and TimeoutError where no piece comes within
         `timeout` seconds.
         """
-        answering, until = self._answering, _time_of(timeout)
+        request_state, until = self._request_state, _time_of(timeout)
         while True:
-            with answering.changed:
-                if not answering.changed.wait_for(lambda: answering.readable, _seconds_to(until)):
+            with request_state.changed:
+                if not request_state.changed.wait_for(lambda: request_state.readable, _seconds_to(until)):
                     raise TimeoutError(f"no new part of the answer within {shown(timeout)} seconds")
-                ended = answering.ended
+                ended = request_state.ended
             chunk = self._take()
             if chunk is not None or ended:  # else another thread has taken it
                 return chunk
@@ -244,16 +244,18 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
-        answering, until = self._answering, _time_of(timeout)
-        while answering.may_stop and not (answering.ended or answering.has_raised):
-            with answering.changed:
-                if not answering.changed.wait_for(lambda: answering.chunks or answering.ended, _seconds_to(until)):
+        request_state, until = self._request_state, _time_of(timeout)
+        while request_state.may_stop and not (request_state.ended or request_state.has_raised):
+            with request_state.changed:
+                if not request_state.changed.wait_for(
+                    lambda: request_state.chunks or request_state.ended, _seconds_to(until)
+                ):
                     break
-            answering.look_ahead()
-        if not answering.has_raised and not answering.wait(_seconds_to(until)):
+            request_state.look_ahead()
+        if not request_state.has_raised and not request_state.wait(_seconds_to(until)):
             raise TimeoutError(f"the answer is not finished within {shown(timeout)} seconds")
-        answering.look_ahead()
-        outcome = answering.outcome()
+        request_state.look_ahead()
+        outcome = request_state.outcome()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -263,18 +265,18 @@ class Generation:
 
         For who waits for several answers at a time. What it raises is raised by these.
         """
-        self._answering.look_ahead()
+        self._request_state.look_ahead()
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
-        self._answering.cancel()
+        self._request_state.cancel()
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
         event or the like. It is called once now."""
         if not callable(wake):
             raise RequestError(f"wake is a {type(wake).__name__}: expected a callable without arguments")
-        self._answering.listen(wake)
+        self._request_state.listen(wake)
         wake()
 
     def __enter__(self) -> Generation:
@@ -287,14 +289,16 @@ class Generation:
             self.cancel()
 
     def __del__(self) -> None:
-        answering = getattr(self, "_answering", None)
-        if answering is not None:
-            answering.cancelled = True  # takes no lock: this may run anywhere
+        request_state = getattr(self, "_request_state", None)
+        if request_state is not None:
+            request_state.cancelled = True  # takes no lock: this may run anywhere
 
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
-        failure = self._answering.failure if self._answering.ended else None  # what came before it is read first
-        chunk = self._answering.take()
+        failure = (
+            self._request_state.failure if self._request_state.ended else None
+        )  # what came before it is read first
+        chunk = self._request_state.take()
         if chunk is None and failure is not None:
             raise failure
         return chunk
@@ -341,19 +345,19 @@ class ChunkCallbacks:
     What a callback raises ends its request, which fails with that, and leaves the others alone.
     """
 
-    def __init__(self, told: Iterable[tuple[Answering, OnChunk]]) -> None:
+    def __init__(self, told: Iterable[tuple[RequestState, OnChunk]]) -> None:
         self._told = dict(told)
 
     def __call__(self) -> None:
-        for answering, on_chunk in list(self._told.items()):
+        for request_state, on_chunk in list(self._told.items()):
             try:
-                while (chunk := answering.take()) is not None:
+                while (chunk := request_state.take()) is not None:
                     on_chunk(chunk)
             except Exception as error:  # of the callback, or of the request's own `stop_when`
-                del self._told[answering]
-                answering.sequence.failure = error  # the next round takes it out
-                if answering.ended:
-                    answering.end(None, error)
+                del self._told[request_state]
+                request_state.sequence.failure = error  # the next round takes it out
+                if request_state.ended:
+                    request_state.end(None, error)
 
 
 def unheard(chunk: Chunk) -> None:

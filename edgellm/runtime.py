@@ -25,7 +25,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
-from edgellm.generation import Answering, ChunkCallbacks, OnChunk, callbacks_of_each, unheard
+from edgellm.generation import ChunkCallbacks, OnChunk, RequestState, callbacks_of_each, unheard
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.requests import Request, Response, check_choices, request_list, require_request
@@ -40,11 +40,11 @@ from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation
-from edgellm.vision.opening import open_eyes, vision_directory
+from edgellm.vision.opening import open_vision_encoder, vision_directory
 
 if TYPE_CHECKING:
-    from edgellm.vision.encoder import Eyes
-    from edgellm.vision.opening import LateEyes
+    from edgellm.vision.encoder import VisionEncoder
+    from edgellm.vision.opening import LazyVisionEncoder
 
 
 #: The engine directory that is installed with the package.
@@ -95,7 +95,7 @@ class SpecDecodeRuntime:
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: Runner | None = None
         self._snapshots: SlotSnapshots | None = None
-        self._eyes: Eyes | LateEyes | None = None
+        self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
         self._drafting: DraftingConfig | None = None
@@ -104,18 +104,18 @@ class SpecDecodeRuntime:
         try:
             asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             if self._multimodal_directory is not None:
-                self._eyes = open_eyes(opened, self.directory, self._multimodal_directory, self.metrics)
-            beside = None if self._eyes is None else self._eyes.memory
+                self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
+            beside = None if self._vision is None else self._vision.memory
             self._runner = open_runner(opened, self.directory, asked, loras, progress, beside)
         except BaseException:
-            if self._eyes is not None:
-                self._eyes.close()
+            if self._vision is not None:
+                self._vision.close()
             opened.close()
             raise
         try:
-            if self._eyes is not None:
-                self._eyes.load(progress)
-            self._preparation = Preparation(self.directory, self.tokenizer, self._eyes, self._defaults)
+            if self._vision is not None:
+                self._vision.load(progress)
+            self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             if asked is not None:
@@ -261,7 +261,7 @@ class SpecDecodeRuntime:
         with self._exclusive():
             queue, told = RequestQueue(max(1, len(asked))), []
             for each, callback in zip(asked, callbacks, strict=True):
-                if isinstance(each, Answering):
+                if isinstance(each, RequestState):
                     queue.put(each)
                     self.metrics.accepted()
                     if callback is not None or each.may_stop:
@@ -292,11 +292,11 @@ class SpecDecodeRuntime:
         """See `edgellm.serving.server.Engine`."""
         chooser = self._choosers[self._drafting]
         runner, snapshots = self._open_runner(), self._open_snapshots()
-        look = None if self._eyes is None else self._eyes.look
+        encode = None if self._vision is None else self._vision.encode
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, look)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, encode)
         observed = ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed, look)
+        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed, encode)
 
     def generate_and_save_system_prompt_kv_cache(
         self,
@@ -345,7 +345,7 @@ class SpecDecodeRuntime:
         label = label or prompt_label(prompt)
         with self._exclusive():
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
-            images = self._eyes.look(token_ids, prepared) if prepared and self._eyes is not None else None
+            images = self._vision.encode(token_ids, prepared) if prepared and self._vision is not None else None
             digests = () if images is None else images.digests
             record = PromptRecord.of(prompt, digests, tools, template_variables)
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images, record)
@@ -371,16 +371,16 @@ class SpecDecodeRuntime:
         Raises RequestError while it is in use.
         """
         with self._exclusive(), ExitStack() as last_first:
-            eyes, snapshots, runner = self._eyes, self._snapshots, self._runner
-            self._eyes = self._snapshots = self._runner = None
+            vision, snapshots, runner = self._vision, self._snapshots, self._runner
+            self._vision = self._snapshots = self._runner = None
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
             if snapshots is not None:
                 last_first.callback(snapshots.close)
-            if eyes is not None:
-                last_first.callback(eyes.close)
+            if vision is not None:
+                last_first.callback(vision.close)
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self
@@ -409,10 +409,10 @@ class SpecDecodeRuntime:
             raise closed_error()
         return self._snapshots
 
-    def _asked(self, request: Request) -> Answering | EdgeLLMError:
+    def _asked(self, request: Request) -> RequestState | EdgeLLMError:
         try:
             with self.metrics.counting_refusals():
-                return Answering(self.prepare(request), request.deadline, stop_when=request.stop_when)
+                return RequestState(self.prepare(request), request.deadline, stop_when=request.stop_when)
         except EdgeLLMError as error:
             return error
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import RequestError
-from edgellm.generation import Answering, Generation
+from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, Response, check_choices
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages
@@ -32,12 +32,12 @@ class _Asked:
 
     before: list[dict[str, Any]]
     message: dict[str, Any]
-    answering: Answering
+    request_state: RequestState
     given_up: threading.Event
 
     @property
     def unwanted(self) -> bool:
-        return self.answering.cancelled or self.given_up.is_set()
+        return self.request_state.cancelled or self.given_up.is_set()
 
 
 class Session:
@@ -225,27 +225,27 @@ class Session:
             template_variables=self._variables,
         )
         generation = self._ask(request, self._conversation)
-        kept = without_oldest(before, generation.answering.sequence.dropped.messages)
-        self._open = _Asked(kept, message, generation.answering, given_up)
+        kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
+        self._open = _Asked(kept, message, generation.request_state, given_up)
         return generation
 
     def _settle(self) -> None:
         if self._open is not None and self._open.unwanted:
-            self._open.answering.cancel()  # what was let go of may wait in the queue still
-            self._open.answering.wait()
+            self._open.request_state.cancel()  # what was let go of may wait in the queue still
+            self._open.request_state.wait()
         self._take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")
 
     def _take_in(self) -> None:
         """Remember the latest message and its answer, once that has ended."""
-        if self._open is None or not self._open.answering.ended:
+        if self._open is None or not self._open.request_state.ended:
             return
         asked, self._open = self._open, None
-        response = asked.answering.response
+        response = asked.request_state.response
         if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
             self._messages = [*asked.before, asked.message, {"role": "assistant", "content": response.text}]
-            self._warn_of_full_context(response, asked.answering.sequence.context_length)
+            self._warn_of_full_context(response, asked.request_state.sequence.context_length)
 
     def _warn_of_full_context(self, response: Response, context_length: int) -> None:
         used = context_length - response.usage.context_left

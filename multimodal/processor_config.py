@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.fields import is_integer, is_number, shown
 from edgellm.multimodal.image_layout import Normalization

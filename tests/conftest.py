@@ -24,8 +24,8 @@ from built_directories import (  # noqa: F401 - fixtures
 )
 from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 - fixtures
 from hostile_runs import hostile  # noqa: F401 - a fixture
+from multimodal_engines import multimodal_engines  # noqa: F401 - a fixture
 from safetensors.numpy import save_file
-from seeing_engines import seeing_engines  # noqa: F401 - a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.backends.gpu import find_gpu

@@ -12,7 +12,7 @@ import yaml
 
 from edgellm.drafting.presets import SIZES, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
-from edgellm.engines.directories.strict_json import parse_json
+from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages

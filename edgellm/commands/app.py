@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.commands.console import LogFormat, LogLevel, show_logs, write_error
-from edgellm.commands.help_panels import PanelCommand, PanelGroup
+from edgellm.commands.option_groups import PanelCommand, PanelGroup
 from edgellm.commands.options import Debug
 from edgellm.errors import EdgeLLMError
 

@@ -17,8 +17,8 @@ from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
 from edgellm.commands.console import prepare_output, write_note
 from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.help_panels import with_option_groups
-from edgellm.commands.opening import (
+from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.models import (
     backend_name,
     described_directory,
     model_name,

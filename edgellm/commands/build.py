@@ -13,8 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from edgellm.commands.console import ended_by_signals
-from edgellm.commands.options import one_engine_directory
-from edgellm.commands.words import (
+from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
     lora_limits_in_words,
@@ -22,6 +21,7 @@ from edgellm.commands.words import (
     vision_in_words,
     vision_limits_in_words,
 )
+from edgellm.commands.options import one_engine_directory
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config

@@ -56,7 +56,7 @@ def build_snapshots(
     A name or a file that is in use is refused before anything is computed, unless this `replaces` it. Raises
     EdgeLLMError; the snapshots before the one that failed are then there all the same.
     """
-    from edgellm.commands.opening import open_model  # what a name in use need not load
+    from edgellm.commands.models import open_model  # what a name in use need not load
 
     replaced = _replaced_files(wanted, folder, replaces)
     building = Building(SnapshotStore(0, folder, disk_budget), replaces, tools, template_variables)

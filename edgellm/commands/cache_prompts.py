@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.words import adapter_choice
+from edgellm.commands.descriptions import adapter_choice
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.directories.strict_yaml import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE

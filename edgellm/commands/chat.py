@@ -27,11 +27,11 @@ from edgellm.commands.console import (
     write_error,
     write_note,
 )
+from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.help_panels import LOGS, OUTPUT, with_option_groups
-from edgellm.commands.opening import model_name, open_model, sampling_params, system_prompt
-from edgellm.commands.pictures import dropped_files, require_image_there, shown_content
-from edgellm.commands.words import adapters_in_words
+from edgellm.commands.option_groups import LOGS, OUTPUT, with_option_groups
+from edgellm.commands.images import dropped_files, require_image_there, shown_content
+from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.template_inputs import require_tools_shown
@@ -164,7 +164,7 @@ def chat(
         conversation = llm.create_session(own, params, settings.adapter, tools=tools, template_variables=variables)
         conversation.warn = lambda warning: write_note(f"Note: {warning}.")
         state = ChatState(llm, conversation, say=write_note)
-        state.blind_system, state.seeing_system = own, system_prompt(llm, settings, with_images=True) or ""
+        state.text_system, state.image_system = own, system_prompt(llm, settings, with_images=True) or ""
         for image in images or ():
             state.show(image)
         try:
@@ -245,10 +245,10 @@ def _handle(state: ChatState, message: str, with_stats: bool) -> None:
 
 def answer(state: ChatState, question: str, with_stats: bool) -> None:
     """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
-    content = shown_content(state.pictures, question)
+    content = shown_content(state.attached_images, question)
     response = _answer(state, partial(state.conversation.stream, content), state.params.seeded(), with_stats)
     if response.is_answered:
-        state.pictures.clear()
+        state.attached_images.clear()
 
 
 def _answer(

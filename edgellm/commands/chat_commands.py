@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
-from edgellm.commands.opening import model_name
-from edgellm.commands.pictures import (
+from edgellm.commands.descriptions import adapters_in_words
+from edgellm.commands.images import (
     Part,
     dropped_files,
-    picture_in_words,
-    read_picture,
+    image_in_words,
+    read_image_file,
     require_image_there,
-    require_sight,
+    require_vision,
 )
+from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.commands.words import adapters_in_words
-from edgellm.engines.directories.strict_json import parse_json
+from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -60,8 +60,8 @@ class Leave(Exception):
 class ChatState:
     """A chat as it goes on: the model, the conversation, and what has been counted.
 
-    `pictures` are shown with the next question. `seeing_system` takes the place of the system prompt where that is
-    `blind_system` and images are shown, until the conversation is forgotten or nothing is shown any more.
+    `attached_images` are shown with the next question. `image_system` takes the place of the system prompt where that
+    is `text_system` and images are shown, until the conversation is forgotten or nothing is shown any more.
     """
 
     llm: LLM
@@ -71,9 +71,9 @@ class ChatState:
     last_seed: int | None = None
     answers: int = 0
     answer_tokens: int = 0
-    pictures: list[Part] = field(default_factory=list)
-    blind_system: str | None = None
-    seeing_system: str | None = None
+    attached_images: list[Part] = field(default_factory=list)
+    text_system: str | None = None
+    image_system: str | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -85,26 +85,26 @@ class ChatState:
 
         RequestError or ImageError where that cannot be.
         """
-        require_sight(self.llm)
-        picture = read_picture(path)
-        self.pictures.append(picture)
-        self.say(f"{question} shows {picture_in_words(picture)}.")
-        if self._has_seeing_system and self.conversation.system == self.blind_system:
-            self.conversation.system = self.seeing_system
+        require_vision(self.llm)
+        attached_image = read_image_file(path)
+        self.attached_images.append(attached_image)
+        self.say(f"{question} shows {image_in_words(attached_image)}.")
+        if self._has_image_system and self.conversation.system == self.text_system:
+            self.conversation.system = self.image_system
             self.say(
                 "The system prompt is now the model's own for images: /system shows it, /reset takes the first one."
             )
 
     def return_to_first_system(self) -> bool:
         """Take the system prompt again that images took the place of; says whether they had."""
-        if not self._has_seeing_system or self.conversation.system != self.seeing_system:
+        if not self._has_image_system or self.conversation.system != self.image_system:
             return False
-        self.conversation.system = self.blind_system
+        self.conversation.system = self.text_system
         return True
 
     @property
-    def _has_seeing_system(self) -> bool:
-        return self.seeing_system is not None and self.seeing_system != self.blind_system
+    def _has_image_system(self) -> bool:
+        return self.image_system is not None and self.image_system != self.text_system
 
 
 def is_command(message: str) -> bool:
@@ -136,7 +136,7 @@ def _help(state: ChatState, argument: str) -> None:
 
 def _reset(state: ChatState, argument: str) -> None:
     state.conversation.trim(0)
-    state.pictures.clear()
+    state.attached_images.clear()
     returned = state.return_to_first_system()
     state.say(f"The conversation is forgotten{', and the system prompt is the first one again' if returned else ''}.")
 
@@ -194,7 +194,7 @@ def _adapter(state: ChatState, argument: str) -> None:
 
 def _image(state: ChatState, argument: str) -> None:
     if argument in ('""', "''"):
-        state.pictures.clear()
+        state.attached_images.clear()
         shows_none = not any(isinstance(message["content"], list) for message in state.conversation.messages)
         returned = shows_none and state.return_to_first_system()
         state.say(f"The next question shows no image{', and the system prompt is the first one' if returned else ''}.")
@@ -202,10 +202,10 @@ def _image(state: ChatState, argument: str) -> None:
         text, files = dropped_files(argument)
         for path in files if files and not text else [Path(argument)]:
             state.show(path)
-    elif state.pictures:
-        state.say(f"The next question shows {', '.join(map(picture_in_words, state.pictures))}.")
+    elif state.attached_images:
+        state.say(f"The next question shows {', '.join(map(image_in_words, state.attached_images))}.")
     else:
-        require_sight(state.llm)
+        require_vision(state.llm)
         state.say("No image waits for a question: /image FILE shows one.")
 
 
@@ -269,7 +269,7 @@ def _load(state: ChatState, argument: str) -> None:
             f"--lora {loaded.adapter}=DIR"
         )
     if any(isinstance(message["content"], list) for message in loaded.messages):
-        require_sight(state.llm)
+        require_vision(state.llm)
     loaded.go_on(state.conversation)
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
     if model != model_name(state.llm):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from edgellm.commands.chat_commands import COMMANDS, ChatState
-from edgellm.commands.pictures import PATH_STARTS, SUFFIXES
+from edgellm.commands.images import PATH_STARTS, SUFFIXES
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.kernels.user_paths import user_path
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.commands.pictures import read_picture
+from edgellm.commands.images import read_image_file
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.engines.directories.small_files import read_text
-from edgellm.engines.directories.strict_json import parse_json
+from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
@@ -162,5 +162,5 @@ def _with_pixels(message: dict[str, Any], given: dict[str, Any]) -> dict[str, An
     for part in given["content"]:
         if is_image(part) and not isinstance(part.get("path"), str):
             raise RequestError("an image has no path: expected the path of its file")
-        parts.append(read_picture(Path(part["path"])) if is_image(part) else part)
+        parts.append(read_image_file(Path(part["path"])) if is_image(part) else part)
     return {**message, "content": parts}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
-from edgellm.commands.help_panels import LOGS
+from edgellm.commands.option_groups import LOGS
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:

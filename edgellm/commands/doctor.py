@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from edgellm.commands.help_panels import with_option_groups
+from edgellm.commands.descriptions import draft_in_words
+from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
-from edgellm.commands.words import draft_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.gpu import find_gpu
-from edgellm.engines.backends.tensorrt_library import find_tensorrt, load_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits

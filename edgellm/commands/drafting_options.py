@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from edgellm.commands.help_panels import DRAFTING
+from edgellm.commands.option_groups import DRAFTING
 from edgellm.commands.settings import Settings
 from edgellm.errors import RequestError
 

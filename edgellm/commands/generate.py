@@ -17,9 +17,9 @@ import typer
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
 from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.help_panels import OUTPUT, PROMPT, with_option_groups
-from edgellm.commands.opening import open_model, sampling_params
-from edgellm.commands.pictures import read_picture, require_sight, shown_content
+from edgellm.commands.option_groups import OUTPUT, PROMPT, with_option_groups
+from edgellm.commands.images import read_image_file, require_vision, shown_content
+from edgellm.commands.models import open_model, sampling_params
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ def generate(
     params = replace(sampling_params(settings).seeded(), logprobs=logprobs)
     with open_model(settings, tools=tools, template_variables=variables) as llm:
         if images:
-            require_sight(llm)
-        pictures = [read_picture(image) for image in images or ()]
+            require_vision(llm)
+        attached_images = [read_image_file(image) for image in images or ()]
         messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         with CancelOnInterrupt() as interrupt:
             if raw:
                 stream = llm.stream(text, params, adapter=settings.adapter)
             else:
-                asked = {"role": "user", "content": shown_content(pictures, text)}
+                asked = {"role": "user", "content": shown_content(attached_images, text)}
                 stream = llm.stream_chat(
                     [*messages, asked], params, settings.adapter, tools=tools, template_variables=variables
                 )

@@ -11,15 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.commands.help_panels import with_option_groups
-from edgellm.commands.options import ModelOptions
-from edgellm.commands.words import (
+from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
     lora_limits_in_words,
     vision_in_words,
     vision_limits_in_words,
 )
+from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.options import ModelOptions
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.plan_files import (
@@ -31,7 +31,7 @@ from edgellm.engines.directories.plan_files import (
     present_platform,
     refresh_command,
 )
-from edgellm.engines.directories.strict_json import plain_values
+from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights

@@ -62,10 +62,10 @@ class DecodingLoop:
         contents: list[KVContents],
         chooser: PlanChooser | None = None,
         snapshots: SnapshotSource | None = None,
-        look: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
+        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
     ) -> None:
         self._runner, self._contents, self._chooser = runner, contents, chooser
-        self._snapshots, self._look = snapshots, look
+        self._snapshots, self._encode_images = snapshots, encode
         self._running: list[DecodingSequence] = []
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
@@ -117,8 +117,8 @@ class DecodingLoop:
         """
         runner, slot, base = self._runner, len(self._running), self._runner.base
         sequence.clock.started, restored = time.perf_counter(), 0
-        if sequence.prepared_images and self._look is not None:
-            sequence.images = self._look(sequence.prompt_ids, sequence.prepared_images)
+        if sequence.prepared_images and self._encode_images is not None:
+            sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
         prompt_ids, tokens = sequence.prompt_ids, sequence.identities
         if sequence.tally is not None:
             sequence.tally.start()

@@ -20,15 +20,15 @@ from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
 from edgellm.text.messages import ImageReference, checked_messages, images_of_messages, images_of_prompt
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.template_inputs import UnreadVariables, require_tools_shown
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
-    from edgellm.vision.encoder import Eyes
-    from edgellm.vision.opening import LateEyes
+    from edgellm.vision.encoder import VisionEncoder
+    from edgellm.vision.opening import LazyVisionEncoder
 
 
 class _Prompt(NamedTuple):
@@ -45,11 +45,11 @@ class Preparation:
         self,
         directory: EngineDirectory,
         tokenizer: Tokenizer,
-        eyes: Eyes | LateEyes | None,
+        vision: VisionEncoder | LazyVisionEncoder | None,
         defaults: ModelDefaults,
     ) -> None:
-        """Without `eyes` images are refused."""
-        self._directory, self._tokenizer, self._eyes, self._defaults = directory, tokenizer, eyes, defaults
+        """Without `vision` images are refused."""
+        self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._unread = UnreadVariables()
 
     def sequence(
@@ -68,7 +68,7 @@ class Preparation:
         if conversation is not None and conversation.overflow == "drop_oldest" and request.messages is not None:
             prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
         self._check_length(prompt)
-        answer = Answer(
+        answer = OutputText(
             self._tokenizer.detokenizer(),
             params.stop,
             params.stop_token_ids,
@@ -174,8 +174,8 @@ class Preparation:
 
     def _ready(self, prompt_ids: list[int], shown: Sequence[ImageReference]) -> _Prompt:
         """A prompt and the images that it shows, which are read."""
-        if self._eyes is not None:
-            return self._with_images(prompt_ids, self._eyes.prepare(shown))
+        if self._vision is not None:
+            return self._with_images(prompt_ids, self._vision.prepare(shown))
         if shown:
             raise RequestError(
                 f"the request shows {len(shown)} images, but {self._directory.path} has no vision model: leave them "
@@ -185,7 +185,7 @@ class Preparation:
 
     def _with_images(self, prompt_ids: list[int], images: Sequence[PreparedImage]) -> _Prompt:
         """A prompt with all tokens of its images."""
-        return _Prompt(prompt_ids if self._eyes is None else self._eyes.expand(prompt_ids, images), images)
+        return _Prompt(prompt_ids if self._vision is None else self._vision.expand(prompt_ids, images), images)
 
     def _check_length(self, prompt: _Prompt) -> None:
         count, capacity = len(prompt.token_ids), self._directory.limits.kv_capacity

@@ -11,7 +11,7 @@ from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class DecodingSequence:
 
     prompt_ids: Sequence[int]
     sampling: SamplingValues
-    answer: Answer
+    answer: OutputText
     clock: Clock = field(default_factory=Clock)
     max_tokens: int | None = None
     tally: DraftingTally | None = None

@@ -18,7 +18,7 @@ from edgellm.engines.backends.gpu import find_gpu
 from edgellm.engines.directories.digests import hash_bytes, usable_cores
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import cached_plans_path, present_platform
-from edgellm.engines.directories.strict_json import JSONObject, canonical_json
+from edgellm.engines.directories.strict_formats import JSONObject, canonical_json
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.atomic_write import write_atomically
 

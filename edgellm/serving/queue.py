@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.errors import QueueFullError
-from edgellm.generation import Answering
+from edgellm.generation import RequestState
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Call:
 
 
 #: What stands in the queue.
-Entry = Answering | Call
+Entry = RequestState | Call
 
 
 class RequestQueue:
@@ -66,7 +66,7 @@ class RequestQueue:
         """Join the end of the queue. Raises QueueFullError, or the error that the queue was closed with."""
         with self._changed:
             self.check()
-            if isinstance(entry, Answering):
+            if isinstance(entry, RequestState):
                 if len(self._entries) >= self.limit:
                     raise QueueFullError(
                         f"{len(self._entries)} requests are waiting, which is all that the queue holds: ask again when "
@@ -94,15 +94,15 @@ class RequestQueue:
                 return False
             return True
 
-    def take_late(self, now: float) -> list[Answering]:
+    def take_late(self, now: float) -> list[RequestState]:
         """Take out the requests whose time is over."""
         if now < self._earliest:
             return []
         with self._changed:
-            late = [entry for entry in self._entries if isinstance(entry, Answering) and _is_late(entry, now)]
+            late = [entry for entry in self._entries if isinstance(entry, RequestState) and _is_late(entry, now)]
             for entry in late:
                 self._entries.remove(entry)
-            deadlines = [entry.deadline for entry in self._entries if isinstance(entry, Answering)]
+            deadlines = [entry.deadline for entry in self._entries if isinstance(entry, RequestState)]
             self._earliest = min((deadline for deadline in deadlines if deadline is not None), default=float("inf"))
         return late
 
@@ -125,5 +125,5 @@ class RequestQueue:
             return entries
 
 
-def _is_late(entry: Answering, now: float) -> bool:
+def _is_late(entry: RequestState, now: float) -> bool:
     return entry.deadline is not None and now >= entry.deadline

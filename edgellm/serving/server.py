@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError
-from edgellm.generation import Answering
+from edgellm.generation import RequestState
 from edgellm.requests import Chunk, Response
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import Call, RequestQueue
@@ -39,17 +39,17 @@ class RequestServer:
     def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics) -> None:
         self._engine, self._queue, self._metrics = engine, queue, metrics
         self._loop = engine.loop()
-        self._answering: dict[DecodingSequence, Answering] = {}
+        self._request_state: dict[DecodingSequence, RequestState] = {}
 
     @property
-    def answering(self) -> list[Answering]:
+    def request_state(self) -> list[RequestState]:
         """The requests that are being computed."""
-        return list(self._answering.values())
+        return list(self._request_state.values())
 
     @property
     def running(self) -> int:
         """How many they are."""
-        return len(self._answering)
+        return len(self._request_state)
 
     def serve(self, after_round: Callable[[], None]) -> None:
         """Answer all that is queued, and call `after_round` after each round.
@@ -57,7 +57,7 @@ class RequestServer:
         What that raises, and an interrupt, leave all slots idle, and nothing of their rows to be reused.
         """
         try:
-            while self._answering or len(self._queue):
+            while self._request_state or len(self._queue):
                 self.round()
                 after_round()
         except BaseException:
@@ -74,7 +74,7 @@ class RequestServer:
         except Exception as error:
             logger.error("the engine failed: %s", error, exc_info=error)
             self._loop.abandon(keep_rows=False)
-            for sequence in self._answering:
+            for sequence in self._request_state:
                 if not sequence.finished:
                     sequence.failure = _failed_with(error)
             self._end_finished()
@@ -87,9 +87,9 @@ class RequestServer:
         now = time.perf_counter()
         for late in self._queue.take_late(now):
             end_request(late, "deadline", self._metrics)
-        for answering in self._answering.values():
-            if (reason := answering.unwanted(now)) is not None:
-                _release_text(answering, reason)
+        for request_state in self._request_state.values():
+            if (reason := request_state.unwanted(now)) is not None:
+                _release_text(request_state, reason)
         self._deliver(self._loop.evict())
         self._admit()
         if self._loop.running:
@@ -117,7 +117,7 @@ class RequestServer:
             if reason is not None or failure is not None:
                 end_request(entry, reason or "cancelled", self._metrics, failure)
                 continue
-            self._answering[sequence] = entry
+            self._request_state[sequence] = entry
             self._deliver(self._loop.settle())
             try:
                 self._loop.admit(sequence)
@@ -136,25 +136,27 @@ class RequestServer:
                 text = "".join(each.text for each in tokens)
                 ids, flags = tuple(each.token_id for each in tokens), tuple(each.from_draft for each in tokens)
                 logprobs = tuple(each.logprobs for each in tokens if each.logprobs is not None)
-                self._answering[sequence].deliver(Chunk(text, ids, flags, logprobs))
+                self._request_state[sequence].deliver(Chunk(text, ids, flags, logprobs))
         self._end_finished()
 
     def _end_finished(self) -> None:
-        for sequence, answering in list(self._answering.items()):
+        for sequence, request_state in list(self._request_state.items()):
             if sequence.finished:
-                del self._answering[sequence]
-                end_request(answering, "cancelled", self._metrics, sequence.failure)
+                del self._request_state[sequence]
+                end_request(request_state, "cancelled", self._metrics, sequence.failure)
 
 
-def end_request(answering: Answering, reason: FinishReason, metrics: Metrics, failure: Exception | None = None) -> None:
+def end_request(
+    request_state: RequestState, reason: FinishReason, metrics: Metrics, failure: Exception | None = None
+) -> None:
     """Give a request its response, ended for `reason` where it was not finished; or what it failed with."""
     response: Response | None = None
-    sequence = answering.sequence
+    sequence = request_state.sequence
     if failure is None:
-        _release_text(answering, reason)
+        _release_text(request_state, reason)
         failure = sequence.failure
     if failure is None:
-        response = answering.as_shown(sequence.response())
+        response = request_state.as_shown(sequence.response())
     metrics.ended(response, sequence.adapter)
     outcome = "failed" if response is None else response.finish_reason
     details: dict[str, Any] = {"outcome": outcome, "prompt_tokens": len(sequence.prompt_ids)}
@@ -162,18 +164,18 @@ def end_request(answering: Answering, reason: FinishReason, metrics: Metrics, fa
         details |= {"completion_tokens": response.usage.completion_tokens}
         details |= {"total_seconds": response.timings.total_seconds}
     logger.info("request ended: %s", outcome, extra={"edgellm": details}, exc_info=failure)
-    answering.end(response, failure)
+    request_state.end(response, failure)
 
 
-def _release_text(answering: Answering, reason: FinishReason) -> None:
+def _release_text(request_state: RequestState, reason: FinishReason) -> None:
     """Finish an answer, and show the text that was held back."""
     try:
-        text = answering.sequence.answer.finish(reason)
+        text = request_state.sequence.answer.finish(reason)
     except Exception as error:  # its text cannot be completed
-        answering.sequence.failure = error
+        request_state.sequence.failure = error
         return
     if text:
-        answering.deliver(Chunk(text, ()))
+        request_state.deliver(Chunk(text, ()))
 
 
 def _failed_with(cause: Exception) -> Exception:

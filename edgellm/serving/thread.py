@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError, closed_error, shown
-from edgellm.generation import Answering, Generation
+from edgellm.generation import Generation, RequestState
 from edgellm.requests import StopWhen
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.queue import Call, RequestQueue
@@ -76,10 +76,10 @@ class EngineThread(Generic[OpenedEngine]):
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        answering = Answering(sequence, deadline, self._discard, stop_when)
-        self._queue.put(answering)
+        request_state = RequestState(sequence, deadline, self._discard, stop_when)
+        self._queue.put(request_state)
         self.metrics.accepted()
-        return Generation(answering, owner)
+        return Generation(request_state, owner)
 
     def check(self) -> None:
         """Raise what `submit` would, but for a full queue."""
@@ -142,28 +142,28 @@ class EngineThread(Generic[OpenedEngine]):
 
     def _end_rest(self, crash: BaseException | None) -> None:
         """End whatever is left, at the end of the thread."""
-        running = [] if self._server is None else self._server.answering
+        running = [] if self._server is None else self._server.request_state
         for entry in [*running, *self._queue.take_all()]:
-            if isinstance(entry, Answering):
+            if isinstance(entry, RequestState):
                 end_request(entry, "cancelled", self.metrics, None if crash is None else _dead(crash))
             elif entry.result.set_running_or_notify_cancel():
                 entry.result.set_exception(closed_error() if crash is None else _dead(crash))
         self._server = None
 
-    def _discard(self, answering: Answering) -> None:
-        if self._queue.remove(answering):
-            end_request(answering, "cancelled", self.metrics)
+    def _discard(self, request_state: RequestState) -> None:
+        if self._queue.remove(request_state):
+            end_request(request_state, "cancelled", self.metrics)
 
     def _forked(self) -> None:
         """This process is a copy, in which the thread does not exist, and locks may be held for ever."""
-        entries = [*([] if self._server is None else self._server.answering), *self._queue.entries]
+        entries = [*([] if self._server is None else self._server.request_state), *self._queue.entries]
         self._server = None
         self._queue = RequestQueue(1)
         self._queue.close(_after_fork)
         self.metrics = Metrics()
         atexit.unregister(self.close)
         for entry in entries:
-            if isinstance(entry, Answering):
+            if isinstance(entry, RequestState):
                 entry.forked(_after_fork())
         if not self.closed.done():
             self.closed = Future()

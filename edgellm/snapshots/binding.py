@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from edgellm.engines.directories.digests import FileDigest, hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.directories.strict_json import canonical_json, plain_values
+from edgellm.engines.directories.strict_formats import canonical_json, plain_values
 from edgellm.engines.model.config import DecoderConfig
 
 #: Stands in a binding for an adapter, a draft or images that are not there.

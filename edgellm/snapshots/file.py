@@ -19,7 +19,7 @@ import numpy as np
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.checkpoints.tensors import value_and_place
 from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content, usable_cores
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding

@@ -21,7 +21,7 @@ import numpy as np
 from edgellm.engines.checkpoints.safetensors_file import DTYPES
 from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import is_known_finite_content
-from edgellm.engines.directories.strict_json import canonical_json, plain_values
+from edgellm.engines.directories.strict_formats import canonical_json, plain_values
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord

@@ -61,7 +61,7 @@ def _longest_beginning(text: str, string: str) -> int:
     return 0
 
 
-class Answer:
+class OutputText:
     """One answer as it grows: tokens go in, text that is certain comes out, and the reason of its end is kept.
 
     The decoding loop calls `push` for each token until `finish_reason` is set, or ends the answer itself with

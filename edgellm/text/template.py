@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.directories.small_files import TEMPLATE_BYTES, read_text
-from edgellm.engines.directories.strict_json import parse_json
+from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.text.template_budget import (
     LimitExceeded,

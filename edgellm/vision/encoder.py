@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
 
 
-class Eyes:
+class VisionEncoder:
     """The vision encoder of a model and its way with images.
 
     `directory` is the language model's, `vision_directory` the one with the vision engines (often the same). It is
@@ -72,7 +72,7 @@ class Eyes:
         """The prompt with a token for each row of its images; ImageError where the markers are not as many."""
         return expand_image_tokens(prompt_ids, self.image_token_id, images)
 
-    def look(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
+    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
         """Encode the images of an expanded prompt, those that are not known, and give them their places in it."""
         counts = self._runner.metrics
         hits, seconds = counts.cache_hits, counts.seconds

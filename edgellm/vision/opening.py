@@ -18,11 +18,11 @@ from edgellm.text.messages import ImageReference
 if TYPE_CHECKING:
     from edgellm.engines.runners.prompt_images import PromptImages
     from edgellm.multimodal.image_processor import PreparedImage
-    from edgellm.vision.encoder import Eyes
+    from edgellm.vision.encoder import VisionEncoder
 
 
-class LateEyes:
-    """See `Eyes`, which `open_eyes` makes and loads nothing of; any thread may be the first to need them.
+class LazyVisionEncoder:
+    """See `VisionEncoder`, which `open_vision_encoder` makes and loads nothing of; any thread may need it first.
 
     For a backend that makes nothing ready before it computes. What is wrong with the vision model's files, or that
     they find no memory, is the error of the first request with an image, and of each one after it.
@@ -31,9 +31,9 @@ class LateEyes:
     #: Counted when they open.
     memory: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, open_eyes: Callable[[], Eyes], backend: Backend, image_token_id: int) -> None:
-        self._open_eyes, self._backend, self._image_token_id = open_eyes, backend, image_token_id
-        self._eyes: Eyes | None = None
+    def __init__(self, open_vision_encoder: Callable[[], VisionEncoder], backend: Backend, image_token_id: int) -> None:
+        self._open_vision_encoder, self._backend, self._image_token_id = open_vision_encoder, backend, image_token_id
+        self._vision: VisionEncoder | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -41,58 +41,58 @@ class LateEyes:
         """Nothing yet."""
 
     def prepare(self, references: Sequence[ImageReference]) -> Sequence[PreparedImage]:
-        """See `Eyes.prepare`."""
+        """See `VisionEncoder.prepare`."""
         return self._opened().prepare(references) if references else ()
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
-        """See `Eyes.expand`."""
+        """See `VisionEncoder.expand`."""
         if not images and self._image_token_id not in prompt_ids:
             return list(prompt_ids)
         return self._opened().expand(prompt_ids, images)
 
-    def look(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
-        """See `Eyes.look`."""
-        return self._opened().look(prompt_ids, images)
+    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
+        """See `VisionEncoder.look`."""
+        return self._opened().encode(prompt_ids, images)
 
     def close(self) -> None:
         """Free all memory."""
         with self._lock:
             self._is_closed = True
-            if self._eyes is not None:
-                self._eyes.close()
-                self._eyes = None
+            if self._vision is not None:
+                self._vision.close()
+                self._vision = None
 
-    def _opened(self) -> Eyes:
+    def _opened(self) -> VisionEncoder:
         with self._lock:
             if self._is_closed:  # as a request may find that was being prepared meanwhile
                 raise closed_error()
-            if self._eyes is None:
-                eyes = self._open_eyes()
+            if self._vision is None:
+                vision = self._open_vision_encoder()
                 try:
-                    self._backend.check_memory(MemoryPlan({**eyes.memory}))
-                    eyes.load()
+                    self._backend.check_memory(MemoryPlan({**vision.memory}))
+                    vision.load()
                 except BaseException:
-                    eyes.close()
+                    vision.close()
                     raise
-                self._eyes = eyes
-            return self._eyes
+                self._vision = vision
+            return self._vision
 
 
-def open_eyes(
+def open_vision_encoder(
     backend: Backend, directory: EngineDirectory, seen_with: EngineDirectory, metrics: Metrics
-) -> Eyes | LateEyes | None:
-    """The eyes of a model, with the vision engines of `seen_with`; on a GPU they open at once, since its memory is
-    planned as a whole."""
+) -> VisionEncoder | LazyVisionEncoder | None:
+    """The vision encoder of a model, with the vision engines of `seen_with`; on a GPU it opens at once, since memory is
+    planned as a whole there."""
     vision = seen_with.vision
     if vision is None:
         return None
 
-    def opened() -> Eyes:
-        from edgellm.vision.encoder import Eyes
+    def opened() -> VisionEncoder:
+        from edgellm.vision.encoder import VisionEncoder
 
-        return Eyes(backend, directory, seen_with, metrics)
+        return VisionEncoder(backend, directory, seen_with, metrics)
 
-    return LateEyes(opened, backend, vision.config.image_token_id) if backend.computes_at_once else opened()
+    return LazyVisionEncoder(opened, backend, vision.config.image_token_id) if backend.computes_at_once else opened()
 
 
 def vision_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:

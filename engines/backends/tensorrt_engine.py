@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary
+from edgellm.engines.backends.platform import TensorRTLibrary
 from edgellm.engines.errors import EngineError, PlanError
 from edgellm.engines.model.config import EngineShape
 from edgellm.kernels.arrays import DeviceArray

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, load_tensorrt
+from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
 from edgellm.engines.errors import BuildError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.descriptions import ModelConfig, model_description

@@ -53,7 +53,7 @@ from edgellm.engines.directories.plan_files import (
 )
 from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
@@ -114,21 +114,21 @@ def build_engine_directory(
     loras = read_adapters(adapters or {}, config)
     ranks = [adapter.rank for adapter in loras.values()]
     vision = None if vision is None else Path(vision)
-    eyes = _read_vision(source, vision, config, limits)
+    encoder = _read_vision(source, vision, config, limits)
     if limits is None:
-        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks, vision=eyes)
+        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks, vision=encoder)
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
-    check_image_rows(eyes, vision is not None, limits)
+    check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
-    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, eyes, vision)
+    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
     job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
-    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms), eyes)
+    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms), encoder)
     check_disk_space(target.absolute().parent, copied + plans)
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
-    report.adapters, report.vision = dict(inputs.adapter_ranks), eyes
+    report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     report.notes += [note] if note else []
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
@@ -205,13 +205,13 @@ def describe_in_place(
     ranks = [adapter.rank for adapter in loras.values()]
     vision = directory / VISION_FOLDER
     vision_source = vision if vision.exists() else None
-    eyes = _read_vision(directory, vision_source, config, limits)
-    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=eyes)
+    encoder = _read_vision(directory, vision_source, config, limits)
+    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=encoder)
     check_limits(config, limits, beyond_trained_context, has_draft, ranks)
-    check_image_rows(eyes, vision_source is not None, limits)
+    check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
-    inputs = read_inputs(directory, draft if has_draft else None, config, loras, eyes, vision_source)
+    inputs = read_inputs(directory, draft if has_draft else None, config, loras, encoder, vision_source)
     names = described_file_names(directory)
     if vision_source is not None:
         names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.directories.plan_files import Platform, present_platform

@@ -18,7 +18,7 @@ from typing import IO, BinaryIO
 
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.directories.digests import usable_cores
-from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.descriptions import ModelConfig

@@ -22,7 +22,7 @@ from edgellm.engines.checkpoints.tensors import (
     value_and_place,
 )
 from edgellm.engines.directories.small_files import size_limit
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
 from edgellm.kernels.user_paths import printable

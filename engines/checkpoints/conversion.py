@@ -19,7 +19,7 @@ from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import check_ordinary, size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.kernels.user_paths import printable
 

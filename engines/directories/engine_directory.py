@@ -30,7 +30,7 @@ from edgellm.engines.directories.engine_parts import (
     parse_vision,
 )
 from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
-from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.descriptions import ModelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.directories.strict_json import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name

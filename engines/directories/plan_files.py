@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.gpu import current_compute_capability
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.small_files import read_file
-from edgellm.engines.directories.strict_json import LARGEST_SIZE, JSONObject, plain_values
+from edgellm.engines.directories.strict_formats import LARGEST_SIZE, JSONObject, plain_values
 from edgellm.engines.errors import PlanError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.descriptions import ModelConfig, model_description

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from edgellm.engines.directories.strict_json import DEEPEST_NESTING, check_values
+from edgellm.engines.directories.strict_formats import DEEPEST_NESTING, check_values
 from edgellm.engines.errors import EdgeLLMError
 
 #: Values and their ends in one text: more are no settings, and would take seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from edgellm.engines.directories.strict_json import LARGEST_SIZE, is_integer, is_number
+from edgellm.engines.directories.strict_formats import LARGEST_SIZE, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.directories.strict_json import LARGEST_SIZE
+from edgellm.engines.directories.strict_formats import LARGEST_SIZE
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.fields import ConfigFields, is_integer, is_number, shown
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights

@@ -58,7 +58,7 @@ def read_qwen2_5_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     """Qwen2's layers, at positions in time, height and width."""
     text = _text_fields(fields, _QWEN2_5_VL)
     config = read_decoder(text, dtype, attention_bias=True, default_mrope_section=(16, 24, 24))
-    return _seeing(config, fields, "image_token_id", _QWEN_IMAGE_TOKEN, merge_size=_QWEN_MERGE_SIZE)
+    return _with_image_tokens(config, fields, "image_token_id", _QWEN_IMAGE_TOKEN, merge_size=_QWEN_MERGE_SIZE)
 
 
 def read_qwen3_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
@@ -82,7 +82,7 @@ def read_qwen3_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     count = _DEEPSTACK_LAYERS if taps is None else len(taps)
     if count > config.num_layers > 0:
         fields.wrong.append(f"features of {count} layers are added to {config.num_layers} layers, expected no more")
-    config = _seeing(config, fields, "image_token_id", _QWEN_IMAGE_TOKEN, merge_size=_QWEN_MERGE_SIZE)
+    config = _with_image_tokens(config, fields, "image_token_id", _QWEN_IMAGE_TOKEN, merge_size=_QWEN_MERGE_SIZE)
     return replace(config, deepstack_layers=count)
 
 
@@ -95,7 +95,7 @@ def read_llava(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
         kind = "llama"
     read, defaults = _INSIDE[kind]
     key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
-    return _seeing(read(_text_fields(fields, defaults), dtype), fields, key, _LLAVA_IMAGE_TOKEN)
+    return _with_image_tokens(read(_text_fields(fields, defaults), dtype), fields, key, _LLAVA_IMAGE_TOKEN)
 
 
 def _text_fields(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields:
@@ -117,7 +117,7 @@ def _vision_fields(fields: ConfigFields) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _seeing(
+def _with_image_tokens(
     config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
 ) -> DecoderConfig:
     """With the id of image tokens, and how many patches become one (`merge_size` where the file does not say)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgellm.engines.directories.strict_json import ADDED_LATER
+from edgellm.engines.directories.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import DecoderConfig
 
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.

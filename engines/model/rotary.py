@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.directories.strict_json import is_number
+from edgellm.engines.directories.strict_formats import is_number
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import DecoderConfig
 

@@ -42,7 +42,8 @@ class Terminal:
             stdin=child,
             stdout=child,
             stderr=child,
-            env={**os.environ, "TERM": "xterm", **environment},
+            env={key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+            | {"TERM": "xterm", **environment},
             start_new_session=True,
         )
         os.close(child)

@@ -12,7 +12,7 @@ import pytest
 from command_line import Edgellm
 
 from edgellm.commands.app import PANELS
-from edgellm.engines.backends import tensorrt_library
+from edgellm.engines.backends import platform as tensorrt_library
 
 pytestmark = pytest.mark.usefixtures("private_files")
 

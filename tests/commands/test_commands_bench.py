@@ -196,9 +196,11 @@ def test_the_chart_of_acceptance_names_its_axes():
     drafted = plain | {"name": "chain:<2>", "acceptance_by_position": [0.75, 0.5]}
     facts = {"model": "m & m", "machine": "c", "backend": "b", "date": "d", "prompts": 1, "repeat": 1}
     sampling = {"max_tokens": 1, "temperature": 0.0}
-    picture = ElementTree.fromstring(speed_plot(facts | {"sampling": sampling, "configurations": [plain, drafted]}))
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    attached_image = ElementTree.fromstring(
+        speed_plot(facts | {"sampling": sampling, "configurations": [plain, drafted]})
+    )
+    texts = [element.text for element in attached_image.iter("{http://www.w3.org/2000/svg}text")]
     wanted = {"Acceptance by position of the draft", "position in the draft", "share of rounds", "chain:<2>", "100%"}
     assert wanted <= set(texts) and "Decoding speed of m & m" in texts
-    heights = [float(element.get("y")) for element in picture.iter() if element.get("y")]
-    assert min(heights) >= 0 and max(heights) <= float(picture.get("height"))
+    heights = [float(element.get("y")) for element in attached_image.iter() if element.get("y")]
+    assert min(heights) >= 0 and max(heights) <= float(attached_image.get("height"))

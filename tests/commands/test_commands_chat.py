@@ -340,7 +340,7 @@ def test_a_question_is_answered_again_with_another_seed(chat, tmp_path):
     assert out.endswith(messages[1]["content"] + "\n")
     first = chat("/set ignore_eos true\nhello\n", *sampling)[1]
     assert out.startswith(first) and not out.endswith(first)
-    assert re.search(r"last answer: .* \| seed \d\d+$", err, re.MULTILINE)
+    assert re.search(r"^ *drawn: with seed \d\d+$", err, re.MULTILINE)
     assert err.splitlines()[-1] == "seed 5"  # the setting stays
 
 

@@ -353,7 +353,7 @@ def test_a_pipe_that_nothing_comes_from_is_said(engines):
 def test_loading_shows_on_a_terminal(engines):
     """The percentage, taken away before the answer; nothing where standard error is no terminal."""
     program = (
-        "import sys, edgellm.commands.opening as opening; opening.PROGRESS_AFTER_SECONDS = -1; "
+        "import sys, edgellm.commands.models as opening; opening.PROGRESS_AFTER_SECONDS = -1; "
         f"sys.argv[1:] = ['generate', 'hi', '-m', {str(engines)!r}, '--backend', 'numpy', '--max-tokens', '2']; "
         "from edgellm.__main__ import main; main()"
     )

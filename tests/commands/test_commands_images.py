@@ -12,7 +12,7 @@ from PIL import Image
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
 
-from edgellm.commands.pictures import dropped_files
+from edgellm.commands.images import dropped_files
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.llm import LLM
@@ -20,8 +20,8 @@ from edgellm.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def engines(seeing_engines: Callable[[str], Path]) -> Path:
-    return seeing_engines("qwen2_5_vl")
+def engines(multimodal_engines: Callable[[str], Path]) -> Path:
+    return multimodal_engines("qwen2_5_vl")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.serving.metrics import Metrics
-from edgellm.vision.encoder import Eyes
+from edgellm.vision.encoder import VisionEncoder
 
 pytestmark = pytest.mark.gpu
 
@@ -102,31 +102,31 @@ def test_pixels_to_embeddings_beside_a_language_model(
     assert max(differences) <= 0.02  # weights of another kind than the goldens', and pixels in the dtype, too
 
 
-def test_eyes_of_another_directory(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
+def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
     """Their engines have a backend and a scratch buffer of their own; the embeddings are the same."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES["qwen3_vl"])
     for name, rows in (("text", ()), ("vision", (64,))):
         build_engine_directory(checkpoint, tmp_path / name, EngineLimits(1, 16, 64, image_rows=rows), [])
     text, vision = (EngineDirectory.open(tmp_path / name) for name in ("text", "vision"))
-    picture = np.random.default_rng(4).integers(0, 256, (30, 30, 3), np.uint8)
+    attached_image = np.random.default_rng(4).integers(0, 256, (30, 30, 3), np.uint8)
     found = {}
     for backend_name in ("numpy", "tensorrt"):
         backend = open_backend(backend_name, text)
-        eyes = Eyes(backend, text, vision, Metrics())
+        vision = VisionEncoder(backend, text, vision, Metrics())
         with text.checkpoint() as files:
-            base = BaseEngineRunner(backend, text.config, text.limits, files, beside=eyes.memory)
-        eyes.load()
-        image = eyes.processor.prepare(picture)
-        ids = [7, *[eyes.image_token_id] * image.tokens, 8]
-        (rows,) = eyes.look(ids, [image]).rows
+            base = BaseEngineRunner(backend, text.config, text.limits, files, beside=vision.memory)
+        vision.load()
+        image = vision.processor.prepare(attached_image)
+        ids = [7, *[vision.image_token_id] * image.tokens, 8]
+        (rows,) = vision.encode(ids, [image]).rows
         found[backend_name] = rows if isinstance(rows, np.ndarray) else values_of(backend, rows)
-        base.start(0, ids, 0, SamplingValues(), eyes.look(ids, [image])).wait()
-        eyes.close()
+        base.start(0, ids, 0, SamplingValues(), vision.encode(ids, [image])).wait()
+        vision.close()
         base.close()
     assert relative_difference(found["tensorrt"], found["numpy"]) <= 0.02
 
 
-def test_the_shipped_models_eyes() -> None:
+def test_the_shipped_models_vision_encoder() -> None:
     """Trained weights, and an odd number of rows; read at the engines' own sizes."""
     directory = EngineDirectory.open(SHIPPED_MODEL)
     vision = directory.vision

@@ -23,7 +23,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace
 
@@ -116,7 +116,7 @@ def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[in
     runner = EagleRunner.open(backend, directory)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     sequence = DecodingSequence(
-        PROMPT, SamplingValues(), Answer(tokenizer.detokenizer(), (), (), (), 24), max_tokens=24
+        PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 24), max_tokens=24
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4))
     contents = [KVContents() for _ in range(directory.limits.max_batch)]

@@ -42,8 +42,8 @@ def test_tokens_are_counted_as_they_will_cost(served: LLM) -> None:
 
 
 def test_images_are_counted(shipped: LLM) -> None:
-    picture = np.zeros((64, 64, 3), np.uint8)
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+    attached_image = np.zeros((64, 64, 3), np.uint8)
+    content = [{"type": "image", "image": attached_image}, {"type": "text", "text": "What is this?"}]
     messages = [{"role": "user", "content": content}]
     cost = shipped.chat(messages, SamplingParams(max_tokens=1)).usage.prompt_tokens
     assert shipped.count_tokens(messages) == cost

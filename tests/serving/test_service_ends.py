@@ -36,7 +36,7 @@ def test_cancelling_ends_an_answer_at_the_next_round(served: LLM, from_another_t
     generation = served.stream("hello", LONG)
 
     def count_and_cancel() -> None:
-        if generation._answering.sequence.answer.token_count == 3:
+        if generation._request_state.sequence.answer.token_count == 3:
             thread = threading.Thread(target=generation.cancel)
             if from_another_thread:
                 thread.start()
@@ -67,12 +67,12 @@ def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: LLM, sl
         raise ZeroDivisionError
     assert generation.result().finish_reason == "cancelled"
     forgotten = served.stream("x", LONG)
-    answering = forgotten._answering
+    request_state = forgotten._request_state
     forgotten.next_chunk()
     del forgotten
-    with answering.changed:
-        assert answering.changed.wait_for(lambda: answering.ended, 10)
-    assert answering.response.finish_reason == "cancelled"
+    with request_state.changed:
+        assert request_state.changed.wait_for(lambda: request_state.ended, 10)
+    assert request_state.response.finish_reason == "cancelled"
 
 
 def test_deadlines(served: LLM, paused: Pause, slowed: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_deadlines(served: LLM, paused: Pause, slowed: Slow, monkeypatch: pytest
         assert served.generate("x", LONG, deadline=0.02).token_ids == ()
     begun = served.stream("x", LONG, deadline=60)
     begun.next_chunk()
-    begun._answering.deadline = time.perf_counter()
+    begun._request_state.deadline = time.perf_counter()
     response = begun.result()
     assert response.finish_reason == "deadline"
     assert 1 <= response.usage.completion_tokens < 60
@@ -112,7 +112,7 @@ def test_a_failing_request_does_not_touch_the_others(served: LLM, alone: Answers
         good = [served.submit(request) for request in requests[:5]]
         unknown = served.stream([5, 5000], LONG)
         broken = served.stream("x", LONG)
-        detokenizer = broken._answering.sequence.answer._detokenizer
+        detokenizer = broken._request_state.sequence.answer._detokenizer
 
         def fail(token: int) -> str:
             raise UnicodeError(f"no text for {token}")
@@ -196,7 +196,7 @@ def test_a_failing_step_fails_what_runs_and_nothing_else(
 
 
 def list_of_ids(generation: object) -> list[int]:
-    return [token for chunk in generation._answering.chunks for token in chunk.token_ids]
+    return [token for chunk in generation._request_state.chunks for token in chunk.token_ids]
 
 
 def test_a_crash_of_the_thread_is_told_to_everybody(

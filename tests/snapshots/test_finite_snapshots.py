@@ -96,8 +96,8 @@ def test_rows_that_are_not_finite_are_not_written(make_snapshot: MakeSnapshot, t
 def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How many values are looked at, a section at a time; nothing is remembered from before."""
     sizes: list[int] = []
-    look = digests.first_not_finite
-    monkeypatch.setattr(digests, "first_not_finite", lambda values: sizes.append(values.size) or look(values))
+    encode = digests.first_not_finite
+    monkeypatch.setattr(digests, "first_not_finite", lambda values: sizes.append(values.size) or encode(values))
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path / "cache"))
     return sizes
 

@@ -31,7 +31,7 @@ from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import PromptRecord
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 Slots = tuple[Runner, EngineDirectory]
@@ -39,7 +39,7 @@ GREEDY = SamplingValues()
 
 
 @pytest.fixture(scope="module")
-def seeing_engines(
+def multimodal_engines(
     make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """A family to an engine directory with a draft and without plans."""
@@ -59,10 +59,10 @@ def seeing_engines(
 
 @pytest.fixture(params=[(family, draft) for family in FAMILIES for draft in (False, True)], ids=str)
 def slots(
-    request: pytest.FixtureRequest, open_slots: Callable[..., object], seeing_engines: Callable[[str], Path]
+    request: pytest.FixtureRequest, open_slots: Callable[..., object], multimodal_engines: Callable[[str], Path]
 ) -> Iterator[Slots]:
     family, draft = request.param
-    with open_slots(seeing_engines(family), draft) as opened:
+    with open_slots(multimodal_engines(family), draft) as opened:
         yield opened
 
 
@@ -110,7 +110,7 @@ def question_of(slots: Slots, ids: Sequence[int], images: Sequence[TinyImage]) -
     runner, directory = slots
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     placed = place_images(ids, images, IMAGE_TOKEN, runner.base.config)
-    return DecodingSequence(ids, GREEDY, Answer(tokenizer.detokenizer(), max_tokens=6), max_tokens=6, images=placed)
+    return DecodingSequence(ids, GREEDY, OutputText(tokenizer.detokenizer(), max_tokens=6), max_tokens=6, images=placed)
 
 
 def test_a_follow_up_question_reuses_the_image_and_another_image_does_not(slots: Slots) -> None:
@@ -203,7 +203,7 @@ def test_a_system_prompt_may_show_an_image(make_checkpoint: Callable[..., Path],
     """From pixels: its rows serve conversations that begin with the same picture, and no other."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 0, **FAMILIES["qwen2_5_vl"])
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 192, image_rows=(64,)), [])
-    picture, other = np.random.default_rng(0).integers(0, 256, (2, 24, 16, 3), np.uint8)
+    attached_image, other = np.random.default_rng(0).integers(0, 256, (2, 24, 16, 3), np.uint8)
 
     def system(pixels: np.ndarray) -> list[dict]:
         return [{"type": "image", "image": pixels}, {"type": "text", "text": "This is the workshop."}]
@@ -213,10 +213,10 @@ def test_a_system_prompt_may_show_an_image(make_checkpoint: Callable[..., Path],
         return runtime.handle_request(Request(messages=messages, params=SamplingParams(max_tokens=8, ignore_eos=True)))
 
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
-        expected = response(runtime, picture)
+        expected = response(runtime, attached_image)
         assert expected.usage.reused_tokens == 0
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
-        kept = runtime.generate_and_save_system_prompt_kv_cache(system(picture), path=tmp_path / "kept")
+        kept = runtime.generate_and_save_system_prompt_kv_cache(system(attached_image), path=tmp_path / "kept")
         assert kept.token_ids.count(IMAGE_TOKEN) == 6
     record = read_snapshot(tmp_path / "kept").prompt
     assert record is not None and PromptRecord.from_json(record.to_json()) == record
@@ -226,7 +226,7 @@ def test_a_system_prompt_may_show_an_image(make_checkpoint: Callable[..., Path],
         with_cached_prompt(Settings(system_cache=str(tmp_path / "kept")))
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy", snapshots=[tmp_path / "kept"]) as runtime:
         assert response(runtime, other).usage.reused_tokens <= kept.token_ids.index(IMAGE_TOKEN)
-        found = response(runtime, picture)
+        found = response(runtime, attached_image)
         assert found.usage.reused_tokens == kept.tokens
         assert found.token_ids == expected.token_ids
 

@@ -26,7 +26,7 @@ from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EngineError
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 SYSTEM = [(11 * index + 5) % 250 for index in range(41)]
@@ -85,7 +85,7 @@ class LateBackend(NumpyBackend):
 def answer_of(runner: Runner, directory: EngineDirectory, snapshots: SlotSnapshots | None) -> DecodingSequence:
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     sequence = DecodingSequence(
-        PROMPT, SamplingValues(), Answer(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
+        PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4) if isinstance(runner, EagleRunner) else None)
     contents = [KVContents() for _ in range(directory.limits.max_batch)]

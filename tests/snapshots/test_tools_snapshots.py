@@ -15,7 +15,7 @@ import pytest
 from edgellm import LLM, AsyncLLM, Request, SamplingParams
 from edgellm.commands.cache_building import build_snapshots
 from edgellm.commands.cache_prompts import CachePrompt, with_cached_prompt
-from edgellm.commands.opening import open_model
+from edgellm.commands.models import open_model
 from edgellm.commands.settings import Settings
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from edgellm.errors import RequestError
-from edgellm.text.stop import Answer, StopStrings
+from edgellm.text.stop import OutputText, StopStrings
 
 EOS = 0
 
@@ -29,7 +29,7 @@ class Letters:
         return "\ufffd" if self.half else ""
 
 
-def fed(answer: Answer, text: str) -> list[str]:
+def fed(answer: OutputText, text: str) -> list[str]:
     """Push the letters of `text` until the answer ends; return what each push showed."""
     shown = []
     for letter in text:
@@ -89,14 +89,14 @@ def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held_back():
 
 
 def test_held_text_comes_when_it_turns_out_otherwise():
-    answer = Answer(Letters(), stop_strings=["</end>"])
+    answer = OutputText(Letters(), stop_strings=["</end>"])
     assert fed(answer, "a</enx") == ["a", "", "", "", "", "</enx"]
     assert answer.finish_reason is None
     assert answer.text == "a</enx"
 
 
 def test_stop_string_ends_the_answer_and_is_left_out():
-    answer = Answer(Letters(), stop_strings=["\n\n", "User:"])
+    answer = OutputText(Letters(), stop_strings=["\n\n", "User:"])
     assert "".join(fed(answer, "Yes.\nUser: no")) == "Yes.\n"
     assert (answer.finish_reason, answer.stop_match, answer.text) == ("stop_string", "User:", "Yes.\n")
     assert answer.token_count == len("Yes.\nUser:") == len(answer.token_ids)
@@ -108,7 +108,7 @@ def test_stop_string_inside_one_piece_of_text():
 
 
 def test_end_of_sequence_has_no_text_and_releases_what_is_held():
-    answer = Answer(Letters(), stop_strings=["ab!"], eos_token_ids=[EOS])
+    answer = OutputText(Letters(), stop_strings=["ab!"], eos_token_ids=[EOS])
     fed(answer, "xab")
     assert answer.text == "x"
     assert answer.push(EOS) == "ab"
@@ -117,27 +117,27 @@ def test_end_of_sequence_has_no_text_and_releases_what_is_held():
 
 
 def test_stop_id_is_reported():
-    answer = Answer(Letters(), stop_token_ids=[ord("z")], eos_token_ids=[EOS])
+    answer = OutputText(Letters(), stop_token_ids=[ord("z")], eos_token_ids=[EOS])
     assert "".join(fed(answer, "xyzw")) == "xy"
     assert (answer.finish_reason, answer.stop_match) == ("stop", ord("z"))
 
 
 def test_max_tokens():
-    answer = Answer(Letters(), stop_strings=["cd"], max_tokens=3)
+    answer = OutputText(Letters(), stop_strings=["cd"], max_tokens=3)
     assert fed(answer, "abcd") == ["a", "b", "c"]
     assert (answer.finish_reason, answer.text) == ("length", "abc")
 
 
 @pytest.mark.parametrize(("last", "reason"), [(EOS, "stop"), (ord("c"), "stop_string"), (ord("d"), "length")])
 def test_a_better_reason_wins_at_the_last_token(last, reason):
-    answer = Answer(Letters(), stop_strings=["c"], eos_token_ids=[EOS], max_tokens=2)
+    answer = OutputText(Letters(), stop_strings=["c"], eos_token_ids=[EOS], max_tokens=2)
     answer.push(ord("a"))
     answer.push(last)
     assert answer.finish_reason == reason
 
 
 def test_half_a_character_is_replaced_only_at_the_end():
-    answer = Answer(Letters(), eos_token_ids=[EOS])
+    answer = OutputText(Letters(), eos_token_ids=[EOS])
     assert [answer.push(1), answer.push(2), answer.push(1)] == ["", "é", ""]
     assert answer.push(EOS) == "\ufffd"
     assert answer.text == "é\ufffd"
@@ -145,7 +145,7 @@ def test_half_a_character_is_replaced_only_at_the_end():
 
 @pytest.mark.parametrize("reason", ["context", "cancelled"])
 def test_the_loop_can_end_the_answer(reason):
-    answer = Answer(Letters(), stop_strings=["ab!"])
+    answer = OutputText(Letters(), stop_strings=["ab!"])
     fed(answer, "xab")
     assert answer.finish(reason) == "ab"
     assert (answer.finish_reason, answer.text) == (reason, "xab")
@@ -155,8 +155,8 @@ def test_the_loop_can_end_the_answer(reason):
 
 def test_wrong_use_is_refused():
     with pytest.raises(RequestError, match="empty"):
-        Answer(Letters(), stop_strings=["a", ""])
-    answer = Answer(Letters(), max_tokens=1)
+        OutputText(Letters(), stop_strings=["a", ""])
+    answer = OutputText(Letters(), max_tokens=1)
     with pytest.raises(RequestError, match=r"'done'.*expected one of stop"):
         answer.finish("done")
     answer.push(ord("a"))

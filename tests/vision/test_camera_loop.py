@@ -33,8 +33,8 @@ def example(repository: Path) -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def llm(seeing_engines: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(seeing_engines("qwen2_5_vl"), backend="numpy") as opened:
+def llm(multimodal_engines: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(multimodal_engines("qwen2_5_vl"), backend="numpy") as opened:
         yield opened
 
 

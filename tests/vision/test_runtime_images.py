@@ -46,30 +46,32 @@ def chat(runtime: SpecDecodeRuntime, *messages: dict[str, Any]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def runtime(seeing_engines: Callable[[str], Path]):
-    with SpecDecodeRuntime(seeing_engines("qwen2_5_vl"), backend="numpy") as opened:
+def runtime(multimodal_engines: Callable[[str], Path]):
+    with SpecDecodeRuntime(multimodal_engines("qwen2_5_vl"), backend="numpy") as opened:
         yield opened
 
 
 @EVERY_FAMILY
-def test_an_answer_depends_on_what_the_image_shows(family: str, seeing_engines: Callable[[str], Path]) -> None:
-    with SpecDecodeRuntime(seeing_engines(family), backend="numpy") as runtime:
+def test_an_answer_depends_on_what_the_image_shows(family: str, multimodal_engines: Callable[[str], Path]) -> None:
+    with SpecDecodeRuntime(multimodal_engines(family), backend="numpy") as runtime:
         assert runtime.has_vision_model
         answers = {tuple(chat(runtime, question(pixels, "What is it?"))) for pixels in (PIXELS, OTHER, 255 - PIXELS)}
         assert len(answers) == 3
 
 
 @EVERY_FAMILY
-def test_answers_are_the_same_drafted_or_not_reused_or_not(family: str, seeing_engines: Callable[[str], Path]) -> None:
+def test_answers_are_the_same_drafted_or_not_reused_or_not(
+    family: str, multimodal_engines: Callable[[str], Path]
+) -> None:
     conversation = [
         question(PIXELS, "What is it?"),
         question("A cup.", role="assistant"),
         question("And what are these?", OTHER, "and", PIXELS),
     ]
-    with SpecDecodeRuntime(seeing_engines(family), backend="numpy") as fresh:
+    with SpecDecodeRuntime(multimodal_engines(family), backend="numpy") as fresh:
         expected = chat(fresh, *conversation)
     for drafting in (None, "auto"):
-        with SpecDecodeRuntime(seeing_engines(family), backend="numpy", drafting=drafting) as runtime:
+        with SpecDecodeRuntime(multimodal_engines(family), backend="numpy", drafting=drafting) as runtime:
             first = runtime.handle_request(Request(messages=conversation[:1], params=PARAMS))
             again = runtime.handle_request(Request(messages=conversation, params=PARAMS))
             assert list(again.token_ids) == expected
@@ -99,8 +101,8 @@ def test_every_form_of_an_image_gives_the_same_answer(runtime: SpecDecodeRuntime
         assert chat(runtime, message) == expected, part
 
 
-def test_a_known_image_is_not_encoded_again(seeing_engines: Callable[[str], Path]) -> None:
-    with SpecDecodeRuntime(seeing_engines("qwen3_vl"), backend="numpy") as runtime:
+def test_a_known_image_is_not_encoded_again(multimodal_engines: Callable[[str], Path]) -> None:
+    with SpecDecodeRuntime(multimodal_engines("qwen3_vl"), backend="numpy") as runtime:
         for text in ("What is it?", "How large is it?"):
             response = runtime.handle_request(Request(messages=[question(PIXELS, text)], params=PARAMS))
         counts = runtime.metrics.snapshot()["multimodal"]
@@ -206,8 +208,8 @@ def test_a_text_only_model_refuses_images(tiny_engines: Path) -> None:
             runtime.handle_request(Request("What is it?", images=[PIXELS]))
 
 
-def test_a_vision_model_of_its_own_directory(seeing_engines: Callable[[str], Path], tiny_engines: Path) -> None:
-    seeing = seeing_engines("llava")
+def test_a_vision_model_of_its_own_directory(multimodal_engines: Callable[[str], Path], tiny_engines: Path) -> None:
+    seeing = multimodal_engines("llava")
     with SpecDecodeRuntime(seeing, backend="numpy") as runtime:
         expected = chat(runtime, question(PIXELS, "What is it?"))
     with SpecDecodeRuntime(seeing, seeing, backend="numpy") as runtime:

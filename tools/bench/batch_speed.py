@@ -33,7 +33,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 #: How many times the tokens per second of one sequence eight are to yield.
@@ -44,7 +44,7 @@ def run_batch(runner: Runner, tokenizer: Tokenizer, prompts: list[list[int]], to
     """Tokens per second while all of the sequences are being answered."""
     sequences = [
         DecodingSequence(
-            prompt, SamplingValues(), Answer(tokenizer.detokenizer(), (), (), (), tokens), max_tokens=tokens
+            prompt, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), tokens), max_tokens=tokens
         )
         for prompt in prompts
     ]

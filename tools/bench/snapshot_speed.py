@@ -45,7 +45,7 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.transfer import RowCopy, Uploader, slot_rows
-from edgellm.text.stop import Answer
+from edgellm.text.stop import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 #: What the times are to be at most, relative to a prompt without a snapshot; of the bus, what the copy is to reach.
@@ -65,7 +65,7 @@ class Opened:
 
     def first_token_ms(self, question: int, snapshots: SlotSnapshots | None) -> tuple[float, int]:
         """Wall time to the first token of an answer in an empty slot, and how many tokens of its prompt were reused."""
-        answer = Answer(self.tokenizer.detokenizer(), (), (), (), 1)
+        answer = OutputText(self.tokenizer.detokenizer(), (), (), (), 1)
         prompt = self.system + self.questions[question % len(self.questions)]
         self.runner.backend.synchronize()
         started = time.perf_counter()
@@ -227,7 +227,7 @@ def slot_reuse(opened: Opened, repeats: int) -> dict[str, Any]:
     """As the rest, but the rows are in the slot still: what is left is the question's own prefill."""
     contents, times = [KVContents()], []
     for index in range(repeats + 1):
-        answer = Answer(opened.tokenizer.detokenizer(), (), (), (), 1)
+        answer = OutputText(opened.tokenizer.detokenizer(), (), (), (), 1)
         prompt = opened.system + opened.questions[index % len(opened.questions)]
         opened.runner.backend.synchronize()
         started = time.perf_counter()

@@ -17,9 +17,9 @@ from pathlib import Path
 from edgellm import LLM, SamplingParams
 from tools.bench.held_out_prompts import as_they_are
 from tools.demo_model.evaluate import evaluation_items
-from tools.demo_model.eyes.items import picture_items
-from tools.demo_model.eyes.scenes import NOVEL
 from tools.demo_model.styles import FOLLOWS, STYLES, styled_items
+from tools.demo_model.vision.items import picture_items
+from tools.demo_model.vision.scenes import NOVEL
 
 #: An answer, the rounds that were drafted for it, and the tokens of these rounds.
 Answered = tuple[str, int, int]

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from string import Template
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
 from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT
+from tools.demo_model.vision.kinds import COLOURS, KINDS
 
 RESULTS = Path(__file__).parent / "results"
 SOURCES = (
@@ -113,7 +113,7 @@ def eyes_text(
         f"| {skill} | {value:.1f} | {pairs['exact_match_percent'][skill]:.1f} |"
         for skill, value in sorted(evaluation["exact_match_percent"].items())
     ]
-    return Template((Path(__file__).parent / "model_card_eyes.md").read_text()).substitute(
+    return Template((Path(__file__).parent / "model_card_vision.md").read_text()).substitute(
         parameters=f"{stages[0]['parameters'] / 1e6:.2f}",
         size=f"{(vision / 'model.safetensors').stat().st_size / 1e6:.1f}",
         layers=config["num_hidden_layers"],

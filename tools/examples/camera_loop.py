@@ -143,23 +143,23 @@ def watch(
     end, given_up = time.perf_counter() + seconds, 0
     pause, question = next(questions)
     due = time.perf_counter() + pause
-    answering: tuple[Generation, str, float, Frame] | None = None
+    request_state: tuple[Generation, str, float, Frame] | None = None
     while (now := time.perf_counter()) < end:
-        if answering is not None and answering[0].finished:
-            generation, text, asked, frame = answering
+        if request_state is not None and request_state[0].finished:
+            generation, text, asked, frame = request_state
             tell(Answer(text, asked, frame.number, frame.taken, generation.result().text))
-            answering = None
+            request_state = None
         if now >= due:
-            if answering is not None:
-                answering[0].cancel()
+            if request_state is not None:
+                request_state[0].cancel()
                 given_up += 1
             frame = camera.after(now)
-            answering = ask(llm, frame, question), question, now, frame
+            request_state = ask(llm, frame, question), question, now, frame
             pause, question = next(questions)
             due = now + pause
         time.sleep(POLL_SECONDS)
-    if answering is not None:
-        answering[0].cancel()
+    if request_state is not None:
+        request_state[0].cancel()
     return given_up
 
 

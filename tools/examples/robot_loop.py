@@ -51,13 +51,13 @@ class Robot:
         """Whether an instruction is being answered."""
         return self._answer is not None
 
-    def on_picture(self, picture: Picture) -> None:
+    def on_picture(self, attached_image: Picture) -> None:
         """The camera's callback."""
-        if picture.obstacle:
+        if attached_image.obstacle:
             self.emergency_stop()
         self._take_what_was_said()
-        if picture.heard is not None:
-            self.hear(picture.heard)
+        if attached_image.heard is not None:
+            self.hear(attached_image.heard)
 
     def hear(self, instruction: str) -> None:
         """A new instruction takes the place of one that is being answered."""
@@ -106,10 +106,10 @@ def action_in(answer: str) -> dict[str, Any] | None:
 def run(robot: Robot, camera: Iterable[Picture], rate: float = CAMERA_RATE) -> list[float]:
     """Call the robot's callback for each picture, at the camera's rate; returns the seconds that each call took."""
     spent, due = [], time.perf_counter()
-    for picture in camera:
+    for attached_image in camera:
         time.sleep(max(0.0, due - time.perf_counter()))
         began = time.perf_counter()
-        robot.on_picture(picture)
+        robot.on_picture(attached_image)
         spent.append(time.perf_counter() - began)
         due = max(due + 1.0 / rate, began)
     return spent

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.engines.backends.tensorrt_library import TensorRTLibrary, find_tensorrt
+from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
 from edgellm.engines.errors import BuildError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape

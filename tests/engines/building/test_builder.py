@@ -14,7 +14,7 @@ import pytest
 from build_folders import names_in, run_python
 from safetensors.numpy import load_file, save_file
 
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.directories.digests import recall_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.directories.strict_json import plain_values
+from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights

@@ -13,7 +13,7 @@ from golden_vision import NAMES, golden_checkpoint, golden_config, golden_direct
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_image_rows
@@ -77,9 +77,9 @@ def test_a_multimodal_checkpoint(tmp_path: Path) -> None:
 @needs_tensorrt
 def test_a_vision_encoder_that_was_published_apart(tmp_path: Path, make_checkpoint) -> None:
     text = make_checkpoint(tmp_path / "text", 1, hidden_size=24, num_attention_heads=2, num_key_value_heads=1)
-    eyes = vision_folder("llava_siglip", tmp_path / "eyes")
+    vision = vision_folder("llava_siglip", tmp_path / "eyes")
     limits = replace(LIMITS, image_rows=(16,))
-    build_engine_directory(text, tmp_path / "engines", limits, ["sm_86"], vision=eyes)
+    build_engine_directory(text, tmp_path / "engines", limits, ["sm_86"], vision=vision)
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
     assert directory.vision is not None
     assert directory.vision.path == tmp_path / "engines" / "vision"
@@ -92,14 +92,14 @@ def test_a_vision_encoder_that_was_published_apart(tmp_path: Path, make_checkpoi
 
 def test_a_folder_vision_is_described_in_place(tmp_path: Path, make_checkpoint) -> None:
     place = make_checkpoint(tmp_path / "text", 1, hidden_size=24, num_attention_heads=2, num_key_value_heads=1)
-    eyes = vision_folder("llava_clip", place / "vision")
-    (eyes / "tokenizer.json").unlink()
+    vision = vision_folder("llava_clip", place / "vision")
+    (vision / "tokenizer.json").unlink()
     directory = describe_in_place(place)
     assert directory.vision is not None
     assert directory.limits.image_rows == (16,)
     with pytest.raises(BuildError, match="the limits have no vision engines"):
         describe_in_place(place, EngineLimits(1, 16, 64))
-    shutil.rmtree(eyes)
+    shutil.rmtree(vision)
     with pytest.raises(EngineDirectoryError, match=r"vision/.*missing"):
         EngineDirectory.open(place)
     assert describe_in_place(place).vision is None
@@ -164,15 +164,15 @@ def test_rows_that_do_not_suit_the_encoder(rows: tuple[int, ...], tmp_path: Path
 
 
 def test_vision_of_another_model(tmp_path: Path, make_checkpoint) -> None:
-    eyes = vision_folder("llava_clip", tmp_path / "eyes")
+    vision = vision_folder("llava_clip", tmp_path / "eyes")
     text = make_checkpoint(tmp_path / "text", 1)
     with pytest.raises(CheckpointError, match="embeddings of 24 elements, the language model takes 64"):
-        build_engine_directory(text, tmp_path / "engines", targets=[], vision=eyes)
+        build_engine_directory(text, tmp_path / "engines", targets=[], vision=vision)
     with pytest.raises(CheckpointError, match="is no vision encoder"):
         build_engine_directory(text, tmp_path / "engines", targets=[], vision=text)
     whole = golden_checkpoint("qwen3_vl", tmp_path / "whole")
     with pytest.raises(BuildError, match="has a vision encoder of its own"):
-        build_engine_directory(whole, tmp_path / "engines", targets=[], vision=eyes)
+        build_engine_directory(whole, tmp_path / "engines", targets=[], vision=vision)
     (whole / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"preprocessor_config.json is missing"):
         build_engine_directory(whole, tmp_path / "engines", targets=[])

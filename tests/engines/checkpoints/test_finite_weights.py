@@ -267,8 +267,8 @@ LARGER = [*LARGE, WeightSpec("other", (2,), (("other", (2,)),))]
 def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The sizes of the tensors that are looked at; nothing is remembered from before."""
     sizes: list[int] = []
-    look = weights_module.first_not_finite
-    monkeypatch.setattr(weights_module, "first_not_finite", lambda values: sizes.append(values.size) or look(values))
+    encode = weights_module.first_not_finite
+    monkeypatch.setattr(weights_module, "first_not_finite", lambda values: sizes.append(values.size) or encode(values))
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path / "cache"))
     return sizes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import (
     Platform,

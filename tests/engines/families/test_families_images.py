@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
-from edgellm.engines.backends.tensorrt_library import find_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -242,7 +242,7 @@ def test_a_draft_says_what_positions_it_has(
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
-def test_every_engine_is_built_with_eyes_and_draft(
+def test_every_engine_is_built_with_vision_and_draft(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path]
 ) -> None:
     """For real, by TensorRT: base, draft and vision encoder of one directory."""

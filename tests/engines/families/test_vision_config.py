@@ -13,7 +13,7 @@ from golden_vision import GOLDENS, golden_config
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.strict_json import JSONObject, plain_values
+from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.vision_config import VisionConfig, read_vision, read_vision_config
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory

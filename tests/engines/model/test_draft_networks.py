@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.backends.tensorrt_library import load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import network_digest
-from edgellm.engines.directories.strict_json import plain_values
+from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft

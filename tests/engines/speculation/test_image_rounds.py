@@ -31,7 +31,7 @@ MROPE = {family: FAMILIES[family]["rope_scaling"] for family in ("qwen2_5_vl", "
 
 
 @pytest.fixture(scope="module")
-def make_seeing_engines(
+def make_multimodal_engines(
     make_tiny_pair: Callable[..., tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., EngineDirectory]:
     """(family, generation, agreeing, **changes of the head's config.json) to an engine directory without plans."""
@@ -91,7 +91,7 @@ def answers(runner: EagleRunner, prompts: list, sampling: SamplingValues, plan: 
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_give_the_tokens_of_plain_decoding(
-    make_seeing_engines: Callable[..., EngineDirectory],
+    make_multimodal_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
     family: str,
     generation: int,
@@ -99,7 +99,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(
     backend: str,
 ) -> None:
     scaling = {"rope_scaling": MROPE[family]} if family in MROPE else {}
-    with open_eagle(make_seeing_engines(family, generation, agreeing, **scaling), backend) as runner:
+    with open_eagle(make_multimodal_engines(family, generation, agreeing, **scaling), backend) as runner:
         both = prompts_of(runner)
         for prompts, sampling, plan in (
             (both[:1], GREEDY, chain(4)),
@@ -115,10 +115,10 @@ def test_rounds_give_the_tokens_of_plain_decoding(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_depend_on_the_images(
-    make_seeing_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], family: str
+    make_multimodal_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], family: str
 ) -> None:
     """So that the equality above is not one of blind models."""
-    with open_eagle(make_seeing_engines(family, 3, False)) as runner:
+    with open_eagle(make_multimodal_engines(family, 3, False)) as runner:
         grid = (3, 3) if family == "llava" else (4, 6)
         seen = [
             answers(runner, [prompt_with_images(runner.config, [image])], GREEDY, chain(4))[0]
@@ -137,7 +137,7 @@ def test_answers_depend_on_the_images(
     ],
 )
 def test_rows_of_prefill_and_of_rounds_are_the_same(
-    make_seeing_engines: Callable[..., EngineDirectory],
+    make_multimodal_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
     family: str,
     scaled: bool,
@@ -145,7 +145,7 @@ def test_rows_of_prefill_and_of_rounds_are_the_same(
 ) -> None:
     """The rows that rounds leave behind equal those of a prefill of prompt and answer at once: positions included."""
     scaling = {"rope_scaling": MROPE[family]} if scaled and family in MROPE else {}
-    with open_eagle(make_seeing_engines(family, 3, False, **scaling), backend) as runner:
+    with open_eagle(make_multimodal_engines(family, 3, False, **scaling), backend) as runner:
         ids, images = prompts_of(runner, seed=2)[0]
         tokens = runner.start(0, ids, 0, GREEDY, images).wait().tolist()
         while len(tokens) < COUNT:
@@ -177,7 +177,7 @@ def extended(images: PromptImages, tokens: int) -> PromptImages:
 @pytest.mark.parametrize("backend", ["numpy", "fixed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_of_embeddings_are_text(
-    make_seeing_engines: Callable[..., EngineDirectory],
+    make_multimodal_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
     family: str,
     backend: str,
@@ -191,7 +191,7 @@ def test_images_of_embeddings_are_text(
     )
     text = [(11 * index + 5) % 200 for index in range(40)]
     ids = list(text)
-    with open_eagle(make_seeing_engines(family, 3, False, **scaling), backend) as runner:
+    with open_eagle(make_multimodal_engines(family, 3, False, **scaling), backend) as runner:
         base, merge, images = runner.base, runner.config.spatial_merge_size, []
         for place, count in sizes.items():
             first = text[place]
@@ -221,13 +221,13 @@ def test_drafted_answers_to_pictures_are_the_plain_ones(
     rows = 9 if family == "llava" else 64
     limits = EngineLimits(1, 16, 256, draft_top_k=4, draft_steps=4, verify_tree_size=16, image_rows=(rows,))
     build_engine_directory(base, tmp_path / "engines", limits, [], draft=head)
-    pictures = np.random.default_rng(1).integers(0, 256, (2, 24, 20, 3), np.uint8)
+    attached_images = np.random.default_rng(1).integers(0, 256, (2, 24, 20, 3), np.uint8)
     answers = []
     for drafting in (None, DraftingConfig(4, 4, 16)):
         with SpecDecodeRuntime(tmp_path / "engines", drafting=drafting, backend="numpy") as runtime:
             messages: list[dict[str, Any]] = []
-            for picture in pictures:
-                shown = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+            for attached_image in attached_images:
+                shown = [{"type": "image", "image": attached_image}, {"type": "text", "text": "What is it?"}]
                 messages.append({"role": "user", "content": shown})
                 params = SamplingParams(max_tokens=16, ignore_eos=True)
                 response = runtime.handle_request(Request(messages=messages, params=params))
@@ -238,12 +238,12 @@ def test_drafted_answers_to_pictures_are_the_plain_ones(
 
 
 def test_a_text_only_head_sees_the_image_token(
-    make_seeing_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+    make_multimodal_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """By what its config.json says: it embeds image tokens as it does any other, and its tokens stand at their rows."""
-    directory = make_seeing_engines("qwen2_5_vl", 3, False, eagle_image_embeddings=False)
+    directory = make_multimodal_engines("qwen2_5_vl", 3, False, eagle_image_embeddings=False)
     assert not directory.draft.config.image_embeddings
-    seeing = make_seeing_engines("qwen2_5_vl", 3, False)
+    seeing = make_multimodal_engines("qwen2_5_vl", 3, False)
     assert seeing.draft.config.image_embeddings
     with open_eagle(directory) as runner, open_eagle(seeing) as other:
         ids, images = prompts_of(runner)[0]

@@ -10,8 +10,8 @@ logits by the prior (Menon and others, 2021) with a floor for pairs whose prior 
 import torch
 from torch import nn
 
-from tools.demo_model.eyes.network import IGNORED
-from tools.demo_model.eyes.sampling import held_out_table
+from tools.demo_model.vision.network import IGNORED
+from tools.demo_model.vision.sampling import held_out_table
 
 
 class Sparing(nn.Module):

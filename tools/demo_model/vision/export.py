@@ -1,6 +1,6 @@
 """Write the eyes in the published LLaVA layout: fp16 weights, configuration, preprocessing.
 
-Usage: python -m tools.demo_model.eyes.export --weights DIR/eyes.safetensors --base edgellm/shipped
+Usage: python -m tools.demo_model.vision.export --weights DIR/eyes.safetensors --base edgellm/shipped
     --to edgellm/shipped/vision [--check]
 `--check` compares the rows with the transformers library, in fp32 and fp16, and reports the greatest activation.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.demo_model.eyes.dialogues import PICTURE
-from tools.demo_model.eyes.network import Eyes, Sizes
+from tools.demo_model.vision.dialogues import PICTURE
+from tools.demo_model.vision.network import Eyes, Sizes
 from tools.demo_model.vocabulary import load_vocabulary
 
 RESULTS = Path(__file__).parent.parent / "results"

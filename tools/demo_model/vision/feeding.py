@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tools.demo_model.eyes.documents import shard_groups
+from tools.demo_model.vision.documents import shard_groups
 
 
 class Dialogues:

@@ -17,7 +17,7 @@ IMAGE_ROWS = {"llava": (9,)}
 
 
 @pytest.fixture(scope="session")
-def seeing_engines(
+def multimodal_engines(
     make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """The engine directory of a tiny model of a family that takes images, with a draft head."""

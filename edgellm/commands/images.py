@@ -26,7 +26,7 @@ PATH_STARTS = ("/", "~/", "./", "../")
 Part = dict[str, Any]
 
 
-def read_picture(path: Path) -> Part:
+def read_image_file(path: Path) -> Part:
     """The image of a file as a part of a message; ImageError says what is wrong with it."""
     from edgellm.multimodal.image_input import read_image
 
@@ -34,18 +34,18 @@ def read_picture(path: Path) -> Part:
     return {"type": "image", "image": read_image(path), "name": str(path.absolute())}
 
 
-def shown_content(pictures: Sequence[Part], text: str) -> str | list[Part]:
-    """The content of a message with these pictures before its text."""
-    return [*pictures, {"type": "text", "text": text}] if pictures else text
+def shown_content(attached_images: Sequence[Part], text: str) -> str | list[Part]:
+    """The content of a message with these images before its text."""
+    return [*attached_images, {"type": "text", "text": text}] if attached_images else text
 
 
-def picture_in_words(part: Part) -> str:
+def image_in_words(part: Part) -> str:
     """ "cup.png (640 x 480)"."""
     height, width = part["image"].shape[:2]
     return f"{Path(part['name']).name} ({width} x {height})"
 
 
-def require_sight(llm: LLM) -> None:
+def require_vision(llm: LLM) -> None:
     """RequestError for a model that takes text only."""
     if not llm.has_vision_model:
         raise RequestError(

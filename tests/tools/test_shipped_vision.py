@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, SamplingParams
-from tools.demo_model.eyes.kinds import KINDS
-from tools.demo_model.eyes.samples import SCENES
+from tools.demo_model.vision.kinds import KINDS
+from tools.demo_model.vision.samples import SCENES
 from tools.demo_model.words import article, join
 
 SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"

@@ -5,10 +5,10 @@ import zlib
 
 import numpy as np
 
-from tools.demo_model.eyes.dialogues import PICTURE, seen_items
-from tools.demo_model.eyes.layout import cells_of
-from tools.demo_model.eyes.samples import picture
-from tools.demo_model.eyes.scenes import NOVEL
+from tools.demo_model.vision.dialogues import PICTURE, seen_items
+from tools.demo_model.vision.layout import cells_of
+from tools.demo_model.vision.samples import picture
+from tools.demo_model.vision.scenes import NOVEL
 
 
 def drawn(item: dict) -> list[np.ndarray]:

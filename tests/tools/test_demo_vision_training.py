@@ -9,13 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tools.demo_model.documents import Material  # noqa: E402
-from tools.demo_model.eyes.documents import LENGTH, PLAIN_ROWS, plain_rows  # noqa: E402
-from tools.demo_model.eyes.kinds import COLOURS, KINDS  # noqa: E402
-from tools.demo_model.eyes.language import Language, merged  # noqa: E402
-from tools.demo_model.eyes.layout import token_tables  # noqa: E402
-from tools.demo_model.eyes.network import IGNORED  # noqa: E402
-from tools.demo_model.eyes.scenes import held_out_pair  # noqa: E402
-from tools.demo_model.eyes.sparing import Sparing  # noqa: E402
+from tools.demo_model.vision.documents import LENGTH, PLAIN_ROWS, plain_rows  # noqa: E402
+from tools.demo_model.vision.kinds import COLOURS, KINDS  # noqa: E402
+from tools.demo_model.vision.language import Language, merged  # noqa: E402
+from tools.demo_model.vision.layout import token_tables  # noqa: E402
+from tools.demo_model.vision.network import IGNORED  # noqa: E402
+from tools.demo_model.vision.scenes import held_out_pair  # noqa: E402
+from tools.demo_model.vision.sparing import Sparing  # noqa: E402
 from tools.demo_model.vocabulary import load_vocabulary  # noqa: E402
 
 SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tools.demo_model.eyes.layout import CELL, COLOUR_ROW, HEAD, KIND_ROW, NOTHING, ROWS
+from tools.demo_model.vision.layout import CELL, COLOUR_ROW, HEAD, KIND_ROW, NOTHING, ROWS
 
 
 class Table(nn.Module):

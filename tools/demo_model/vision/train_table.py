@@ -1,6 +1,6 @@
 """Train the table of rows (table.py) through the frozen language model for a number of seconds.
 
-Usage: python -m tools.demo_model.eyes.train_table --base edgellm/shipped --work DIR [--seconds 75] [--device cuda:0]
+Usage: python -m tools.demo_model.vision.train_table --base edgellm/shipped --work DIR [--seconds 75] [--device cuda:0]
 Writes DIR/table.safetensors (fp32) and DIR/table.json. It needs no pictures, only dialogues, which worker processes
 write to DIR/dialogues-SEED while it trains.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tools.demo_model.eyes.dialogues import PICTURE, seen_items
-from tools.demo_model.eyes.documents import GROUP, write_shards
-from tools.demo_model.eyes.feeding import Dialogues
-from tools.demo_model.eyes.layout import token_tables
-from tools.demo_model.eyes.reading import Examination, answer_loss
-from tools.demo_model.eyes.table import Table
 from tools.demo_model.model import load_model
 from tools.demo_model.train import rate_at
+from tools.demo_model.vision.dialogues import PICTURE, seen_items
+from tools.demo_model.vision.documents import GROUP, write_shards
+from tools.demo_model.vision.feeding import Dialogues
+from tools.demo_model.vision.layout import token_tables
+from tools.demo_model.vision.reading import Examination, answer_loss
+from tools.demo_model.vision.table import Table
 from tools.demo_model.vocabulary import load_vocabulary
 
 

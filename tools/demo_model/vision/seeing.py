@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from tools.demo_model.eyes.layout import CELL, HEAD
-from tools.demo_model.eyes.network import IGNORED, Eyes, Heads, Sizes
-from tools.demo_model.eyes.sparing import Sparing
+from tools.demo_model.vision.layout import CELL, HEAD
+from tools.demo_model.vision.network import IGNORED, Eyes, Heads, Sizes
+from tools.demo_model.vision.sparing import Sparing
 
 
 class Learner(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Train the eyes for a number of minutes: first to see, then to be read by the frozen language model.
 
-Usage: python -m tools.demo_model.eyes.train --base edgellm/shipped --table DIR/table.safetensors --material MATERIAL
+Usage: python -m tools.demo_model.vision.train --base edgellm/shipped --table DIR/table.safetensors --material MATERIAL
     --work DIR --minutes 8 [--resume] [--seeing 0.5] [--name eyes] [--rank 0]
 The first part (`--seeing` of the time) shows random scenes: each cell's colour and kind are to be read from the
 encoder's states, and the projector's rows are to be those of the table. The second adds dialogues about pictures, with
@@ -21,24 +21,24 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tools.demo_model.eyes.arrays import TorchArrays
-from tools.demo_model.eyes.compiling import CompiledLayers
-from tools.demo_model.eyes.dialogues import PICTURE, seen_items
-from tools.demo_model.eyes.documents import GROUP
-from tools.demo_model.eyes.feeding import Dialogues
-from tools.demo_model.eyes.language import DRAFT_TAPS, Language
-from tools.demo_model.eyes.layout import token_tables
-from tools.demo_model.eyes.network import Sizes, cell_targets
-from tools.demo_model.eyes.options import parse
-from tools.demo_model.eyes.reading import Examination, spoken_loss, with_pictures
-from tools.demo_model.eyes.renderer import SIDE, render
-from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
-from tools.demo_model.eyes.seeing import Learner, seeing_loss
-from tools.demo_model.eyes.sparing import Sparing
-from tools.demo_model.eyes.table import Table
-from tools.demo_model.eyes.train_table import start_writers
 from tools.demo_model.optimizer import Optimizer
 from tools.demo_model.train import rate_at
+from tools.demo_model.vision.arrays import TorchArrays
+from tools.demo_model.vision.compiling import CompiledLayers
+from tools.demo_model.vision.dialogues import PICTURE, seen_items
+from tools.demo_model.vision.documents import GROUP
+from tools.demo_model.vision.feeding import Dialogues
+from tools.demo_model.vision.language import DRAFT_TAPS, Language
+from tools.demo_model.vision.layout import token_tables
+from tools.demo_model.vision.network import Sizes, cell_targets
+from tools.demo_model.vision.options import parse
+from tools.demo_model.vision.reading import Examination, spoken_loss, with_pictures
+from tools.demo_model.vision.renderer import SIDE, render
+from tools.demo_model.vision.sampling import held_out_table, sample_cells, with_strangers
+from tools.demo_model.vision.seeing import Learner, seeing_loss
+from tools.demo_model.vision.sparing import Sparing
+from tools.demo_model.vision.table import Table
+from tools.demo_model.vision.train_table import start_writers
 from tools.demo_model.vocabulary import load_vocabulary
 
 _RECORDED = """pictures rows peak tail seeing seed sizes unnamed strange weight_decay spare rank language_peak

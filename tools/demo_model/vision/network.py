@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
-from tools.demo_model.eyes.layout import COLOUR_ROW, KIND_ROW, NOTHING, first_row
+from tools.demo_model.vision.kinds import COLOURS, KINDS
+from tools.demo_model.vision.layout import COLOUR_ROW, KIND_ROW, NOTHING, first_row
 
 IGNORED = -100  # what cross entropy leaves out
 

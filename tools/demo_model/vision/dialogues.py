@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from tools.demo_model import actions, dialogue, questions
 from tools.demo_model.dialogue import Dialogue
-from tools.demo_model.eyes.phrases_text import IN_PICTURE
-from tools.demo_model.eyes.scenes import NOVEL, SeenWords, seen_world
 from tools.demo_model.prompts import about_robot
 from tools.demo_model.questions_text import RELATION
 from tools.demo_model.scene import Thing, World
 from tools.demo_model.turns import Context, Turn, absent_reference
+from tools.demo_model.vision.phrases_text import IN_PICTURE
+from tools.demo_model.vision.scenes import NOVEL, SeenWords, seen_world
 
 PICTURE = "<|image|>"
 Skill = Callable[[Context], Turn | None]

@@ -4,7 +4,7 @@ What the frozen model lacks no embedding of a picture can give it: it never met 
 that say `photo` or `describe`. So its layers may change a little, and on dialogues without pictures are held to the
 distributions and the states of the model that they began with (distillation).
 
-Usage: python -m tools.demo_model.eyes.language --base edgellm/shipped --changes DIR/eyes.language.safetensors
+Usage: python -m tools.demo_model.vision.language --base edgellm/shipped --changes DIR/eyes.language.safetensors
     --to DIR/model.safetensors
 """
 

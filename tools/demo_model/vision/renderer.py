@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tools.demo_model.eyes.backgrounds import table
-from tools.demo_model.eyes.kinds import COLOURS, KINDS, PAINTS, STRANGERS
-from tools.demo_model.eyes.layout import NOTHING, UNNAMED
-from tools.demo_model.eyes.photograph import developed, gripper
+from tools.demo_model.vision.backgrounds import table
+from tools.demo_model.vision.kinds import COLOURS, KINDS, PAINTS, STRANGERS
+from tools.demo_model.vision.layout import NOTHING, UNNAMED
+from tools.demo_model.vision.photograph import developed, gripper
 
 SIDE = 144
 CELL_ROWS = np.repeat(np.arange(3), 3)  # 0: the back row, the first of a picture

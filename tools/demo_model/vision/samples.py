@@ -1,6 +1,6 @@
 """Sample scenes as PNG files, drawn twice as large as the eyes see them.
 
-Usage: python -m tools.demo_model.eyes.samples --to edgellm/shipped/scenes
+Usage: python -m tools.demo_model.vision.samples --to edgellm/shipped/scenes
 """
 
 import argparse
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools.demo_model.eyes.arrays import NumpyArrays
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
-from tools.demo_model.eyes.layout import NOTHING
-from tools.demo_model.eyes.renderer import SIDE, render
+from tools.demo_model.vision.arrays import NumpyArrays
+from tools.demo_model.vision.kinds import COLOURS, KINDS
+from tools.demo_model.vision.layout import NOTHING
+from tools.demo_model.vision.renderer import SIDE, render
 
 # The cells in the order of a picture: the back row from left to right, the middle row, the front row.
 SCENES: dict[str, tuple[int, tuple[str, ...]]] = {

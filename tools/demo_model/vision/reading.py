@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from tools.demo_model.eyes.documents import render_seen
-from tools.demo_model.eyes.layout import cells_of
-from tools.demo_model.eyes.sparing import Sparing
 from tools.demo_model.model import Model
+from tools.demo_model.vision.documents import render_seen
+from tools.demo_model.vision.layout import cells_of
+from tools.demo_model.vision.sparing import Sparing
 from tools.demo_model.vocabulary import END
 
 

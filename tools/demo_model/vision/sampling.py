@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS, STRANGERS
-from tools.demo_model.eyes.layout import NOTHING, UNNAMED
-from tools.demo_model.eyes.scenes import held_out_pair
+from tools.demo_model.vision.kinds import COLOURS, KINDS, STRANGERS
+from tools.demo_model.vision.layout import NOTHING, UNNAMED
+from tools.demo_model.vision.scenes import held_out_pair
 
 
 def held_out_table() -> np.ndarray:

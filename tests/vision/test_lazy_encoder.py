@@ -1,4 +1,4 @@
-"""Without a GPU eyes open with the first image: until then nothing of them is loaded, and then all of it is checked."""
+"""Vision encoders that are opened with the first image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import ImageReference
-from edgellm.vision.opening import LateEyes
+from edgellm.vision.opening import LazyVisionEncoder
 
 PARAMS = SamplingParams(max_tokens=8)
 CONTENT = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What do you see?"}]
@@ -40,12 +40,12 @@ def shipped_copy(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def runtime(seeing_engines: Callable[[str], Path]) -> Iterator[SpecDecodeRuntime]:
-    with SpecDecodeRuntime(seeing_engines("llava"), backend="numpy") as opened:
+def runtime(multimodal_engines: Callable[[str], Path]) -> Iterator[SpecDecodeRuntime]:
+    with SpecDecodeRuntime(multimodal_engines("llava"), backend="numpy") as opened:
         yield opened
 
 
-def test_answers_to_text_load_nothing_of_the_eyes() -> None:
+def test_answers_to_text_load_nothing_of_the_vision_encoder() -> None:
     found = subprocess.run([sys.executable, "-c", ONLY_TEXT], capture_output=True, text=True, check=True)
     *first, packages, modules = found.stdout.splitlines()
     assert first[0].startswith("True ")
@@ -59,7 +59,7 @@ def test_a_changed_vision_model_is_refused_before_any_image(shipped_copy: Path) 
         SpecDecodeRuntime(shipped_copy, backend="numpy")
 
 
-def test_eyes_that_cannot_open_are_an_error_of_each_request_with_an_image(shipped_copy: Path) -> None:
+def test_a_vision_encoder_that_cannot_open_is_an_error_of_each_request_with_an_image(shipped_copy: Path) -> None:
     weights = shipped_copy / "vision" / "model.safetensors"
     with SpecDecodeRuntime(shipped_copy, backend="numpy") as runtime:
         hidden = weights.rename(shipped_copy / "hidden")
@@ -71,12 +71,12 @@ def test_eyes_that_cannot_open_are_an_error_of_each_request_with_an_image(shippe
         assert runtime.handle_request(SHOWN).text
 
 
-def test_eyes_that_find_no_memory_are_an_error_of_the_request(
+def test_a_vision_encoder_that_finds_no_memory_is_an_error_of_the_request(
     runtime: SpecDecodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 1000)
     closed = Mock()
-    monkeypatch.setattr("edgellm.vision.encoder.Eyes.close", closed)
+    monkeypatch.setattr("edgellm.vision.encoder.VisionEncoder.close", closed)
     with pytest.raises(DeviceMemoryError, match="vision weights"):
         runtime.handle_request(SHOWN)
     monkeypatch.undo()
@@ -90,16 +90,16 @@ def test_a_marker_without_an_image_is_refused(runtime: SpecDecodeRuntime) -> Non
         runtime.handle_request(Request([7, marker, 8], params=PARAMS))
 
 
-def test_closing_twice_and_before_the_first_image(seeing_engines: Callable[[str], Path]) -> None:
-    runtime = SpecDecodeRuntime(seeing_engines("llava"), backend="numpy")
-    eyes = runtime._eyes
-    assert isinstance(eyes, LateEyes)
+def test_closing_twice_and_before_the_first_image(multimodal_engines: Callable[[str], Path]) -> None:
+    runtime = SpecDecodeRuntime(multimodal_engines("llava"), backend="numpy")
+    vision = runtime._vision
+    assert isinstance(vision, LazyVisionEncoder)
     runtime.close()
     runtime.close()
     with pytest.raises(RequestError, match="the model is closed"):  # they do not open again
-        eyes.prepare([ImageReference(synthetic_image(24, 20), False, "RGB", "image 1")])
+        vision.prepare([ImageReference(synthetic_image(24, 20), False, "RGB", "image 1")])
 
 
-def test_a_vision_model_of_another_size_is_refused_at_once(seeing_engines: Callable[[str], Path]) -> None:
+def test_a_vision_model_of_another_size_is_refused_at_once(multimodal_engines: Callable[[str], Path]) -> None:
     with pytest.raises(EngineDirectoryError, match=r"makes embeddings of 64, .* has a hidden size of 320"):
-        SpecDecodeRuntime(SHIPPED_MODEL, seeing_engines("llava"), backend="numpy")
+        SpecDecodeRuntime(SHIPPED_MODEL, multimodal_engines("llava"), backend="numpy")

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from tools.demo_model.documents import ANSWER, FIRST, Material, chat_codes, load_material
 from tools.demo_model.documents import documents as text_documents
-from tools.demo_model.eyes.dialogues import PICTURE, Seen, seen_dialogue
-from tools.demo_model.eyes.layout import ROWS, cells_of
+from tools.demo_model.vision.dialogues import PICTURE, Seen, seen_dialogue
+from tools.demo_model.vision.layout import ROWS, cells_of
 from tools.demo_model.vocabulary import END, START, load_vocabulary, render
 
 LENGTH = 512

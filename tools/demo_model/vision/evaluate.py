@@ -1,6 +1,6 @@
 """Exact match per visual skill on held-out scenes, pairs of colour and kind, and phrasings, with PyTorch.
 
-Usage: python -m tools.demo_model.eyes.evaluate --model edgellm/shipped [--count 50] [--seed 77005] [--show 2]
+Usage: python -m tools.demo_model.vision.evaluate --model edgellm/shipped [--count 50] [--seed 77005] [--show 2]
 
 Scenes are drawn twice as large as the eyes see them and go through Pillow's resize, as a user's picture does."""
 
@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tools.demo_model.eyes.dialogues import PICTURE, seen_items
-from tools.demo_model.eyes.export import EYES, load_eyes
-from tools.demo_model.eyes.items import drawn
-from tools.demo_model.eyes.reading import Examination
-from tools.demo_model.eyes.renderer import SIDE
-from tools.demo_model.eyes.scenes import NOVEL
 from tools.demo_model.model import load_model
+from tools.demo_model.vision.dialogues import PICTURE, seen_items
+from tools.demo_model.vision.export import EYES, load_eyes
+from tools.demo_model.vision.items import drawn
+from tools.demo_model.vision.reading import Examination
+from tools.demo_model.vision.renderer import SIDE
+from tools.demo_model.vision.scenes import NOVEL
 from tools.demo_model.vocabulary import load_vocabulary
 
 

@@ -6,9 +6,9 @@ front row. A seventh of the pairs of colour and kind, by checksum, is only ever 
 
 import random
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
 from tools.demo_model.grammar import held_out_word
 from tools.demo_model.scene import Thing, World
+from tools.demo_model.vision.kinds import COLOURS, KINDS
 from tools.demo_model.words import Words
 
 ROWS_COLUMNS = tuple((row, column) for row in (2, 1, 0) for column in range(3))

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.demo_model.eyes.arrays import NumpyArrays
-from tools.demo_model.eyes.dialogues import PICTURE, SOURCES, seen_dialogue, seen_items
-from tools.demo_model.eyes.documents import LENGTH, PICTURES, PICTURES_OF_ROWS, encode_row, group, render_seen
-from tools.demo_model.eyes.items import picture_items
-from tools.demo_model.eyes.kinds import COLOURS, KINDS, STRANGERS
-from tools.demo_model.eyes.layout import NOTHING, ROWS, UNNAMED, cells_of, first_row, token_tables
-from tools.demo_model.eyes.renderer import SIDE, Objects, draw_objects, render
-from tools.demo_model.eyes.samples import SCENES, picture, scene_cells
-from tools.demo_model.eyes.sampling import held_out_table, sample_cells, with_strangers
-from tools.demo_model.eyes.scenes import ROWS_COLUMNS, held_out_pair
-from tools.demo_model.eyes.shapes import box, ellipse, line, polygon, ring, without
+from tools.demo_model.vision.arrays import NumpyArrays
+from tools.demo_model.vision.dialogues import PICTURE, SOURCES, seen_dialogue, seen_items
+from tools.demo_model.vision.documents import LENGTH, PICTURES, PICTURES_OF_ROWS, encode_row, group, render_seen
+from tools.demo_model.vision.items import picture_items
+from tools.demo_model.vision.kinds import COLOURS, KINDS, STRANGERS
+from tools.demo_model.vision.layout import NOTHING, ROWS, UNNAMED, cells_of, first_row, token_tables
+from tools.demo_model.vision.renderer import SIDE, Objects, draw_objects, render
+from tools.demo_model.vision.samples import SCENES, picture, scene_cells
+from tools.demo_model.vision.sampling import held_out_table, sample_cells, with_strangers
+from tools.demo_model.vision.scenes import ROWS_COLUMNS, held_out_pair
+from tools.demo_model.vision.shapes import box, ellipse, line, polygon, ring, without
 from tools.demo_model.vocabulary import load_vocabulary
 
 SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"
@@ -139,7 +139,7 @@ def test_nearer_objects_hide_farther_ones():
         objects.x[:], objects.size[:] = 0.5, 0.13
         drawn, origins = draw_objects(objects, np.zeros(1, np.float32), NumpyArrays(2), TILE, SIDE)
         canvas = np.zeros((3, 1, SIDE + 2 * TILE, SIDE + 2 * TILE), np.float32)
-        from tools.demo_model.eyes.renderer import _paste
+        from tools.demo_model.vision.renderer import _paste
 
         flat = canvas.reshape(3, -1)
         _paste(flat, objects, drawn, origins, np.zeros(1, np.float32), NumpyArrays(3), SIDE)
@@ -154,7 +154,7 @@ def test_nearer_objects_hide_farther_ones():
 
 def test_numpy_and_torch_draw_the_same():
     torch = pytest.importorskip("torch")
-    from tools.demo_model.eyes.arrays import TorchArrays
+    from tools.demo_model.vision.arrays import TorchArrays
 
     class Same(TorchArrays):
         """PyTorch's operations on NumPy's random numbers."""

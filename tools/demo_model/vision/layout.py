@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.demo_model.eyes.kinds import COLOURS, KINDS
-from tools.demo_model.eyes.scenes import ROWS_COLUMNS
 from tools.demo_model.scene import World
+from tools.demo_model.vision.kinds import COLOURS, KINDS
+from tools.demo_model.vision.scenes import ROWS_COLUMNS
 from tools.demo_model.words import GRID_COLUMNS, GRID_ROWS
 
 ROWS = 81

@@ -6,7 +6,7 @@ A kind is a stack of parts, the last on top. A part's tone makes the object's co
 
 from dataclasses import dataclass
 
-from tools.demo_model.eyes.shapes import (
+from tools.demo_model.vision.shapes import (
     Shape,
     both,
     box,
