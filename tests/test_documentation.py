@@ -236,6 +236,31 @@ def test_the_table_of_memory_is_that_of_the_memory_plan() -> None:
     assert f"{TAKEN_BY_THE_SYSTEM} GiB" in page
 
 
+@pytest.mark.parametrize("name", ["architecture", "formats", "add_a_family", "add_a_kernel"])
+def test_names_of_the_code_are_the_code_s(name: str) -> None:
+    """Names in code style, and classes in the diagram, occur in the sources."""
+    content = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*)(?:\([^`]*\))?`", _FENCE.sub("", content)))
+    named |= {
+        word for block in blocks(PAGES / f"{name}.md") for word in re.findall(r"\b[A-Z]\w+[a-z][A-Z]\w+", block.content)
+    }
+    words = {word for each in named for word in each.split(".")}
+    assert len(words) > 10
+    assert sorted(words - words_of_the_code()) == []
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    """Every word of the sources, and of their files' names."""
+    files = [path for folder in (*PRODUCT, "tools", "tests", "configs") for path in (ROOT / folder).rglob("*.*")]
+    found = {path.stem for path in ROOT.iterdir()}
+    for path in files:
+        found |= set(re.findall(r"\w+", path.name))
+        if path.suffix in (".py", ".cu", ".cuh", ".yaml") and path != Path(__file__):
+            found |= set(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
+    return found
+
+
 @cache
 def strings_of_the_code() -> str:
     """Every string of the product, one a line, with `…` for each value that is put in."""
