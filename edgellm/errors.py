@@ -8,13 +8,13 @@ from edgellm.engines.errors import (
     EdgeLLMError,
     EngineDirectoryError,
     EngineError,
+    ImageError,
     KernelError,
     MissingDependencyError,
     PlanError,
     UnsupportedModelError,
 )
 from edgellm.kernels.errors import shown
-from edgellm.multimodal.errors import ImageError
 
 __all__ = [
     "AdapterError",

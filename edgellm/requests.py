@@ -13,9 +13,8 @@ import numpy as np
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.errors import RequestError, shown
 from edgellm.sampling_params import SamplingParams, as_float
-from edgellm.text.messages import is_image
+from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.stop import FinishReason
-from edgellm.text.template_inputs import checked_tools, checked_variables
 
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]

@@ -18,9 +18,8 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.adaptive import adaptive_drafting
-from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser
+from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser, default_drafting
 from edgellm.drafting.controller import DraftingController, DraftingReport
-from edgellm.drafting.presets import default_drafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
@@ -31,8 +30,7 @@ from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observ
 from edgellm.requests import Request, Response, check_choices, request_list, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.metrics import Metrics
-from edgellm.serving.queue import RequestQueue
-from edgellm.serving.server import RequestServer
+from edgellm.serving.server import RequestQueue, RequestServer
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -211,7 +209,7 @@ class SpecDecodeRuntime:
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
-        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.nvtx.NvtxRanges`) take note of all steps.
+        """Let an observer (`edgellm.tracing.Trace`, `edgellm.observing.observer.NvtxRanges`) take note of all steps.
 
         It does so from the next request on, until another takes its place (None: nobody) or the model is closed.
         Rounds are then not one graph each, which costs some speed.

@@ -13,8 +13,7 @@ from edgellm.errors import RequestError
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, Response, check_choices
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.messages import checked_messages
-from edgellm.text.template_inputs import checked_tools, checked_variables
+from edgellm.text.messages import checked_messages, checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
 
 logger = logging.getLogger("edgellm.sessions")

@@ -1,5 +1,7 @@
 """Errors of checkpoints, engine directories, plans and devices."""
 
+from __future__ import annotations
+
 from edgellm.kernels.errors import EdgeLLMError, KernelError, MissingDependencyError
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "EdgeLLMError",
     "EngineDirectoryError",
     "EngineError",
+    "ImageError",
     "KernelError",
     "MissingDependencyError",
     "PlanError",
@@ -47,3 +50,7 @@ class EngineError(EdgeLLMError):
 
 class DeviceMemoryError(EdgeLLMError):
     """The memory plan does not fit into what is free."""
+
+
+class ImageError(EdgeLLMError):
+    """An image cannot be read, exceeds a limit, does not suit the model, or does not match the prompt's markers."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.tensors import convert
+from edgellm.engines.errors import ImageError
 from edgellm.kernels.arrays import Array, leading
-from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_layout import FILTERS, ImageLayout, Size, resampling_axes, resampling_weights
 from edgellm.multimodal.image_processor import PreparedImage
 

@@ -16,8 +16,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import numpy as np
 from PIL import Image, ImageOps
 
+from edgellm.engines.errors import ImageError
 from edgellm.kernels.errors import shown
-from edgellm.multimodal.errors import ImageError
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
 Channels = Literal["RGB", "BGR"]

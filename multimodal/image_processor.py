@@ -12,10 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.fields import is_integer
 from edgellm.engines.families.vision_config import VisionConfig
-from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
 

@@ -18,16 +18,14 @@ import numpy as np
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineVision
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.families.vision_config import position_table
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.config import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
-from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import MAXIMUM_PIXELS, DevicePatches
-from edgellm.multimodal.embedding_cache import EmbeddingCache, ImageEmbeddings
-from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 
@@ -215,3 +213,56 @@ def vision_memory(
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
     kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
     return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}
+
+
+@dataclass(frozen=True, eq=False)
+class ImageEmbeddings:
+    """What the language model takes of one image.
+
+    `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
+    first layers. `digest` names the content, `grid` are (frames, height, width) in patches.
+    """
+
+    rows: Array
+    deepstack: tuple[Array, ...]
+    digest: str
+    grid: tuple[int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(array.nbytes for array in (self.rows, *self.deepstack))
+
+
+class EmbeddingCache:
+    """Holds `capacity` bytes at most; what was used longest ago goes first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.nbytes = 0
+        self._entries: OrderedDict[str, ImageEmbeddings] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, digest: str) -> ImageEmbeddings | None:
+        """The embeddings of the image with that digest, which then count as just used."""
+        found = self._entries.get(digest)
+        if found is not None:
+            self._entries.move_to_end(digest)
+        return found
+
+    def put(self, embeddings: ImageEmbeddings) -> None:
+        """Keep embeddings, unless they alone are too large."""
+        if embeddings.nbytes > self.capacity or embeddings.digest in self._entries:
+            return
+        self._entries[embeddings.digest] = embeddings
+        self.nbytes += embeddings.nbytes
+        while self.nbytes > self.capacity:
+            _, oldest = self._entries.popitem(last=False)
+            self.nbytes -= oldest.nbytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self.nbytes = 0

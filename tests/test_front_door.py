@@ -15,10 +15,10 @@ import edgellm
 FOLDERS = ("engines", "kernels", "multimodal", "configs")
 #: Where the packages of one process come from.
 ORIGINS = """
-import edgellm, edgellm.engines.errors, edgellm.kernels.errors, edgellm.multimodal.errors
+import edgellm, edgellm.engines.errors, edgellm.kernels.errors, edgellm.engines.errors
 from importlib import resources
 print(edgellm.__file__, edgellm.engines.errors.__file__, edgellm.kernels.errors.__file__,
-      edgellm.multimodal.errors.__file__, resources.files("edgellm.configs") / "defaults.yaml", sep="\\n")
+      edgellm.engines.errors.__file__, resources.files("edgellm.configs") / "defaults.yaml", sep="\\n")
 """
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from edgellm.drafting.presets import SIZES, checked_drafting, drafting_config
+from edgellm.drafting.config import SIZES, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError

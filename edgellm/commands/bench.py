@@ -16,8 +16,6 @@ import typer
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
 from edgellm.commands.console import prepare_output, write_note
-from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.models import (
     backend_name,
     described_directory,
@@ -25,6 +23,7 @@ from edgellm.commands.models import (
     open_model_with,
     sampling_params,
 )
+from edgellm.commands.option_groups import DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 

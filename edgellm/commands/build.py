@@ -25,7 +25,7 @@ from edgellm.commands.options import one_engine_directory
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
-from edgellm.engines.building.report import BuildReport
+from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.directories.engine_directory import DTYPES
 
 MEBIBYTE = 1 << 20

@@ -23,8 +23,7 @@ from edgellm.commands.cache_prompts import (
 )
 from edgellm.commands.console import write_error, write_note
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.option_groups import with_option_groups
+from edgellm.commands.option_groups import DraftingOptions, with_option_groups
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.system_prompt import PromptRecord

@@ -15,7 +15,7 @@ import typer
 from edgellm.commands import options
 from edgellm.commands.descriptions import adapter_choice
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
-from edgellm.engines.directories.strict_yaml import parse_yaml
+from edgellm.engines.directories.strict_formats import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_path

@@ -13,8 +13,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command, turns_in_words
-from edgellm.commands.chat_completion import chat_completion
-from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, open_lines, read_message
+from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, chat_completion, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
     LogFormat,
@@ -28,13 +27,12 @@ from edgellm.commands.console import (
     write_note,
 )
 from edgellm.commands.descriptions import adapters_in_words
-from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.option_groups import LOGS, OUTPUT, with_option_groups
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
 from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt
+from edgellm.commands.option_groups import LOGS, OUTPUT, DraftingOptions, with_option_groups
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
-from edgellm.text.template_inputs import require_tools_shown
+from edgellm.text.messages import require_tools_shown
 
 if TYPE_CHECKING:
     from edgellm.generation import Generation
@@ -84,7 +82,7 @@ def observing(options: ObservingOptions) -> Iterator[Observer | None]:
         trace.save(path)  # what cannot be written is said now
         observers.append(trace)
     if options.nvtx:
-        from edgellm.observing.nvtx import NvtxRanges
+        from edgellm.observing.observer import NvtxRanges
 
         observers.append(NvtxRanges())
     try:

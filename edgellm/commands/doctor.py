@@ -15,10 +15,8 @@ import typer
 from edgellm.commands.descriptions import draft_in_words
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
-from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.presets import default_drafting
-from edgellm.engines.backends.gpu import find_gpu
-from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
+from edgellm.drafting.config import DraftingConfig, default_drafting
+from edgellm.engines.backends.platform import find_gpu, find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits

@@ -16,10 +16,9 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
-from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.option_groups import OUTPUT, PROMPT, with_option_groups
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params
+from edgellm.commands.option_groups import OUTPUT, PROMPT, DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:

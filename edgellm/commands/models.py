@@ -128,7 +128,7 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     """
     if settings.drafting.get("draft") is False:
         return None
-    from edgellm.drafting.presets import drafting_config
+    from edgellm.drafting.config import drafting_config
 
     directory = described_directory(settings)
     if directory.draft is None:
@@ -152,7 +152,7 @@ def described_directory(settings: Settings) -> EngineDirectory:
 
 def backend_name(settings: Settings) -> str:
     """The backend that the settings come to on this machine: "numpy" or "tensorrt"."""
-    from edgellm.engines.backends.gpu import find_gpu
+    from edgellm.engines.backends.platform import find_gpu
 
     if settings.backend != "auto":
         return settings.backend

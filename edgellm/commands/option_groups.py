@@ -1,4 +1,4 @@
-"""The help of commands in panels, one a subject: Typer's `rich_help_panel` says which, the terminal's width how wide.
+"""Options that several commands share, as groups, and their help in panels, one a subject, as wide as the terminal.
 
 Typer's own panels need Rich, which takes as long to import as all else that help needs, and at 80 columns it cuts the
 names of options.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Annotated, Any, ClassVar, get_type_hints
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from edgellm.commands.settings import Settings
+from edgellm.errors import RequestError
 
 #: Titles of the panels that several commands share.
 PROMPT, SAMPLING, DRAFTING, ADAPTERS, TEMPLATE, MODEL, LOGS, OUTPUT = (
@@ -138,3 +143,84 @@ def _options(group: type) -> list[inspect.Parameter]:
             )
         )
     return found
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    """What was given on the command line; None is an option that was not."""
+
+    PANEL: ClassVar[str] = DRAFTING
+
+    draft: Annotated[
+        bool | None,
+        typer.Option(
+            "--draft/--no-draft",
+            help="Draft with the model's EAGLE head, or decode without [default: where it has one].",
+            show_default=False,
+        ),
+    ] = None
+    draft_top_k: Annotated[
+        int | None, typer.Option("--draft-top-k", help="Width of a draft tree's levels; 1 is a chain.")
+    ] = None
+    draft_steps: Annotated[
+        int | None, typer.Option("--draft-steps", help="Levels of the draft: tokens of a chain.")
+    ] = None
+    verify_tree_size: Annotated[
+        int | None, typer.Option("--verify-tree-size", help="Nodes verified in a round, the root included.")
+    ] = None
+    choices: Annotated[
+        str | None,
+        typer.Option(
+            "--choices",
+            metavar="FILE",
+            help="Draft a static tree: a YAML or JSON list of paths, or the name mc_sim_7b_63 or eagle_25.",
+        ),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--acceptance",
+            metavar="exact|typical",
+            help="exact gives the tokens of decoding without a draft; typical is lossy: it accepts more, other text.",
+        ),
+    ] = None
+    posterior_threshold: Annotated[
+        float | None,
+        typer.Option("--posterior-threshold", help="Typical acceptance: accept from this probability on [0.09]."),
+    ] = None
+    posterior_alpha: Annotated[
+        float | None,
+        typer.Option("--posterior-alpha", help="Typical acceptance: factor of exp(-entropy) [root of the threshold]."),
+    ] = None
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            "--adaptive/--no-adaptive",
+            help="Let measured speed pick a smaller draft, or none, or always draft the same [default: pick].",
+            show_default=False,
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, under their names as settings."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def applied_to(self, settings: Settings) -> dict[str, Any]:
+        """The drafting settings with these options on top; a contradiction is a usage error that names an option."""
+        given = self.given()
+        if not given:
+            return settings.drafting
+        given.setdefault("draft", True)  # who says how to draft wants a draft
+        from edgellm.drafting.config import merged_drafting
+
+        try:
+            return merged_drafting(settings.drafting, given)
+        except RequestError as error:
+            raise typer.BadParameter(_with_option_names(str(error))) from error
+
+
+def _with_option_names(message: str) -> str:
+    """An error about settings, in the words of the command line."""
+    names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
+    message = message.replace("but draft is false", "and so is --no-draft")
+    return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)

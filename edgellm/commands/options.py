@@ -12,15 +12,14 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from edgellm.commands.descriptions import named_directories
-from edgellm.commands.drafting_options import DraftingOptions
-from edgellm.commands.option_groups import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE
+from edgellm.commands.option_groups import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE, DraftingOptions
 from edgellm.commands.settings import BACKENDS, Settings, load_settings
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import checked_value
-from edgellm.text.template_inputs import checked_tools, checked_variables
+from edgellm.text.messages import checked_tools, checked_variables
 
 
 def _sampling_option(field: str, *flags: str, **details: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
-from edgellm.engines.directories.strict_yaml import parse_yaml
+from edgellm.engines.directories.strict_formats import parse_yaml
 from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -132,7 +132,7 @@ def _checked_sampling(values: Any, origin: str) -> dict[str, Any]:
 def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _wrong(origin, "drafting", values, "keys and values")
-    from edgellm.drafting.presets import checked_drafting  # it takes longer to load than all else here
+    from edgellm.drafting.config import checked_drafting  # it takes longer to load than all else here
 
     try:
         return checked_drafting(values, folder)

@@ -19,9 +19,15 @@ from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
-from edgellm.text.messages import ImageReference, checked_messages, images_of_messages, images_of_prompt
+from edgellm.text.messages import (
+    ImageReference,
+    UnreadVariables,
+    checked_messages,
+    images_of_messages,
+    images_of_prompt,
+    require_tools_shown,
+)
 from edgellm.text.stop import OutputText
-from edgellm.text.template_inputs import UnreadVariables, require_tools_shown
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
 

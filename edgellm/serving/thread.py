@@ -16,8 +16,7 @@ from edgellm.errors import EngineError, RequestError, closed_error, shown
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import StopWhen
 from edgellm.serving.metrics import Metrics
-from edgellm.serving.queue import Call, RequestQueue
-from edgellm.serving.server import Engine, RequestServer, end_request
+from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
-from edgellm.text.messages import is_image, text_of_part
-from edgellm.text.template_inputs import checked_tools, checked_variables
+from edgellm.text.messages import checked_tools, checked_variables, is_image, text_of_part
 from edgellm.text.tokenizer import Tokenizer, check_encodable
 
 #: Two first questions that have no beginning in common.

@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engines.checkpoints.tokenizer_file import decoded_ids
+from edgellm.engines.directories.small_files import decoded_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

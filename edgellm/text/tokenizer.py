@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file, encoded, largest_id, read_tokenizer
+from edgellm.engines.directories.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.detokenizer import Detokenizer, TokenText

@@ -17,8 +17,7 @@ from edgellm.engines.backends.cuda_kernel_engine import (
     too_much_memory,
     unsupported_layers,
 )
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, draft_shared_bytes

@@ -19,9 +19,8 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.descriptions import ModelConfig, model_description, model_weights
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import Array

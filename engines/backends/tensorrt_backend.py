@@ -13,8 +13,8 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
-from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places

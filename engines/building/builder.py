@@ -29,8 +29,7 @@ from edgellm.engines.building.inputs import (
     read_inputs,
     read_vision_config,
 )
-from edgellm.engines.building.plans import build_plans, peak_memory
-from edgellm.engines.building.report import BuildReport, BuiltPlan
+from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
-from edgellm.engines.checkpoints.tokenizer_file import check_tokenizer_file
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.directories.plan_files import Platform, present_platform
+from edgellm.engines.directories.small_files import check_tokenizer_file
 from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import LARGEST_RANK

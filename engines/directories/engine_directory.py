@@ -9,8 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.foreign_models import foreign_model
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -32,9 +31,8 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits
 from edgellm.engines.model.descriptions import ModelConfig
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.user_paths import printable

@@ -11,9 +11,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import FEATURE_NORMS, GENERATIONS, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
-from edgellm.engines.model.draft_config import FEATURE_NORMS, GENERATIONS, DraftConfig
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
 
 #: Where the draft head lies in an engine directory.

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.gpu import current_compute_capability
-from edgellm.engines.backends.platform import find_tensorrt
+from edgellm.engines.backends.platform import current_compute_capability, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version

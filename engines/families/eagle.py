@@ -16,9 +16,8 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, refuse_sliding_window
 from edgellm.engines.families.fields import ConfigFields, is_integer, shown
 from edgellm.engines.families.other_drafts import other_draft
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
-from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
 
 __all__ = ["CONVENTION_KEY", "read_draft"]

@@ -20,8 +20,7 @@ from edgellm.engines.checkpoints.tensors import (
 )
 from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
-from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
-from edgellm.engines.lora.weights import adapted_projections
+from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig, adapted_projections
 from edgellm.engines.model.config import LARGEST_LORA_RANK, DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.numpy_kernels import first_not_finite

@@ -15,7 +15,7 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.checkpoints.tensors import STORAGE, convert, value_and_place
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.weights import SCALES, adapted_projections
+from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import Array

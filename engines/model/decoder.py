@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
-from edgellm.engines.lora.weights import SCALES, adapted_projections
+from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
 

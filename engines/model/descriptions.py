@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from edgellm.engines.families.vision_encoders import vision_description, vision_weights
-from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import DraftDescription, draft_weights
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.vision import VisionConfig

@@ -8,9 +8,8 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.decoder import LayerDescription, layer_weights, single_weight
-from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DRAFT_HEAD, DraftConfig
 from edgellm.engines.model.operations import Operations, Tensor
 
 Buffer = TypeVar("Buffer")

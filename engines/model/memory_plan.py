@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.engines.lora.weights import adapted_projections, adapter_bytes
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, WeightSpec
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.lora.config import adapted_projections, adapter_bytes
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.kernels.arrays import ITEM_SIZES
 

@@ -18,14 +18,12 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape, key_range_for
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
-from edgellm.engines.runners.loaded_engines import LoadedEngines
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues

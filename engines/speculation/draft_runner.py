@@ -16,13 +16,12 @@ import numpy as np
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineLimits, EngineShape, key_range_for
-from edgellm.engines.model.draft_config import DRAFT_EMBEDDING, DraftConfig
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineLimits, EngineShape, key_range_for
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
 from edgellm.engines.model.memory_plan import kv_cache_shape
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
-from edgellm.engines.runners.loaded_engines import LoadedEngines
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import SlotRows
 from edgellm.engines.speculation.draft_plan import DraftPlan

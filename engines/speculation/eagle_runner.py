@@ -18,11 +18,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, key_range_for
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, key_range_for
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import CapturedSteps, Stages
-from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.loaded_engines import LoadedEngines
+from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.tree import Candidates, PendingEntries, VerifiedTree, VerifiedTrees

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.commands.chat_completion import FILE, ChatCompletion
+from edgellm.commands.chat_input import FILE, ChatCompletion
 
 COMPLETION = ChatCompletion(
     {

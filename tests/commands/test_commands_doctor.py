@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgellm.engines.backends.gpu import find_gpu
+from edgellm.engines.backends.platform import find_gpu
 from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.model.config import EngineLimits
 

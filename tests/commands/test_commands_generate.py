@@ -30,14 +30,14 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 # Runs the command, which is interrupted when the first part of its answer is there.
 INTERRUPTED_AT_FIRST = """
 import os, runpy, signal
-from edgellm.generation import Answering
+from edgellm.generation import RequestState
 signal.signal(signal.SIGINT, signal.default_int_handler)
-deliver = Answering.deliver
-def deliver_first(answering, chunk):
-    Answering.deliver = deliver
-    deliver(answering, chunk)
+deliver = RequestState.deliver
+def deliver_first(state, chunk):
+    RequestState.deliver = deliver
+    deliver(state, chunk)
     os.kill(os.getpid(), signal.SIGINT)
-Answering.deliver = deliver_first
+RequestState.deliver = deliver_first
 runpy.run_module("edgellm", run_name="__main__", alter_sys=True)
 """
 
@@ -306,7 +306,7 @@ def test_top_level_knows_its_commands(edgellm):
     ("asked", "modules"),
     [
         ("create_app()", {"app", "console"}),
-        ("load_command('generate')", {"app", "console", "generate", "opening", "pictures"}),
+        ("load_command('generate')", {"app", "console", "generate", "images", "models"}),
     ],
 )
 def test_only_the_command_asked_for_is_imported(asked, modules):
@@ -316,7 +316,7 @@ def test_only_the_command_asked_for_is_imported(asked, modules):
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     loaded = {name.rpartition(".")[2] for name in eval(out)}
-    assert loaded == modules | {"drafting_options", "help_panels", "options", "settings", "words"}
+    assert loaded == modules | {"option_groups", "options", "settings", "descriptions"}
 
 
 PIPES = {

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.presets import (
+from edgellm.drafting.config import (
     SIZES,
+    DraftingConfig,
     checked_drafting,
     default_drafting,
     drafting_config,

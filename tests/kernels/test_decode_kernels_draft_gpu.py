@@ -19,8 +19,7 @@ from decode_models import (
     to_bits,
 )
 
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.config import DraftConfig, EngineShape
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,7 @@ from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine, CudaVerifyPasses, decoder_engine_kind
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.kernels import decode_attention, decode_kernels, tiled_decode_kernels
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode_kernels import CudaDecodeKernels

@@ -13,9 +13,9 @@ from synthetic_images import synthetic_image
 from vision_configs import llava_vision, qwen_vision
 
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.errors import ImageError
 from edgellm.multimodal import device_patches
 from edgellm.multimodal.device_patches import DevicePatches
-from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}

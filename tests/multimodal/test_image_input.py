@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from synthetic_images import synthetic_image
 
-from edgellm.engines.errors import EdgeLLMError
-from edgellm.multimodal.errors import ImageError
+from edgellm.engines.errors import EdgeLLMError, ImageError
 from edgellm.multimodal.image_input import ImageLimits, read_image
 
 PIXELS = synthetic_image(24, 40)

@@ -15,9 +15,8 @@ from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
 from vision_configs import llava_vision, qwen_vision
 
-from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.errors import CheckpointError, ImageError, UnsupportedModelError
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.multimodal.errors import ImageError
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"

@@ -16,8 +16,8 @@ from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.errors import TemplateError
+from edgellm.text.messages import checked_tools, checked_variables
 from edgellm.text.template import ChatTemplate
-from edgellm.text.template_inputs import checked_tools, checked_variables
 
 pytestmark = pytest.mark.usefixtures("private_files")
 

@@ -18,7 +18,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import feature_layers, read_draft
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.other_drafts import other_draft
-from edgellm.engines.model.draft_config import DraftConfig
+from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"

@@ -22,7 +22,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.weights import SCALES, adapted_projections, adapter_bytes
+from edgellm.engines.lora.config import SCALES, adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
 

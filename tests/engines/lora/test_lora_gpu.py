@@ -17,8 +17,8 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter, LoraPair
+from edgellm.engines.lora.config import adapted_projections
 from edgellm.engines.lora.slots import AdapterSlots
-from edgellm.engines.lora.weights import adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.runners.base_runner import BaseEngineRunner

@@ -17,9 +17,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.config import DRAFT_EMBEDDING, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
-from edgellm.engines.model.draft_config import DRAFT_EMBEDDING
 from edgellm.engines.model.draft_decoder import (
     DraftDescription,
     draft_engine_weights,

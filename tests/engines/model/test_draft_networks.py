@@ -18,10 +18,9 @@ from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.descriptions import ModelConfig, model_description
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
