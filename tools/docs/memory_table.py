@@ -20,9 +20,8 @@ from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.draft_config import DraftConfig
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.multimodal.vision_runner import vision_memory
 
