@@ -1,0 +1,296 @@
+"""What README and the pages say is tried: Python examples run, commands parse, links lead somewhere, messages are the
+code's own."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+
+import edgellm
+from edgellm.commands.app import create_app
+from edgellm.commands.chat_commands import COMMANDS
+from tools.docs.memory_table import TAKEN_BY_THE_SYSTEM, table
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "pages"
+TEXTS = [ROOT / "README.md", *sorted(PAGES.rglob("*.md"))]
+#: Pages that tell of files as they were at some commit.
+OF_THE_PAST = {PAGES / "tried.md"}
+PRODUCT = ("edgellm", "engines", "kernels", "multimodal")
+_FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_FIGURE = re.compile(r"-?\d+\.\d+(e-?\d+)?")
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
+_PATH = re.compile(r"`((?:\.ci|configs|docs|edgellm|engines|kernels|multimodal|tests|tools)/[\w./-]+)`")
+
+
+def name_of(text: Path) -> str:
+    """A text as the tests call it."""
+    return str(text.relative_to(ROOT))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its content, and where the next one begins if nothing but space is between."""
+
+    language: str
+    content: str
+    line: int
+    shown_output: str | None
+
+
+def blocks(text: Path) -> list[Block]:
+    """The fenced blocks of a text; a `text` block right behind a `python` block is what that one prints."""
+    content = text.read_text(encoding="utf-8")
+    found = list(_FENCE.finditer(content))
+    made = []
+    for index, match in enumerate(found):
+        following = found[index + 1] if index + 1 < len(found) else None
+        output = None
+        if following is not None and following[1] == "text" and not content[match.end() : following.start()].strip():
+            output = following[2]
+        made.append(Block(match[1], match[2], content.count("\n", 0, match.start()) + 1, output))
+    return made
+
+
+class Camera:
+    """Stands for the camera of an example: frames [height, width, 3] uint8 in OpenCV's order."""
+
+    def read(self) -> np.ndarray:
+        with Image.open(edgellm_shipped() / "scenes" / "toys.png") as scene:
+            return np.asarray(scene.convert("RGB"))[:, :, ::-1]
+
+
+def edgellm_shipped() -> Path:
+    """The engine directory that ships with the package."""
+    return ROOT / "edgellm" / "shipped"
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the examples name, where they run."""
+    (tmp_path / "my-engine-directory").symlink_to(edgellm_shipped())
+    (tmp_path / "system_prompt.txt").write_text("You are Pip, a small tabletop robot.\n", encoding="utf-8")
+    (tmp_path / "toys.png").symlink_to(edgellm_shipped() / "scenes" / "toys.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "```python" in text.read_text("utf-8")], ids=name_of)
+def test_python_examples_run(text: Path, workplace: Path) -> None:
+    """The examples of one text run one after another, as a reader would type them; what they print is what is shown."""
+    names: dict[str, Any] = {"__name__": "__main__", "camera": Camera()}
+    try:
+        for block in blocks(text):
+            if block.language != "python":
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                # Tracebacks name the line in the text.
+                exec(compile("\n" * block.line + block.content, str(text), "exec"), names)
+            if block.shown_output is not None:
+                assert without_figures(printed.getvalue()) == without_figures(block.shown_output)
+    finally:
+        for value in list(names.values()):
+            if isinstance(value, edgellm.LLM):
+                value.close()
+
+
+def without_figures(text: str) -> list[str]:
+    """The lines of a text without numbers that depend on time and machine: those with a decimal point."""
+    return [_FIGURE.sub("#", line).rstrip() for line in text.strip().splitlines()]
+
+
+def command_lines(text: Path) -> Iterator[tuple[int, list[str]]]:
+    """The commands in `sh` blocks and behind `$` in `text` blocks: line and words, one for each part of a pipe."""
+    for block in blocks(text):
+        joined = block.content.replace("\\\n", " ")
+        for offset, line in enumerate(joined.splitlines()):
+            if block.language == "text" and not line.startswith("$ "):
+                continue
+            if block.language not in ("sh", "text"):
+                continue
+            lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars=True)
+            lexer.whitespace_split, lexer.commenters = True, "#"
+            words: list[str] = []
+            for word in [*lexer, "|"]:
+                if word in ("|", "&&", ";", "||"):
+                    if words:
+                        yield block.line + 1 + offset, words
+                    words = []
+                else:
+                    words.append(word)
+
+
+@cache
+def application() -> Any:
+    return typer.main.get_command(create_app())
+
+
+def parse(words: list[str]) -> None:
+    """Parse `edgellm WORDS` as the program does; raises a usage error for what it does not know."""
+    for redirection in ("<", ">", "2>"):
+        if redirection in words:
+            words = words[: words.index(redirection)]
+    command, path = application(), ["edgellm"]
+    while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
+        context = command.context_class(command, info_name=path[-1])
+        name, command, words = command.resolve_command(context, words)
+        path.append(name)
+    if {"--help", "-h", "--version"} & set(words) or hasattr(command, "resolve_command"):
+        return
+    command.make_context(" ".join(path), list(words))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=name_of)
+def test_commands_exist(text: Path) -> None:
+    for line, words in command_lines(text):
+        try:
+            if words[0] == "edgellm":
+                parse(words[1:])
+            elif words[0].startswith("python") and len(words) > 1:
+                check_script(words[1:])
+        except Exception as error:
+            pytest.fail(f"{name_of(text)}, line {line}: {shlex.join(words)}: {type(error).__name__}: {error}")
+
+
+def check_script(words: list[str]) -> None:
+    """A tool of the checkout that is started is there and knows the options."""
+    if words[:1] == ["-m"]:
+        script = ROOT / (words[1].replace(".", "/") + ".py") if words[1].startswith("tools.") else None
+        options = words[2:]
+    else:
+        script, options = (ROOT / words[0] if words[0].startswith("tools/") else None), words[1:]
+    if script is None:
+        return
+    source = script.read_text(encoding="utf-8")
+    for option in options:
+        if option.startswith("--"):
+            assert f'"{option.partition("=")[0]}"' in source, f"no option {option}"
+
+
+def anchors(text: Path) -> set[str]:
+    """The anchors of a page's headings, as MkDocs makes them."""
+    content = _FENCE.sub("", text.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#{1,6} +(.+?)\s*#*$", content, re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    named = re.findall(r"^::: ([\w.]+)$", content, re.MULTILINE)
+    return slugs | set(named)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=name_of)
+def test_links_lead_somewhere(text: Path) -> None:
+    content = _FENCE.sub("", text.read_text(encoding="utf-8"))
+    wrong = []
+    for match in _LINK.finditer(content):
+        link = match[1] or match[2] or match[3]
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (text.parent / path).resolve() if path else text
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text not in OF_THE_PAST], ids=name_of)
+def test_files_that_are_named_are_there(text: Path) -> None:
+    content = _FENCE.sub("", text.read_text(encoding="utf-8"))
+    assert [path for path in _PATH.findall(content) if not (ROOT / path).exists()] == []
+
+
+def test_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 160
+    beginning = "\n".join(lines[:25])
+    assert 'pip install . && edgellm generate "Where is the red cup?"' in beginning
+    assert "pip install -e '.[test]' && python -m pytest -n auto" in beginning
+
+
+def test_every_public_name_has_its_reference() -> None:
+    shown = re.findall(r"^::: edgellm\.(\w+)$", (PAGES / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(edgellm.__all__)
+
+
+def test_every_command_has_its_line() -> None:
+    page = (PAGES / "quickstart.md").read_text(encoding="utf-8")
+    assert [name for name in application().commands if f"`edgellm {name}" not in page] == []
+
+
+def test_the_table_of_memory_is_that_of_the_memory_plan() -> None:
+    page = (PAGES / "supported.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in page
+    assert f"{TAKEN_BY_THE_SYSTEM} GiB" in page
+
+
+@pytest.mark.parametrize("name", ["architecture", "formats", "add_a_family", "add_a_kernel"])
+def test_names_of_the_code_are_the_code_s(name: str) -> None:
+    """Names in code style, and classes in the diagram, occur in the sources."""
+    content = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*)(?:\([^`]*\))?`", _FENCE.sub("", content)))
+    named |= {
+        word for block in blocks(PAGES / f"{name}.md") for word in re.findall(r"\b[A-Z]\w+[a-z][A-Z]\w+", block.content)
+    }
+    words = {word for each in named for word in each.split(".")}
+    assert len(words) > 10
+    assert sorted(words - words_of_the_code()) == []
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    """Every word of the sources, and of their files' names."""
+    files = [path for folder in (*PRODUCT, "tools", "tests", "configs") for path in (ROOT / folder).rglob("*.*")]
+    found = {path.stem for path in ROOT.iterdir()}
+    for path in files:
+        found |= set(re.findall(r"\w+", path.name))
+        if path.suffix in (".py", ".cu", ".cuh", ".yaml") and path != Path(__file__):
+            found |= set(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
+    return found
+
+
+@cache
+def strings_of_the_code() -> str:
+    """Every string of the product, one a line, with `…` for each value that is put in."""
+    found: list[str] = []
+    for path in sorted(file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def test_messages_on_the_page_of_errors_are_the_code_s() -> None:
+    """A message stands in the first cell of a row; `…` there is whatever was put in."""
+    content = (PAGES / "errors.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", content, re.MULTILINE)
+    assert len(messages) > 30
+    code = strings_of_the_code()
+    absent = [m for m in messages if not re.search("[^\n]*".join(map(re.escape, m.split("…"))), code)]
+    assert absent == []
+
+
+def test_every_slash_command_has_its_line() -> None:
+    page = (PAGES / "guides" / "chat.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"`/{name}" not in page] == []
+
+
+def test_the_modules_that_the_changelog_moves_to_are_there() -> None:
+    moved = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Moved")[2]
+    modules = re.findall(r"^- `([\w.]+)`:", moved, re.MULTILINE)
+    assert len(modules) > 50
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []

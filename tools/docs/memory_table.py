@@ -1,0 +1,158 @@
+"""Prints which model fits which Jetson, from the runtime's own memory plan: the table of docs/pages/supported.md.
+
+python tools/docs/memory_table.py
+
+Nothing is loaded or run: dimensions are those of the published checkpoints, memory is what `plan_memory` says before a
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
+
+from edgellm.engines.building.checks import choose_limits
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.vision_config import read_vision_config
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.multimodal.vision_runner import vision_memory
+
+GIBIBYTE = 1 << 30
+#: Memory of the modules in GiB. The CPU and the GPU of a Jetson share it.
+BOARDS = {
+    "Orin Nano 8 GB": 8,
+    "Orin NX 8 GB": 8,
+    "Orin NX 16 GB": 16,
+    "AGX Orin 32 GB": 32,
+    "AGX Orin 64 GB": 64,
+    "Thor 128 GB": 128,
+}
+#: An assumption, not a measurement: what firmware, Linux without a desktop, CUDA, Python, TensorRT's code and the
+#: engines' scratch take of a board's memory, in GiB. Scratch was 66 to 73 MiB of it on an H200.
+TAKEN_BY_THE_SYSTEM = 3
+DTYPE, CONTEXT = "float16", 4096
+#: As in published EAGLE-3 heads of Llama 3.1 8B.
+DRAFT_VOCABULARY = 32000
+
+#: hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary, whether the head is the embedding.
+_Dimensions = tuple[int, int, int, int, int, int, int, bool]
+_DENSE: dict[str, tuple[str, _Dimensions]] = {
+    "Llama-3.2-1B": ("LlamaForCausalLM", (2048, 8192, 16, 32, 8, 64, 128256, True)),
+    "Llama-3.2-3B": ("LlamaForCausalLM", (3072, 8192, 28, 24, 8, 128, 128256, True)),
+    "Llama-3.1-8B": ("LlamaForCausalLM", (4096, 14336, 32, 32, 8, 128, 128256, False)),
+    "Qwen2.5-0.5B": ("Qwen2ForCausalLM", (896, 4864, 24, 14, 2, 64, 151936, True)),
+    "Qwen2.5-1.5B": ("Qwen2ForCausalLM", (1536, 8960, 28, 12, 2, 128, 151936, True)),
+    "Qwen2.5-3B": ("Qwen2ForCausalLM", (2048, 11008, 36, 16, 2, 128, 151936, True)),
+    "Qwen2.5-7B": ("Qwen2ForCausalLM", (3584, 18944, 28, 28, 4, 128, 152064, False)),
+    "Qwen3-0.6B": ("Qwen3ForCausalLM", (1024, 3072, 28, 16, 8, 128, 151936, True)),
+    "Qwen3-1.7B": ("Qwen3ForCausalLM", (2048, 6144, 28, 16, 8, 128, 151936, True)),
+    "Qwen3-4B": ("Qwen3ForCausalLM", (2560, 9728, 36, 32, 8, 128, 151936, True)),
+    "Qwen3-8B": ("Qwen3ForCausalLM", (4096, 12288, 36, 32, 8, 128, 151936, False)),
+}
+_MULTIMODAL: dict[str, _Dimensions] = {
+    "Qwen2.5-VL-3B": (2048, 11008, 36, 16, 2, 128, 151936, True),
+    "Qwen2.5-VL-7B": (3584, 18944, 28, 28, 4, 128, 152064, False),
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a model takes, without and with an EAGLE-3 head."""
+
+    plain: int
+    drafted: int
+
+
+def needs() -> dict[str, Need]:
+    """What each model takes, by its name."""
+    dense = {name: _need(_text_config(architecture, sizes)) for name, (architecture, sizes) in _DENSE.items()}
+    return dense | {name: _need(_multimodal_config(sizes)) for name, sizes in _MULTIMODAL.items()}
+
+
+def table() -> list[str]:
+    """The table in Markdown, a line each."""
+    head = ["Model", "without a draft", "with a draft", *BOARDS]
+    lines = [_row(head), _row(["---"] * len(head))]
+    for name, need in needs().items():
+        sizes = [f"{size / GIBIBYTE:.1f} GiB" for size in (need.plain, need.drafted)]
+        lines.append(_row([name, *sizes, *(_fit(need, memory) for memory in BOARDS.values())]))
+    return lines
+
+
+def _fit(need: Need, memory: int) -> str:
+    room = (memory - TAKEN_BY_THE_SYSTEM) * GIBIBYTE
+    if need.drafted <= room:
+        return "yes"
+    return "without a draft" if need.plain <= room else "no"
+
+
+def _need(published: Mapping[str, Any]) -> Need:
+    config, vision = decoder_config(dict(published)), read_vision_config(published)
+    sizes = []
+    for has_draft in (False, True):
+        limits = choose_limits(config, has_draft=has_draft, vision=vision, kv_capacity=CONTEXT)
+        beside = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
+        draft = _draft(config) if has_draft else None
+        sizes.append(plan_memory(config, limits, decoder_weights(config), DTYPE, draft=draft, beside=beside).total)
+    return Need(*sizes)
+
+
+def _draft(base: DecoderConfig) -> DraftConfig:
+    """An EAGLE-3 head whose layer has the base's shapes, with a head of its own and the base's embedding."""
+    layers = base.num_layers
+    return DraftConfig(
+        generation="3",
+        decoder=replace(base, num_layers=1, tie_word_embeddings=False, deepstack_layers=0),
+        draft_vocab_size=DRAFT_VOCABULARY,
+        has_mapping=True,
+        feature_layers=(2, layers // 2, layers - 3),
+        feature_norm="none",
+        layer_prefix="midlayer.",
+        has_embedding=False,
+        has_head=True,
+        base_embedding="model.embed_tokens.weight",
+        base_head="lm_head.weight",
+        fc_bias=False,
+        norm_before_residual=False,
+        feed_back_normed=False,
+    )
+
+
+def _sizes(dimensions: _Dimensions) -> dict[str, Any]:
+    hidden, inner, layers, heads, kv_heads, head_dim, vocabulary, tied = dimensions
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _text_config(architecture: str, dimensions: _Dimensions) -> dict[str, Any]:
+    family = {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
+    return LLAMA_3_2_1B | family | {"rope_scaling": None} | _sizes(dimensions)
+
+
+def _multimodal_config(dimensions: _Dimensions) -> dict[str, Any]:
+    vision = QWEN_2_5_VL_3B["vision_config"] | {"out_hidden_size": dimensions[0]}
+    return QWEN_2_5_VL_3B | _sizes(dimensions) | {"vision_config": vision}
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
