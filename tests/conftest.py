@@ -68,6 +68,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Folders and files whose tests take a minute in all: those marked `fast`, for the edit loop.
+FAST = (
+    "kernels",
+    "engines/backends",
+    "engines/checkpoints",
+    "engines/directories",
+    "engines/families",
+    "engines/model",
+    "engines/runners",
+    "drafting",
+    "text",
+    "test_import_rule.py",
+    "test_llm.py",
+    "test_sampling_params.py",
+)
+#: Of these the files that take longer.
+NOT_FAST = (
+    "engines/model/test_draft_networks.py",
+    "kernels/test_acceptance_lossless.py",
+    "kernels/test_kernels_compiler.py",
+    "text/test_text_template_attacks.py",
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what is fast."""
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.fast)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where they cannot run, with the reason."""
