@@ -85,6 +85,9 @@ FAST = (
 )
 #: Of these the files that take longer.
 NOT_FAST = (
+    "drafting/test_drafting_controller.py",
+    "engines/backends/test_tensorrt_operations.py",
+    "engines/families/test_families_images.py",
     "engines/model/test_draft_networks.py",
     "kernels/test_acceptance_lossless.py",
     "kernels/test_kernels_compiler.py",
