@@ -242,8 +242,7 @@ def with_cached_prompt(
     """
     tools, given = checked_template_inputs(tools, template_variables)
     variables = given or {}
-    if not settings.system_cache:
-        return replace(settings, system_cache=None), tools, variables
+    assert settings.system_cache
     found = find_snapshot(settings.system_cache, chosen_folder(None))
     record, name = found.opened().prompt, settings.system_cache
     settings = replace(settings, system_cache=str(found.path.absolute()))

@@ -28,7 +28,7 @@ from edgellm.commands.console import (
 )
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
-from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt
+from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt, with_cached_prompt
 from edgellm.commands.option_groups import LOGS, OUTPUT, DraftingOptions, with_option_groups
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import user_path
@@ -141,8 +141,6 @@ def chat(
         adapters=adapters,
         system_cache=system_cache,
     )
-    from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
-
     settings, tools, variables = with_cached_prompt(
         settings, bool(system_cache) and not prompting.has_system_prompt, *options.template_inputs(tooling)
     )

@@ -17,7 +17,7 @@ import typer
 from edgellm.commands import options
 from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
-from edgellm.commands.models import open_model, sampling_params
+from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.option_groups import OUTPUT, PROMPT, DraftingOptions, with_option_groups
 from edgellm.errors import RequestError
 
@@ -86,8 +86,6 @@ def generate(
         adapters=adapters,
         system_cache=system_cache,
     )
-    from edgellm.commands.cache_prompts import with_cached_prompt  # what a wrong option needs not load
-
     settings, tools, variables = with_cached_prompt(
         settings, bool(system_cache) and not prompting.has_system_prompt, *given
     )

@@ -96,6 +96,17 @@ def _tell_of_another(cached: CachedPrompt, ids: Sequence[int]) -> None:
         )
 
 
+def with_cached_prompt(
+    settings: Settings, before_settings_file: bool, tools: Tools | None, template_variables: Mapping[str, Any]
+) -> tuple[Settings, Tools | None, Mapping[str, Any]]:
+    """See `edgellm.commands.cache_prompts.with_cached_prompt`, which is loaded where the settings name a snapshot."""
+    if not settings.system_cache:
+        return replace(settings, system_cache=None), tools, template_variables
+    from edgellm.commands import cache_prompts
+
+    return cache_prompts.with_cached_prompt(settings, before_settings_file, tools, template_variables)
+
+
 def open_model_with(
     settings: Settings, drafting: DraftingConfig | None, adapters: Mapping[str, Path] | None = None
 ) -> LLM:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.platform import current_compute_capability, find_tensorrt
-from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.small_files import read_file
@@ -271,6 +270,8 @@ def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attentio
     These are the operations that the model's description calls, with their arguments, the compute dtype, the attention
     setting and the version of the code that emits layers for the operations.
     """
+    from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION  # where plans are of use
+
     trace = _trace_class()(f"{NETWORK_VERSION} {dtype} {attention}")
     model_description(trace, config, shape).describe()
     return trace.digest.hexdigest()

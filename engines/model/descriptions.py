@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from edgellm.engines.families.vision_encoders import vision_description, vision_weights
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
 from edgellm.engines.model.draft_decoder import DraftDescription, draft_weights
@@ -32,6 +31,8 @@ def model_description(operations: Operations[Tensor], config: ModelConfig, shape
         return DraftDescription(operations, config, shape)
     if isinstance(config, DecoderConfig):
         return DecoderDescription(operations, config, shape)
+    from edgellm.engines.families.vision_encoders import vision_description  # text needs none
+
     return vision_description(operations, config, shape)
 
 
@@ -39,4 +40,8 @@ def model_weights(config: ModelConfig) -> list[WeightSpec]:
     """The weights that a model's checkpoint fills."""
     if isinstance(config, DraftConfig):
         return draft_weights(config)
-    return decoder_weights(config) if isinstance(config, DecoderConfig) else vision_weights(config)
+    if isinstance(config, DecoderConfig):
+        return decoder_weights(config)
+    from edgellm.engines.families.vision_encoders import vision_weights  # text needs none
+
+    return vision_weights(config)
