@@ -1,4 +1,4 @@
-"""`Request`: what is asked of a model."""
+"""`Request` and `Response`, and checks of the arguments that the public classes take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.text.stop import FinishReason
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
-#: Told the text of an answer so far; true ends it there.
+#: Gets the text of an answer so far; true ends the answer there.
 StopWhen = Callable[[str], bool]
 #: What 32 bits hold, in which kernels take token ids.
 _IDS = 2**31
@@ -191,6 +191,18 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
+
+    They are of the model's own distribution: temperature, penalties and filters are not in them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character.
 
@@ -232,18 +244,6 @@ class Response:
         """Whether there is an answer, which a conversation goes on with: not where it was ended before its first
         word."""
         return bool(self.text) or self.finish_reason not in ("cancelled", "deadline")
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
-
-    They are of the model's own distribution: temperature, penalties and filters are not in them.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

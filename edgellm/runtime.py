@@ -267,14 +267,14 @@ class SpecDecodeRuntime:
         callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
         asked = [self._asked(each) for each in requests]
         with self._exclusive():
-            queue, told = RequestQueue(max(1, len(asked))), []
+            queue, readers = RequestQueue(max(1, len(asked))), []
             for each, callback in zip(asked, callbacks, strict=True):
                 if isinstance(each, RequestState):
                     queue.put(each)
                     self.metrics.accepted()
                     if callback is not None or each.may_stop:
-                        told.append((each, callback or unheard))
-            RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(told))
+                        readers.append((each, callback or unheard))
+            RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(readers))
         results = [each if isinstance(each, Exception) else each.outcome() for each in asked]
         if not isinstance(request, Request):
             return results

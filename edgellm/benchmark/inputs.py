@@ -1,4 +1,4 @@
-"""The drafting configurations that a benchmark compares, as they are written on the command line."""
+"""What a benchmark is given: drafting configurations, as they are written on the command line, and prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from edgellm.drafting.config import SIZES, checked_drafting, drafting_config
+from edgellm.drafting.config import SIZES, DraftingConfig, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
@@ -18,7 +18,6 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 
 if TYPE_CHECKING:
-    from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.model.config import EngineLimits
 
 

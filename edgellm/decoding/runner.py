@@ -1,4 +1,4 @@
-"""What the decoding loop needs of the engines: `engines.eagle_runner.EagleRunner`, or a base model as `PlainRunner`."""
+"""What the decoding loop needs of the engines: `EagleRunner`, or a base model without a draft as `PlainRunner`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepTokens(Protocol):
 
 
 class Runner(Protocol):
-    """What the loop needs: `engines.eagle_runner.EagleRunner`, or `PlainRunner`."""
+    """What the loop needs: `edgellm.engines.speculation.eagle_runner.EagleRunner`, or `PlainRunner`."""
 
     base: BaseEngineRunner
     backend: Backend

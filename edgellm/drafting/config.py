@@ -1,4 +1,4 @@
-"""Drafting: what a request for it looks like, and who picks the plan of each round."""
+"""How to draft: `DraftingConfig`, the presets and settings it is made of, and the interface that picks plans."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ _LONGEST_LABEL = 40
 LARGEST_RECORD, _DEEPEST, _MOST_VALUES = 4 << 20, 64, 100_000
 _LARGEST_NUMBER = 1 << 63
 _DIGEST_DIGITS = frozenset("0123456789abcdef")
-#: What templates get under these names is not for variables to say.
 #: Text, or the parts of a message, images among them.
 SystemPrompt = str | Sequence[dict[str, Any]]
 #: Descriptions of functions that the model may call, as chat templates take them.

@@ -51,7 +51,7 @@ class LazyVisionEncoder:
         return self._opened().expand(prompt_ids, images)
 
     def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
-        """See `VisionEncoder.look`."""
+        """See `VisionEncoder.encode`."""
         return self._opened().encode(prompt_ids, images)
 
     def close(self) -> None:

@@ -78,9 +78,9 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     """The vision encoder that a checkpoint's `config.json` describes; None for a text-only model.
 
     `dtype` ("float16", "bfloat16" or "float32") is what the tensors have, used where the file does not say. The
-    prefixes of tensor names are those of the newest layout; `vision_checkpoint.read_vision` sets them as a checkpoint
-    has them. Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields that are
-    missing, of a wrong type or inconsistent; either lists all problems.
+    prefixes of tensor names are those of the newest layout; `read_vision` sets them as a checkpoint has them. Raises
+    UnsupportedModelError for a feature that is not implemented, CheckpointError for fields that are missing, of a wrong
+    type or inconsistent; either lists all problems.
     """
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
