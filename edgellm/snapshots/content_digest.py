@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.checkpoints.tensors import STORAGE
-from edgellm.engines.directories.digests import usable_cores
 from edgellm.kernels.numpy_kernels import first_not_finite
 
 DIGEST_BYTES = 32

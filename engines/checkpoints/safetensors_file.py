@@ -1,4 +1,4 @@
-"""Safetensors files, memory-mapped and read without trust.
+"""Safetensors files: memory-mapped and read without trust, and written from pickled weights.
 
 The format (https://github.com/huggingface/safetensors): the header's length in bytes as 8 bytes, little-endian; the
 header, a JSON object that gives each tensor's dtype, shape and place; then the tensors' bytes, without holes.

@@ -2,7 +2,7 @@
 
 State lives in device arrays that kernels advance, so a decode step is one captured launch: embedding lookup, positions
 and mask, the engine, selection of the token, advance. The host only reads the tokens, from memory that it sees.
-Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
+Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
 """
 
 from __future__ import annotations
