@@ -100,11 +100,11 @@ class Request:
         return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)
 
 
-def request_of(asked: str | Sequence[int] | Messages, **more: Any) -> Request:
+def request_of(prompt: str | Sequence[int] | Messages, **more: Any) -> Request:
     """The request for a prompt, or for a conversation: a list of dictionaries; `more` are further fields of it."""
-    if isinstance(asked, (list, tuple)) and asked and isinstance(asked[0], Mapping):
-        return Request(messages=asked, **more)
-    return Request(prompt=asked, **more)  # type: ignore[arg-type]
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+        return Request(messages=prompt, **more)
+    return Request(prompt=prompt, **more)  # type: ignore[arg-type]
 
 
 def require_request(value: Any) -> None:

@@ -110,11 +110,11 @@ class SpecDecodeRuntime:
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
         try:
-            asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             if self._multimodal_directory is not None:
                 self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
-            beside = None if self._vision is None else self._vision.memory
-            self._runner = open_runner(opened, self.directory, asked, loras, progress, beside)
+            vision_memory = None if self._vision is None else self._vision.memory
+            self._runner = open_runner(opened, self.directory, chosen, loras, progress, vision_memory)
         except BaseException:
             if self._vision is not None:
                 self._vision.close()
@@ -126,8 +126,8 @@ class SpecDecodeRuntime:
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
-            if asked is not None:
-                self.use_drafting(asked)
+            if chosen is not None:
+                self.use_drafting(chosen)
             for path in snapshots:
                 self.load_snapshot(path)
         except BaseException:
@@ -265,17 +265,17 @@ class SpecDecodeRuntime:
         """
         requests = [request] if isinstance(request, Request) else request_list(request)
         callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
-        asked = [self._asked(each) for each in requests]
+        states = [self._state_of(each) for each in requests]
         with self._exclusive():
-            queue, readers = RequestQueue(max(1, len(asked))), []
-            for each, callback in zip(asked, callbacks, strict=True):
+            queue, readers = RequestQueue(max(1, len(states))), []
+            for each, callback in zip(states, callbacks, strict=True):
                 if isinstance(each, RequestState):
                     queue.put(each)
                     self.metrics.accepted()
                     if callback is not None or each.may_stop:
                         readers.append((each, callback or unheard))
             RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(readers))
-        results = [each if isinstance(each, Exception) else each.outcome() for each in asked]
+        results = [each if isinstance(each, Exception) else each.outcome() for each in states]
         if not isinstance(request, Request):
             return results
         if isinstance(results[0], Exception):
@@ -417,7 +417,8 @@ class SpecDecodeRuntime:
             raise closed_error()
         return self._snapshots
 
-    def _asked(self, request: Request) -> RequestState | EdgeLLMError:
+    def _state_of(self, request: Request) -> RequestState | EdgeLLMError:
+        """The state of a request, to be queued; or why it is refused, which the metrics count."""
         try:
             with self.metrics.counting_refusals():
                 return RequestState(self.prepare(request), request.deadline, stop_when=request.stop_when)

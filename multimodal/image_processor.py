@@ -1,4 +1,4 @@
-"""Images as a vision encoder takes them, preprocessed as the published processors do it."""
+"""Images as a vision encoder takes them, preprocessed as published processors do it, and their tokens in prompts."""
 
 from __future__ import annotations
 

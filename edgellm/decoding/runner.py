@@ -108,16 +108,18 @@ def open_runner(
     drafting: DraftingConfig | None,
     adapters: Mapping[str, LoraAdapter] | None,
     progress: Callable[[int, int], None] | None,
-    beside: Mapping[str, int] | None = None,
+    vision_memory: Mapping[str, int] | None = None,
 ) -> Runner:
     """A runner with the directory's draft model if there is `drafting`; RequestError where it has none.
 
-    A vision encoder takes `beside` (bytes by name).
+    `vision_memory` is what a vision encoder takes (bytes by name).
     """
     config, limits = directory.config, directory.limits
     if drafting is None:
         with closing(directory.checkpoint()) as checkpoint:
-            base = BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters, beside=beside)
+            base = BaseEngineRunner(
+                backend, config, limits, checkpoint, progress, adapters=adapters, vision_memory=vision_memory
+            )
             return PlainRunner(base)
     if directory.draft is None:
         raise RequestError(
@@ -125,7 +127,7 @@ def open_runner(
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress, adapters, beside=beside)
+    return EagleRunner.open(backend, directory, progress, adapters, vision_memory=vision_memory)
 
 
 def read_adapters(

@@ -20,7 +20,7 @@ def handle_requests(
     Whatever ends this early, an interrupt, too, cancels what is not finished.
     """
     requests = request_list(requests)
-    asked: list[Generation | EdgeLLMError] = []
+    queued: list[Generation | EdgeLLMError] = []
     unfinished: deque[Generation] = deque()
     watched = any(getattr(request, "stop_when", None) is not None for request in requests)
     changed = threading.Event() if watched else None
@@ -29,8 +29,8 @@ def handle_requests(
             found = _submit_when_possible(submit, request, unfinished, changed)
             if isinstance(found, EdgeLLMError):
                 metrics.refused()
-            asked.append(found)
-        return [_result(each, unfinished, changed) for each in asked]
+            queued.append(found)
+        return [_result(each, unfinished, changed) for each in queued]
     finally:
         for generation in unfinished:
             if not generation.finished:
@@ -71,18 +71,18 @@ def _submit_when_possible(
 
 
 def _result(
-    asked: Generation | EdgeLLMError, unfinished: Iterable[Generation], changed: threading.Event | None
+    generation: Generation | EdgeLLMError, unfinished: Iterable[Generation], changed: threading.Event | None
 ) -> Response | EdgeLLMError:
     """What has come of a request. Where an event is set by what has `changed` of any, the `stop_when` of all that are
     `unfinished` are called meanwhile."""
-    if isinstance(asked, EdgeLLMError):
-        return asked
-    while changed is not None and not asked.finished:
+    if isinstance(generation, EdgeLLMError):
+        return generation
+    while changed is not None and not generation.finished:
         changed.wait()
         changed.clear()
-        for generation in unfinished:
-            generation.look_ahead()
+        for other in unfinished:
+            other.look_ahead()
     try:
-        return asked.result()
+        return generation.result()
     except Exception as error:
         return failure_of(error)

@@ -1,4 +1,4 @@
-"""Checks messages, tools and variables before a chat template sees them."""
+"""Messages, tools and variables before a chat template sees them: checked, with their images and a message to go on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any, Literal
 
 from edgellm.errors import RequestError, shown
 
+logger = logging.getLogger("edgellm.text")
+
+#: The first of Unicode's two supplementary private use areas: no standard gives its characters a meaning.
+DISGUISES = range(0xF0000, 0xFFFFE)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: What a message may say of how its answer was found: the first that there is, is all that templates are given.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -167,10 +171,6 @@ def part_name(message_number: int, part_number: int, message: dict[str, Any]) ->
     return f"part {part_number} of message {message_number} ({message.get('role')})"
 
 
-# The two supplementary private use areas of Unicode: no standard gives their characters a meaning.
-DISGUISES = range(0xF0000, 0xFFFFE)
-logger = logging.getLogger("edgellm.text")
-
 #: Variables that every rendering sets itself, and what Python or jinja2 would take for something else.
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 _DEEPEST = 64
@@ -241,7 +241,7 @@ def _checked_tool(tool: Any, place: str) -> dict[str, Any]:
     kind = given.get("type", "function")
     if kind != "function":
         raise RequestError(f"{place}.type is {kind!r}: expected 'function'")
-    if "function" not in given:  # the function's object alone, perhaps with its type beside the name
+    if "function" not in given:  # the function's object alone, perhaps with its type next to the name
         function = {key: value for key, value in given.items() if key != "type"}
         return {"type": "function", "function": _checked_function(function, place)}
     function = given["function"]
