@@ -83,7 +83,7 @@ def convert_checkpoint(
         opened = [stack.enter_context(TorchFile(path)) for path in files]
         tensors = _merged(opened, weight_map)
         copied = _files_to_copy(source)
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = sum(tensor.view.nbytes for tensor in tensors)
         _check_disk_space(target, total + sum((source / name).stat().st_size for name in copied))
         try:
             written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
@@ -92,7 +92,7 @@ def convert_checkpoint(
                 f"{target} was not written, and nothing was left behind: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
-        dtypes = Counter(tensor.dtype for tensor in tensors)
+        dtypes = Counter(tensor.view.storage.dtype for tensor in tensors)
         report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
@@ -102,7 +102,7 @@ def convert_checkpoint(
 def _write(
     source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
 ) -> int:
-    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    total = sum(tensor.view.nbytes for shard in shards for tensor in shard)
     never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
@@ -197,11 +197,11 @@ def _sharded(tensors: Sequence[SourceTensor], largest: int) -> list[list[SourceT
     shards: list[list[SourceTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > largest:
+        if shards[-1] and size + tensor.view.nbytes > largest:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += tensor.nbytes
+        size += tensor.view.nbytes
     return shards
 
 

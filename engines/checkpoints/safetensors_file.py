@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.checkpoints.torch_pickle import TensorView
 from edgellm.engines.errors import CheckpointError
 
 #: The project's name of a dtype and the bytes of one element, by safetensors' name.
@@ -202,42 +203,28 @@ _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of an open file; `nbytes` and `item_size` in bytes."""
+    """A tensor of an open file: its name, and its place there (`view`)."""
 
     name: str
     source: TorchFile
 
     @property
-    def dtype(self) -> str:
-        """The project's name of the dtype."""
-        return self.source.tensors[self.name].storage.dtype
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-        return self.source.tensors[self.name].storage.item_size
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The extents."""
-        return self.source.tensors[self.name].shape
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, written out."""
-        return self.source.tensors[self.name].nbytes
+    def view(self) -> TensorView:
+        """What the file says of it: dtype, shape and size."""
+        return self.source.tensors[self.name]
 
 
 def write_safetensors(path: Path, tensors: Sequence[SourceTensor], advance: Callable[[int], None]) -> dict[str, str]:
     """Write one file, tensor by tensor; SHA-256 of each tensor's bytes by name. Raises OSError, CheckpointError."""
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.item_size, tensor.name))
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.view.storage.item_size, tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in ordered:
-        offsets = [position, position + tensor.nbytes]
-        dtype = _SAFETENSORS_NAMES[tensor.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        view = tensor.view
+        offsets = [position, position + view.nbytes]
+        dtype = _SAFETENSORS_NAMES[view.storage.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": list(view.shape), "data_offsets": offsets}
         position = offsets[1]
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -267,8 +254,8 @@ def verify_safetensors(
     file = SafetensorsFile(path)
     try:
         for tensor in tensors:
-            info = file.tensors.get(tensor.name)
-            if info is None or (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
+            info, view = file.tensors.get(tensor.name), tensor.view
+            if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
                 raise _not_read_back(tensor.name)
             digest, data = hashlib.sha256(), file.bytes_of(info)
             for start in range(0, info.nbytes, _BLOCK_BYTES):
@@ -289,7 +276,7 @@ def _not_read_back(name: str) -> CheckpointError:
 
 
 def _blocks(tensor: SourceTensor) -> Iterator[memoryview]:
-    if tensor.nbytes == 0:
+    if tensor.view.nbytes == 0:
         return
     flat = memoryview(tensor.source.elements(tensor.name).reshape(-1)).cast("B")
     for start in range(0, len(flat), _BLOCK_BYTES):
