@@ -1,4 +1,4 @@
-"""Several requests of one caller, answered as many at a time as fit: what `LLM.handle` does."""
+"""Several requests of one caller, answered as many at a time as fit: for `LLM.handle`, and in one thread alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
-from edgellm.generation import Generation
+from edgellm.generation import ChunkCallbacks, Generation, OnChunk, RequestState, unheard
 from edgellm.requests import Request, Response, request_list
 from edgellm.serving.metrics import Metrics
+from edgellm.serving.server import Engine, RequestQueue, RequestServer
 
 
 def handle_requests(
@@ -86,3 +87,24 @@ def _result(
         return generation.result()
     except Exception as error:
         return failure_of(error)
+
+
+def serve_all(
+    engine: Engine,
+    metrics: Metrics,
+    states: Sequence[RequestState | EdgeLLMError],
+    callbacks: Sequence[OnChunk | None],
+) -> list[Response | Exception]:
+    """Answer requests with an engine in this thread, and call each one's callback between rounds.
+
+    The results are in their order; one that was refused already has its error for a result.
+    """
+    queue, readers = RequestQueue(max(1, len(states))), []
+    for each, callback in zip(states, callbacks, strict=True):
+        if isinstance(each, RequestState):
+            queue.put(each)
+            metrics.accepted()
+            if callback is not None or each.may_stop:
+                readers.append((each, callback or unheard))
+    RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
+    return [each if isinstance(each, Exception) else each.outcome() for each in states]
