@@ -24,7 +24,7 @@ UNREAD_CHUNKS = 64
 
 
 class RequestState:
-    """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
+    """A request between the engine and its readers: what it has produced, who listens, and whether it is to end.
 
     `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
     `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
@@ -105,7 +105,7 @@ class RequestState:
             return self._let_pass.popleft() if self._let_pass else self._next_shown(self._stop_when)
 
     def look_ahead(self) -> None:
-        """Let `stop_when` see what has come, for who waits and does not read; it stays to be read. Raises nothing."""
+        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing."""
         if self._stop_when is None:
             return
         with self._reading:
@@ -154,7 +154,7 @@ class RequestState:
             self._listeners.append(listener)
 
     def forked(self, failure: Exception) -> None:
-        """This process is a copy in which nobody answers, and the lock may be held for ever."""
+        """End the request in a forked process, where nobody answers it and the lock may be held for ever."""
         self.changed, self._reading = threading.Condition(), threading.RLock()
         if not self.ended:
             self.failure, self.ended = failure, True
@@ -358,7 +358,7 @@ class ChunkCallbacks:
 
 
 def unheard(chunk: Chunk) -> None:
-    """The callback of a request that has none, but a `stop_when` that reading asks."""
+    """The callback of a request that has none, but has a `stop_when`, which reading calls."""
 
 
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:

@@ -31,10 +31,10 @@ _IDS = 2**31
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a model: a `prompt` (text, or token ids as they are) or a conversation (`messages`, rendered by
+    """A request to a model: a `prompt` (text, or token ids as they are) or a conversation (`messages`, rendered by
     the chat template), with its sampling and limits, and the LoRA adapter's name.
 
-    `deadline` is in seconds from when it is asked on: what the answer has by then is the answer, with the finish reason
+    `deadline` is in seconds from the call on: what the answer has by then is the answer, with the finish reason
     "deadline". One that has passed already (0 or less), or passes while the request waits in the queue, gives an empty
     answer; what is wrong with the request is an error all the same, and so is a full queue.
 

@@ -86,7 +86,7 @@ class PlainRunner:
         return _PlainStep(self.base.decode(batch))
 
     def logits(self, slot: int, count: int) -> np.ndarray:
-        """Of the latest step's one token."""
+        """The logits [1, V] of the one token of the latest step."""
         return self.base.logits(slot)[np.newaxis]
 
     def draft_rows(self, slot: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What is known of the KV rows that slots hold, for requests that begin alike to share them."""
+"""What the KV rows of slots hold, and which slot a prompt takes, so that requests that begin alike share rows."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Observers:
 
 
 class ObservedRunner:
-    """A runner as the decoding loop takes it, of whose steps an observer takes note."""
+    """A runner as the decoding loop takes it; an observer takes note of each of its steps."""
 
     def __init__(self, runner: Runner, observer: Observer) -> None:
         self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
@@ -131,7 +131,7 @@ class ObservedRunner:
         self._runner.close()
 
     def wait(self, result: Any, step: int) -> Any:
-        """What was launched as `step` has come to; until the next call the host is said to handle it."""
+        """Wait for the result of `step`; from then to the next call the host counts as handling its tokens."""
         self._end_handling()
         with self._observer.host_span(WAIT, step=step):
             found = result.wait()
@@ -171,7 +171,7 @@ class _ObservedResult:
 
 
 class ObservedSnapshots:
-    """A source of snapshots, of whose work an observer takes note."""
+    """A source of snapshots; an observer takes note of its work."""
 
     def __init__(self, snapshots: SnapshotSource, observer: Observer) -> None:
         self._snapshots, self._observer = snapshots, observer

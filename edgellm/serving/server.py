@@ -87,7 +87,7 @@ class RequestQueue:
             self._changed.notify()
 
     def first(self) -> Entry | None:
-        """Whose turn it is."""
+        """The entry whose turn it is; None where nobody waits."""
         with self._changed:
             return self._entries[0] if self._entries else None
 
@@ -167,7 +167,7 @@ class RequestServer:
 
     @property
     def running(self) -> int:
-        """How many they are."""
+        """How many requests are being computed."""
         return len(self._request_states)
 
     def serve(self, after_round: Callable[[], None]) -> None:
