@@ -351,10 +351,10 @@ class AsyncLLM:
                 await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _result(asked: AsyncGeneration | EdgeLLMError) -> Response | EdgeLLMError:
-    if isinstance(asked, EdgeLLMError):
-        return asked
+async def _result(generation: AsyncGeneration | EdgeLLMError) -> Response | EdgeLLMError:
+    if isinstance(generation, EdgeLLMError):
+        return generation
     try:
-        return await asked.result()
+        return await generation.result()
     except Exception as error:
         return failure_of(error)

@@ -1,4 +1,4 @@
-"""`Generation`: a request that another thread answers, seen from the threads that wait for it."""
+"""`Generation`: a request that another thread answers, as its readers see it; callbacks for the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
 from edgellm.text.stop import FinishReason
 
+OnChunk = Callable[[Chunk], object]
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
 UNREAD_CHUNKS = 64
 
 
 class RequestState:
-    """The engine's side of a request: what it has produced, who wants to know, and whether it is still wanted.
+    """A request between the engine and its readers: what it has produced, who listens, and whether it is to end.
 
     `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
     `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
@@ -104,7 +105,7 @@ class RequestState:
             return self._let_pass.popleft() if self._let_pass else self._next_shown(self._stop_when)
 
     def look_ahead(self) -> None:
-        """Let `stop_when` see what has come, for who waits and does not read; it stays to be read. Raises nothing."""
+        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing."""
         if self._stop_when is None:
             return
         with self._reading:
@@ -153,7 +154,7 @@ class RequestState:
             self._listeners.append(listener)
 
     def forked(self, failure: Exception) -> None:
-        """This process is a copy in which nobody answers, and the lock may be held for ever."""
+        """End the request in a forked process, where nobody answers it and the lock may be held for ever."""
         self.changed, self._reading = threading.Condition(), threading.RLock()
         if not self.ended:
             self.failure, self.ended = failure, True
@@ -295,10 +296,9 @@ class Generation:
 
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
-        failure = (
-            self._request_state.failure if self._request_state.ended else None
-        )  # what came before it is read first
-        chunk = self._request_state.take()
+        request_state = self._request_state
+        failure = request_state.failure if request_state.ended else None  # what came before it is read first
+        chunk = request_state.take()
         if chunk is None and failure is not None:
             raise failure
         return chunk
@@ -336,32 +336,29 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
     )
 
 
-OnChunk = Callable[[Chunk], object]
-
-
 class ChunkCallbacks:
     """Hands what has come of each answer to its callback, whenever it is called.
 
     What a callback raises ends its request, which fails with that, and leaves the others alone.
     """
 
-    def __init__(self, told: Iterable[tuple[RequestState, OnChunk]]) -> None:
-        self._told = dict(told)
+    def __init__(self, callbacks: Iterable[tuple[RequestState, OnChunk]]) -> None:
+        self._callbacks = dict(callbacks)
 
     def __call__(self) -> None:
-        for request_state, on_chunk in list(self._told.items()):
+        for request_state, on_chunk in list(self._callbacks.items()):
             try:
                 while (chunk := request_state.take()) is not None:
                     on_chunk(chunk)
             except Exception as error:  # of the callback, or of the request's own `stop_when`
-                del self._told[request_state]
+                del self._callbacks[request_state]
                 request_state.sequence.failure = error  # the next round takes it out
                 if request_state.ended:
                     request_state.end(None, error)
 
 
 def unheard(chunk: Chunk) -> None:
-    """The callback of a request that has none, but a `stop_when` that reading asks."""
+    """The callback of a request that has none, but has a `stop_when`, which reading calls."""
 
 
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
@@ -370,7 +367,7 @@ def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
     Raises RequestError for what is not a callable or None for each.
     """
     if count is None:
-        return [_checked(on_chunk, "on_chunk")]
+        return [_checked_callback(on_chunk, "on_chunk")]
     if on_chunk is None:
         return [None] * count
     expected = f"expected a list with a callable or None for each of the {count} requests"
@@ -378,10 +375,10 @@ def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
         raise RequestError(f"on_chunk is a {type(on_chunk).__name__}: {expected}")
     if len(on_chunk) != count:
         raise RequestError(f"on_chunk has {len(on_chunk)} entries: {expected}")
-    return [_checked(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
+    return [_checked_callback(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
 
 
-def _checked(callback: Any, name: str) -> OnChunk | None:
+def _checked_callback(callback: Any, name: str) -> OnChunk | None:
     if callback is not None and not callable(callback):
         raise RequestError(f"{name} is a {type(callback).__name__}: expected a callable that takes a Chunk, or None")
     return callback

@@ -271,14 +271,14 @@ class LLM:
         All that the chat template adds counts, and all tokens of images, which are read for it but not encoded. A
         prompt of more tokens than `context_length` is counted, too. Any thread may ask, while answers are computed.
         """
-        asked = request_of(
+        request = request_of(
             prompt,
             images=images,
             tools=tools,
             template_variables=template_variables,
             continue_final_message=continue_final_message,
         )
-        return self._runtime.count_tokens(asked)
+        return self._runtime.count_tokens(request)
 
     def create_session(
         self,

@@ -1,4 +1,4 @@
-"""`Request`: what is asked of a model."""
+"""`Request` and `Response`, and checks of the arguments that the public classes take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.text.stop import FinishReason
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
-#: Told the text of an answer so far; true ends it there.
+#: Gets the text of an answer so far; true ends the answer there.
 StopWhen = Callable[[str], bool]
 #: What 32 bits hold, in which kernels take token ids.
 _IDS = 2**31
@@ -31,10 +31,10 @@ _IDS = 2**31
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a model: a `prompt` (text, or token ids as they are) or a conversation (`messages`, rendered by
+    """A request to a model: a `prompt` (text, or token ids as they are) or a conversation (`messages`, rendered by
     the chat template), with its sampling and limits, and the LoRA adapter's name.
 
-    `deadline` is in seconds from when it is asked on: what the answer has by then is the answer, with the finish reason
+    `deadline` is in seconds from the call on: what the answer has by then is the answer, with the finish reason
     "deadline". One that has passed already (0 or less), or passes while the request waits in the queue, gives an empty
     answer; what is wrong with the request is an error all the same, and so is a full queue.
 
@@ -100,11 +100,11 @@ class Request:
         return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)
 
 
-def request_of(asked: str | Sequence[int] | Messages, **more: Any) -> Request:
+def request_of(prompt: str | Sequence[int] | Messages, **more: Any) -> Request:
     """The request for a prompt, or for a conversation: a list of dictionaries; `more` are further fields of it."""
-    if isinstance(asked, (list, tuple)) and asked and isinstance(asked[0], Mapping):
-        return Request(messages=asked, **more)
-    return Request(prompt=asked, **more)  # type: ignore[arg-type]
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+        return Request(messages=prompt, **more)
+    return Request(prompt=prompt, **more)  # type: ignore[arg-type]
 
 
 def require_request(value: Any) -> None:
@@ -191,6 +191,18 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
+
+    They are of the model's own distribution: temperature, penalties and filters are not in them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character.
 
@@ -232,18 +244,6 @@ class Response:
         """Whether there is an answer, which a conversation goes on with: not where it was ended before its first
         word."""
         return bool(self.text) or self.finish_reason not in ("cancelled", "deadline")
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
-
-    They are of the model's own distribution: temperature, penalties and filters are not in them.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -23,7 +23,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
-from edgellm.generation import ChunkCallbacks, OnChunk, RequestState, callbacks_of_each, unheard
+from edgellm.generation import OnChunk, RequestState, callbacks_of_each
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.requests import (
@@ -39,8 +39,8 @@ from edgellm.requests import (
     require_request,
 )
 from edgellm.sampling_params import SamplingParams
+from edgellm.serving.batch_handling import serve_all
 from edgellm.serving.metrics import Metrics
-from edgellm.serving.server import RequestQueue, RequestServer
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -48,12 +48,10 @@ from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation
-from edgellm.vision.opening import open_vision_encoder, vision_directory
+from edgellm.vision.opening import LazyVisionEncoder, open_vision_encoder, vision_directory
 
 if TYPE_CHECKING:
     from edgellm.vision.encoder import VisionEncoder
-    from edgellm.vision.opening import LazyVisionEncoder
-
 
 #: The engine directory that is installed with the package.
 SHIPPED_MODEL = Path(str(resources.files("edgellm"))) / "shipped"
@@ -85,14 +83,14 @@ class SpecDecodeRuntime:
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        path, seen_with = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        check_options(path, seen_with, backend, adapters, drafting, snapshots, snapshot_budget, progress)
+        path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
+        check_options(path, vision_path, backend, adapters, drafting, snapshots, snapshot_budget, progress)
         if not isinstance(metrics, (Metrics, type(None))):
             raise RequestError(
                 f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
             )
         self.directory = EngineDirectory.open(Path(path))
-        self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
+        self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._defaults = ModelDefaults(self.directory.path)
         self.metrics = metrics or Metrics()
@@ -110,11 +108,11 @@ class SpecDecodeRuntime:
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
         try:
-            asked = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             if self._multimodal_directory is not None:
                 self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
-            beside = None if self._vision is None else self._vision.memory
-            self._runner = open_runner(opened, self.directory, asked, loras, progress, beside)
+            vision_memory = None if self._vision is None else self._vision.memory
+            self._runner = open_runner(opened, self.directory, chosen, loras, progress, vision_memory)
         except BaseException:
             if self._vision is not None:
                 self._vision.close()
@@ -126,8 +124,8 @@ class SpecDecodeRuntime:
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
-            if asked is not None:
-                self.use_drafting(asked)
+            if chosen is not None:
+                self.use_drafting(chosen)
             for path in snapshots:
                 self.load_snapshot(path)
         except BaseException:
@@ -193,12 +191,11 @@ class SpecDecodeRuntime:
         with self._exclusive():
             if drafting not in self._choosers:
                 plan = drafting.plan(self.directory.limits)
-                adaptive = drafting.adaptive
-                if adaptive:  # measuring costs uses all slots
+                if drafting.adaptive:  # measuring costs uses all slots
                     self._contents = [KVContents() for _ in self._contents]
-                self._choosers[drafting] = (
-                    adaptive_drafting(drafting, self.directory, runner) if adaptive else FixedDrafting(plan)
-                )
+                    self._choosers[drafting] = adaptive_drafting(drafting, self.directory, runner)
+                else:
+                    self._choosers[drafting] = FixedDrafting(plan)
             self._drafting = drafting
 
     def capture_decoding_cuda_graph(self) -> bool:
@@ -265,17 +262,9 @@ class SpecDecodeRuntime:
         """
         requests = [request] if isinstance(request, Request) else request_list(request)
         callbacks = callbacks_of_each(on_chunk, None if isinstance(request, Request) else len(requests))
-        asked = [self._asked(each) for each in requests]
+        states = [self._state_of(each) for each in requests]
         with self._exclusive():
-            queue, told = RequestQueue(max(1, len(asked))), []
-            for each, callback in zip(asked, callbacks, strict=True):
-                if isinstance(each, RequestState):
-                    queue.put(each)
-                    self.metrics.accepted()
-                    if callback is not None or each.may_stop:
-                        told.append((each, callback or unheard))
-            RequestServer(self, queue, self.metrics).serve(after_round=ChunkCallbacks(told))
-        results = [each if isinstance(each, Exception) else each.outcome() for each in asked]
+            results = serve_all(self, self.metrics, states, callbacks)
         if not isinstance(request, Request):
             return results
         if isinstance(results[0], Exception):
@@ -417,7 +406,8 @@ class SpecDecodeRuntime:
             raise closed_error()
         return self._snapshots
 
-    def _asked(self, request: Request) -> RequestState | EdgeLLMError:
+    def _state_of(self, request: Request) -> RequestState | EdgeLLMError:
+        """The state of a request, to be queued; or why it is refused, which the metrics count."""
         try:
             with self.metrics.counting_refusals():
                 return RequestState(self.prepare(request), request.deadline, stop_when=request.stop_when)

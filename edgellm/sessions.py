@@ -25,7 +25,7 @@ NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _OpenTurn:
     """A message whose answer is growing, what of the conversation came before it in the prompt, and whether whoever
     asked has given it up since."""
 
@@ -50,7 +50,7 @@ class Session:
     the context. Where that is not there, the oldest turns leave at once, down to about half of the context; the system
     prompt and the newest turns stay. The response tells (`dropped_turns`), `messages` are what stayed. With the
     `overflow` "error" nothing leaves. A message that does not fit raises ContextError and changes nothing: with "error"
-    beside all that was said, with "drop_oldest" beside the system prompt alone.
+    with all that was said, with "drop_oldest" with the system prompt alone.
 
     `params` and `adapter` may be set: they are those of the next answers; `warn`, too, which is called with a sentence
     where an answer filled nine tenths of the context (by default it goes to the log).
@@ -80,7 +80,7 @@ class Session:
         self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
         self.warn: Callable[[str], object] = logger.warning
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        self._open: _Asked | None = None
+        self._open: _OpenTurn | None = None
         self._lock = threading.RLock()  # `warn` may change the conversation
 
     @property
@@ -225,7 +225,7 @@ class Session:
         )
         generation = self._ask(request, self._conversation)
         kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
-        self._open = _Asked(kept, message, generation.request_state, given_up)
+        self._open = _OpenTurn(kept, message, generation.request_state, given_up)
         return generation
 
     def _settle(self) -> None:
@@ -240,11 +240,11 @@ class Session:
         """Remember the latest message and its answer, once that has ended."""
         if self._open is None or not self._open.request_state.ended:
             return
-        asked, self._open = self._open, None
-        response = asked.request_state.response
+        turn, self._open = self._open, None
+        response = turn.request_state.response
         if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
-            self._messages = [*asked.before, asked.message, {"role": "assistant", "content": response.text}]
-            self._warn_of_full_context(response, asked.request_state.sequence.context_length)
+            self._messages = [*turn.before, turn.message, {"role": "assistant", "content": response.text}]
+            self._warn_of_full_context(response, turn.request_state.sequence.context_length)
 
     def _warn_of_full_context(self, response: Response, context_length: int) -> None:
         used = context_length - response.usage.context_left

@@ -18,9 +18,6 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 logger = logging.getLogger("edgellm.kernels")
 
-#: Architectures that the project's GPUs have, in NVIDIA's names: Jetson Orin is sm_87, Jetson Thor sm_110.
-SUPPORTED = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
-
 #: Bytes of one `FilterRow` of cuda/filter_workspace.cuh, which asserts it.
 FILTER_ROW_BYTES = 45_088
 

@@ -1,4 +1,4 @@
-"""What becomes of an image's pixels: resized, cropped, normalized, cut into patches."""
+"""What becomes of an image's pixels: resized with Pillow's weights, cropped, normalized, cut into patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images as a vision encoder takes them, preprocessed as the published processors do it."""
+"""Images as a vision encoder takes them, preprocessed as published processors do it, and their tokens in prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from edgellm.engines.directories.strict_formats import is_integer
 from edgellm.engines.errors import CheckpointError, ImageError
-from edgellm.engines.families.fields import is_integer
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config

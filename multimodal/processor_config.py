@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.fields import is_integer, is_number, shown
 from edgellm.multimodal.image_layout import Normalization
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -69,13 +68,13 @@ class ProcessorConfig:
     def refuse(self, key: str, expected: str) -> NoReturn:
         """Raise CheckpointError for what the file says of `key`."""
         raise CheckpointError(
-            f"{self.path}: {key} is {shown(self.values.get(key))}, expected {expected}. "
+            f"{self.path}: {key} is {as_json(self.values.get(key))}, expected {expected}. "
             "Take the file as it was published with the weights."
         )
 
     def unsupported(self, key: str, supported: str) -> NoReturn:
         """Raise UnsupportedModelError for what the file says of `key`."""
-        raise UnsupportedModelError(f"{self.path}: {key} is {shown(self.values.get(key))}, supported is {supported}")
+        raise UnsupportedModelError(f"{self.path}: {key} is {as_json(self.values.get(key))}, supported is {supported}")
 
     def switch(self, key: str) -> bool:
         """true or false."""
@@ -152,7 +151,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     kind = _SAME_KIND.get(name, name)
     if kind not in _DEFAULTS:
         raise UnsupportedModelError(
-            f"{path}: image_processor_type is {shown(named)}, supported are {', '.join(_DEFAULTS)}"
+            f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(_DEFAULTS)}"
         )
     given = {key: value for key, value in values.items() if value is not None}
     config = ProcessorConfig(path, kind, {**_DEFAULTS[kind], **given})
@@ -169,7 +168,7 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
     path = directory / PROCESSOR_FILE
     inner = _read_object(path).get("image_processor")
     if not isinstance(inner, dict):
-        raise CheckpointError(f"{path}: image_processor is {shown(inner)}, expected an object")
+        raise CheckpointError(f"{path}: image_processor is {as_json(inner)}, expected an object")
     return path, inner
 
 

@@ -1,4 +1,4 @@
-"""Runs the engines of a vision encoder: images in, embeddings out, on either backend.
+"""Runs the engines of a vision encoder: images in, embeddings out, on either backend; the latest are kept.
 
 It is opened in two steps, since all engines share one scratch buffer and memory is checked once: `open` loads the
 engines, the base runner is made and checks the memory of all, then `load` takes the weights.

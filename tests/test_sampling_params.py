@@ -86,6 +86,12 @@ def test_seeds_are_drawn_only_where_needed():
     assert all(0 <= seed < 2**32 for seed in drawn)
 
 
-def test_frozen():
+def test_parameters_stay_what_they_were_when_a_request_was_made():
+    stop, stop_token_ids = ["END"], [7]
+    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids)
+    stop.append("more")
+    stop_token_ids.append(8)
+    assert (params.stop, params.stop_token_ids) == (("END",), (7,))
+    assert {params: 1}[SamplingParams(stop=["END"], stop_token_ids=[7])] == 1, "equal parameters are one key"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().temperature = 1.0
+        params.temperature = 1.0

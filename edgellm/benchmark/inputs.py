@@ -1,4 +1,4 @@
-"""The drafting configurations that a benchmark compares, as they are written on the command line."""
+"""What a benchmark is given: drafting configurations, as they are written on the command line, and prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from edgellm.drafting.config import SIZES, checked_drafting, drafting_config
+from edgellm.drafting.config import SIZES, DraftingConfig, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
@@ -18,7 +18,6 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 
 if TYPE_CHECKING:
-    from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.model.config import EngineLimits
 
 
@@ -78,11 +77,11 @@ def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str,
         raise RequestError(f"the configuration {name!r} drafts, but the engine directory has no draft model")
     common = {key: value for key, value in settings.items() if key not in ("draft", "kind", "choices", *SIZES)}
     preset = common.pop("preset", None)
-    asked = common | _asked(name)
-    if asked.get("acceptance") != "typical":
-        asked = {key: value for key, value in asked.items() if not key.startswith("posterior_")}
+    chosen = common | _settings_of(name)
+    if chosen.get("acceptance") != "typical":
+        chosen = {key: value for key, value in chosen.items() if not key.startswith("posterior_")}
     try:
-        checked = checked_drafting(asked)
+        checked = checked_drafting(chosen)
         config = drafting_config(limits, backend, checked, preset)
         config.plan(limits)
     except EdgeLLMError as error:
@@ -90,24 +89,24 @@ def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str,
     return BenchConfiguration(name, config)
 
 
-def _asked(name: str) -> dict[str, Any]:
+def _settings_of(name: str) -> dict[str, Any]:
     """The drafting settings that a configuration's name stands for."""
     kind, *rest = name.split(":")
-    asked: dict[str, Any] = {"adaptive": kind == "adaptive"}
+    chosen: dict[str, Any] = {"adaptive": kind == "adaptive"}
     while rest and rest[-1] in ("sampled", "typical"):
-        asked |= {"sampled": True} if rest[-1] == "sampled" else {"acceptance": "typical"}
+        chosen |= {"sampled": True} if rest[-1] == "sampled" else {"acceptance": "typical"}
         rest.pop()
     if kind == "choices" and rest:
-        return asked | {"choices": ":".join(rest)}
+        return chosen | {"choices": ":".join(rest)}
     sizes = [part for given in rest for part in given.split("/")]
     if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in sizes) or len(rest) > 1:
         raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")
     if kind == "chain" and len(sizes) == 1:
-        return asked | {"kind": "chain", "draft_steps": int(sizes[0])}
+        return chosen | {"kind": "chain", "draft_steps": int(sizes[0])}
     if (kind == "tree" and len(sizes) == 3) or (kind == "adaptive" and len(sizes) in (0, 3)):
         if kind == "tree":
-            asked["kind"] = kind
-        return asked | dict(zip(SIZES, map(int, sizes), strict=False))
+            chosen["kind"] = kind
+        return chosen | dict(zip(SIZES, map(int, sizes), strict=False))
     raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")
 
 

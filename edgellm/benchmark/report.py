@@ -1,4 +1,4 @@
-"""The table that ends a benchmark."""
+"""The results of a benchmark for people: a table as text, and a plot as SVG."""
 
 from __future__ import annotations
 

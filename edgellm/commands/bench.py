@@ -106,9 +106,9 @@ def measure(
         if drafted:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
             llm = opened.enter_context(open_model_with(settings, drafted[0]))
-        asked = _with_system_prompt(prompts, settings.system)
+        answered = _with_system_prompt(prompts, settings.system)
         try:
-            result = run_benchmark(llm, plain, asked, chosen, params, repeat, progress)
+            result = run_benchmark(llm, plain, answered, chosen, params, repeat, progress)
         finally:
             progress.clear()
         return {
@@ -117,7 +117,7 @@ def measure(
             "machine": Device.present(llm.directory, llm.backend_name).processor,
             "date": date.today().isoformat(),
             "sampling": asdict(params),
-            "prompts": len(asked),
+            "prompts": len(answered),
             "repeat": repeat,
             "configurations": summarize(result, chosen),
         }

@@ -34,7 +34,7 @@ _ADVICE = "Choose another name, or replace what is there with --replace"
 @dataclass(frozen=True)
 class Building:
     """How prompts are computed and where they are kept: the store with its folder, whether names that are in use are
-    replaced, and what the chat template gets beside the prompts (None: nothing)."""
+    replaced, and what the chat template gets with the prompts (None: nothing)."""
 
     store: SnapshotStore
     replaces: bool = False

@@ -1,4 +1,8 @@
-"""The system prompts that `edgellm cache build` is given: as an option, in a file, on standard input, in YAML."""
+"""System prompts and their snapshots on the command line.
+
+`edgellm cache build` is given prompts as an option, in a file, on standard input or in YAML; the other commands name
+snapshots that are on disk, and take the prompt of one.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from edgellm.commands.settings import Settings
 
 
+#: Of a text in an error no more characters are shown.
+_LONGEST_SHOWN = 100
 _KEYS = ("name", "prompt", "file", "lora", "output")
 
 
@@ -143,10 +149,6 @@ def adapter_directories(prompts: Sequence[CachePrompt]) -> dict[str, Path]:
                     "another name"
                 )
     return found
-
-
-#: Of a text in an error no more characters are shown.
-_LONGEST_SHOWN = 100
 
 
 @dataclass(frozen=True)

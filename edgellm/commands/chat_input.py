@@ -1,4 +1,4 @@
-"""Where the questions of `edgellm chat` come from: a terminal with history and completion, or a pipe."""
+"""The input of `edgellm chat`: lines of a terminal, with history and completion, or of a pipe, and messages of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line shares with its terminal: plain output, dim lines, Ctrl-C."""
+"""What commands write to the terminal: answers, notes, errors, statistics, logs; and what Ctrl-C does meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from edgellm.requests import Response
 
 
-# Control characters that a model's text could steer a terminal with; tab and line end are none of them.
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+#: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
 
 
@@ -180,17 +182,13 @@ def drafting_in_words(drafting: DraftingStatistics) -> str:
     """What drafting did for an answer: tokens a round, what was drafted most, and where the time went."""
     if not drafting.rounds:
         return "no draft"
-    rounds = f"{drafting.rounds} round{'' if drafting.rounds == 1 else 's'}"
+    rounds = _counted(drafting.rounds, "round")
     plain = f" and {drafting.plain_steps} plain" if drafting.plain_steps else ""
     most = max(drafting.plans, key=drafting.plans.__getitem__)
     words = f"draft {drafting.mean_acceptance_length:.2f} tokens/round, {rounds}{plain}, {most}"
     if drafting.draft_seconds is None or drafting.verify_seconds is None:
         return words
     return f"{words}, drafting {drafting.draft_seconds:.2f} s, verifying {drafting.verify_seconds:.2f} s"
-
-
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 
 
 class JSONLines(logging.Formatter):
@@ -223,6 +221,9 @@ class TextLines(logging.Formatter):
         return f"{line} ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else line
 
 
+_chosen = {"level": "warning", "form": "text"}
+
+
 def show_logs(level: str = "warning", form: str = "text") -> None:
     """Show what is logged from `level` on; a later call takes the place of an earlier one."""
     _chosen.update(level=level, form=form)
@@ -233,9 +234,6 @@ def show_logs(level: str = "warning", form: str = "text") -> None:
         logger.removeHandler(other)
     logger.addHandler(handler)
     logger.setLevel(level.upper())
-
-
-_chosen = {"level": "warning", "form": "text"}
 
 
 def _choose(name: str, among: tuple[str, ...], value: str | None) -> None:

@@ -70,9 +70,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     directory = EngineDirectory.read(path)
     config, limits = directory.config, directory.limits
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
-    beside = None
+    vision_bytes = None
     if vision is not None:
-        beside = vision_memory(vision.config, limits.image_rows, directory.dtype)
+        vision_bytes = vision_memory(vision.config, limits.image_rows, directory.dtype)
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
     differences = directory.differences(verify, hash_weights=False)
     if verify:
@@ -94,7 +94,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             directory.dtype,
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
-            beside=beside,
+            vision_memory=vision_bytes,
         ).items,
         "verified": verify,
         "differences": differences,

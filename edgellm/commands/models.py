@@ -149,8 +149,8 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
                 "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave the options of drafting out"
             )
         return None
-    asked = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
-    return drafting_config(directory.limits, backend_name(settings), asked, settings.drafting.get("preset"))
+    chosen = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
+    return drafting_config(directory.limits, backend_name(settings), chosen, settings.drafting.get("preset"))
 
 
 def described_directory(settings: Settings) -> EngineDirectory:

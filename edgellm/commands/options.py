@@ -241,7 +241,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What the chat template gets beside the messages; None or [] is an option that was not given."""
+    """What the chat template gets with the messages; None or [] is an option that was not given."""
 
     PANEL: ClassVar[str] = TEMPLATE
 

@@ -49,8 +49,8 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them;
-    `chooser` picks plans (None: no drafting); `look` encodes the images of a prompt.
+    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
+    plans (None: no drafting); `encode` encodes the images of a prompt.
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.

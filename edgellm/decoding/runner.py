@@ -1,4 +1,4 @@
-"""What the decoding loop needs of the engines: `engines.eagle_runner.EagleRunner`, or a base model as `PlainRunner`."""
+"""What the decoding loop needs of the engines: `EagleRunner`, or a base model without a draft as `PlainRunner`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepTokens(Protocol):
 
 
 class Runner(Protocol):
-    """What the loop needs: `engines.eagle_runner.EagleRunner`, or `PlainRunner`."""
+    """What the loop needs: `edgellm.engines.speculation.eagle_runner.EagleRunner`, or `PlainRunner`."""
 
     base: BaseEngineRunner
     backend: Backend
@@ -86,7 +86,7 @@ class PlainRunner:
         return _PlainStep(self.base.decode(batch))
 
     def logits(self, slot: int, count: int) -> np.ndarray:
-        """Of the latest step's one token."""
+        """The logits [1, V] of the one token of the latest step."""
         return self.base.logits(slot)[np.newaxis]
 
     def draft_rows(self, slot: int) -> int | None:
@@ -108,16 +108,18 @@ def open_runner(
     drafting: DraftingConfig | None,
     adapters: Mapping[str, LoraAdapter] | None,
     progress: Callable[[int, int], None] | None,
-    beside: Mapping[str, int] | None = None,
+    vision_memory: Mapping[str, int] | None = None,
 ) -> Runner:
     """A runner with the directory's draft model if there is `drafting`; RequestError where it has none.
 
-    A vision encoder takes `beside` (bytes by name).
+    `vision_memory` is what a vision encoder takes (bytes by name).
     """
     config, limits = directory.config, directory.limits
     if drafting is None:
         with closing(directory.checkpoint()) as checkpoint:
-            base = BaseEngineRunner(backend, config, limits, checkpoint, progress, adapters=adapters, beside=beside)
+            base = BaseEngineRunner(
+                backend, config, limits, checkpoint, progress, adapters=adapters, vision_memory=vision_memory
+            )
             return PlainRunner(base)
     if directory.draft is None:
         raise RequestError(
@@ -125,7 +127,7 @@ def open_runner(
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress, adapters, beside=beside)
+    return EagleRunner.open(backend, directory, progress, adapters, vision_memory=vision_memory)
 
 
 def read_adapters(

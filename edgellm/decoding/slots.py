@@ -1,4 +1,4 @@
-"""What is known of the KV rows that slots hold, for requests that begin alike to share them."""
+"""What the KV rows of slots hold, and which slot a prompt takes, so that requests that begin alike share rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class KVContents:
 
     A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
     base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
-    those of the draft, too: it takes the base's features. A token of an image is told by the image's content, not by
-    its id alone (`PromptImages.identities`).
+    those of the draft, too: it takes the base's features. A token of an image is identified by the image's content,
+    not by its id alone (`PromptImages.identities`).
     """
 
     def __init__(self) -> None:

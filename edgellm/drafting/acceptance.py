@@ -1,4 +1,4 @@
-"""What drafting did for an answer: counted while it grows, reported with the response."""
+"""How much of a draft is accepted: the counts of one answer, and the estimates that the controller decides by."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _LARGEST = 0.99
 
 
 @dataclass
-class _Tally:
+class _DepthCounts:
     """Decayed counts at one depth: `tried` rounds came this far, in `accepted` of them a drafted token was right."""
 
     accepted: float = 0.0
@@ -153,7 +153,7 @@ class AcceptanceModel:
 
     def __init__(self, gains: Mapping[str, float], depth: int) -> None:
         self._gains = dict(gains)
-        self._tallies = {group: [_Tally() for _ in range(depth)] for group in gains}
+        self._tallies = {group: [_DepthCounts() for _ in range(depth)] for group in gains}
         self._depth = depth
 
     def record(self, group: str, steps: int, lengths: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Drafting: what a request for it looks like, and who picks the plan of each round."""
+"""How to draft: `DraftingConfig`, the presets and settings it is made of, and the interface that picks plans."""
 
 from __future__ import annotations
 
@@ -208,31 +208,31 @@ def preset_values(limits: EngineLimits, backend: str, preset: str | None = None)
 
 
 def drafting_config(
-    limits: EngineLimits, backend: str, asked: Mapping[str, Any] | None = None, preset: str | None = None
+    limits: EngineLimits, backend: str, chosen: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> DraftingConfig:
-    """The drafting of engines with a draft: `asked` (fields of DraftingConfig) on top of the preset.
+    """The drafting of engines with a draft: `chosen` (fields of DraftingConfig) on top of the preset.
 
     Choices make it a static tree, which has its own sizes; `sampled` makes it a chain. A posterior threshold alone sets
     the posterior alpha to its square root, as published. Raises RequestError.
     """
-    asked = dict(asked or {})
+    chosen = dict(chosen or {})
     values = preset_values(limits, backend, preset)
-    if asked.get("sampled") or asked.get("acceptance") == "typical":
+    if chosen.get("sampled") or chosen.get("acceptance") == "typical":
         values["adaptive"] = False  # what is drafted shows in the tokens then, and a seed should give the same ones
-    threshold = asked.get("posterior_threshold")
+    threshold = chosen.get("posterior_threshold")
     if isinstance(threshold, float) and 0.0 < threshold <= 1.0:
-        asked.setdefault("posterior_alpha", math.sqrt(threshold))
-    if asked.get("choices") is not None or asked.get("kind") == "choices":
-        given = [size for size in SIZES if size in asked]
+        chosen.setdefault("posterior_alpha", math.sqrt(threshold))
+    if chosen.get("choices") is not None or chosen.get("kind") == "choices":
+        given = [size for size in SIZES if size in chosen]
         if given:
             raise RequestError(f"{given[0]} is given beside choices: a tree of choices has its own sizes")
-        return DraftingConfig(**{"adaptive": values["adaptive"], **asked, "kind": "choices"})
-    if asked.get("sampled") and "kind" not in asked:
-        asked["kind"] = "chain"
-    if "verify_tree_size" in asked and values["draft_top_k"] == 1:
+        return DraftingConfig(**{"adaptive": values["adaptive"], **chosen, "kind": "choices"})
+    if chosen.get("sampled") and "kind" not in chosen:
+        chosen["kind"] = "chain"
+    if "verify_tree_size" in chosen and values["draft_top_k"] == 1:
         values["draft_top_k"] = limits.draft_top_k  # a chain has no size: this asks for a tree
-    config = DraftingConfig(**values | asked)
-    if config.draft_top_k == 1 and "verify_tree_size" not in asked:  # nor is a longer one cut to a preset's
+    config = DraftingConfig(**values | chosen)
+    if config.draft_top_k == 1 and "verify_tree_size" not in chosen:  # nor is a longer one cut to a preset's
         return replace(config, verify_tree_size=max(config.verify_tree_size, config.draft_steps + 1))
     return config
 

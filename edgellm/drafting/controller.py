@@ -109,8 +109,8 @@ def candidate_plans(config: DraftingConfig, limits: EngineLimits) -> list[DraftP
 class DraftingController:
     """Picks the drafting configuration of each round among `plans` and plain decoding.
 
-    `costs` must know every plan's name and "plain" (`round_costs.PLAIN`); `costs_are_wrong` is called, once, when
-    finished rounds have shown them to be wrong by far. Deterministic: the same calls give the same choices.
+    `costs` must know every plan's name and "plain" (`edgellm.drafting.costs.PLAIN`); `costs_are_wrong` is called, once,
+    when finished rounds have shown them to be wrong by far. Deterministic: the same calls give the same choices.
     """
 
     def __init__(

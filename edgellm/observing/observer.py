@@ -26,7 +26,7 @@ from edgellm.errors import MissingDependencyError
 #: Names of spans on the host: enqueueing work, waiting for the device, and everything that is done with tokens before
 #: the next of these, the consumer's time included.
 LAUNCH, WAIT, TOKENS, SNAPSHOT = "launch", "wait", "tokens", "snapshot"
-#: Names of spans on the device besides the stages of rounds, which have those of `engines.draft_plan`.
+#: Names of spans on the device; the stages of rounds have those of `edgellm.engines.speculation.draft_plan`.
 PREFILL, DECODE, ROUND = "prefill", "decode", "round"
 
 
@@ -72,7 +72,7 @@ class Observers:
 
 
 class ObservedRunner:
-    """A runner as the decoding loop takes it, of whose steps an observer takes note."""
+    """A runner as the decoding loop takes it; an observer takes note of each of its steps."""
 
     def __init__(self, runner: Runner, observer: Observer) -> None:
         self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
@@ -131,7 +131,7 @@ class ObservedRunner:
         self._runner.close()
 
     def wait(self, result: Any, step: int) -> Any:
-        """What was launched as `step` has come to; until the next call the host is said to handle it."""
+        """Wait for the result of `step`; from then to the next call the host counts as handling its tokens."""
         self._end_handling()
         with self._observer.host_span(WAIT, step=step):
             found = result.wait()
@@ -171,7 +171,7 @@ class _ObservedResult:
 
 
 class ObservedSnapshots:
-    """A source of snapshots, of whose work an observer takes note."""
+    """A source of snapshots; an observer takes note of its work."""
 
     def __init__(self, snapshots: SnapshotSource, observer: Observer) -> None:
         self._snapshots, self._observer = snapshots, observer
@@ -182,23 +182,24 @@ class ObservedSnapshots:
             return self._snapshots.restore(slot, prompt_ids, contents, *others)
 
 
-_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
+_LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 
 
 def library_candidates() -> list[str]:
-    """Where the library may be: in the wheel, in the toolkit, or where the system's loader finds it."""
+    """Where the library of NVTX may be: in the wheel, in the toolkit, or where the system's loader finds it."""
     wheels = [Path(folder) / "nvidia" for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
     toolkits = [Path(folder) for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
     folders = [folder for wheel in wheels for folder in sorted(wheel.glob("*/lib"))]
     folders += [toolkit / "lib64" for toolkit in toolkits]
-    return [str(folder / name) for folder in folders for name in _NAMES if (folder / name).is_file()] + list(_NAMES)
+    files = [folder / name for folder in folders for name in _LIBRARY_NAMES]
+    return [*(str(file) for file in files if file.is_file()), *_LIBRARY_NAMES]
 
 
 class NvtxRanges:
     """Pushes and pops ranges (see `Observer`). Raises MissingDependencyError without the library."""
 
     def __init__(self) -> None:
-        library = _load()
+        library = _load_library()
         self._push, self._pop = library.nvtxRangePushA, library.nvtxRangePop
         self._push.argtypes, self._push.restype = [ctypes.c_char_p], ctypes.c_int
         self._pop.argtypes, self._pop.restype = [], ctypes.c_int
@@ -222,7 +223,7 @@ class NvtxRanges:
         """There is nothing left to do."""
 
 
-def _load() -> Any:
+def _load_library() -> Any:
     failures = []
     for candidate in library_candidates():
         try:
@@ -230,6 +231,6 @@ def _load() -> Any:
         except OSError as error:
             failures.append(str(error))
     raise MissingDependencyError(
-        f"NVTX ranges need one of {', '.join(_NAMES)}, and none loads ({'; '.join(failures)}). Install the wheel "
-        "nvidia-nvtx, or leave the ranges out."
+        f"NVTX ranges need one of {', '.join(_LIBRARY_NAMES)}, and none loads ({'; '.join(failures)}). Install the "
+        "wheel nvidia-nvtx, or leave the ranges out."
     )

@@ -1,4 +1,4 @@
-"""Several requests of one caller, answered as many at a time as fit: what `LLM.handle` does."""
+"""Several requests of one caller, answered as many at a time as fit: for `LLM.handle`, and in one thread alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
-from edgellm.generation import Generation
+from edgellm.generation import ChunkCallbacks, Generation, OnChunk, RequestState, unheard
 from edgellm.requests import Request, Response, request_list
 from edgellm.serving.metrics import Metrics
+from edgellm.serving.server import Engine, RequestQueue, RequestServer
 
 
 def handle_requests(
@@ -20,7 +21,7 @@ def handle_requests(
     Whatever ends this early, an interrupt, too, cancels what is not finished.
     """
     requests = request_list(requests)
-    asked: list[Generation | EdgeLLMError] = []
+    queued: list[Generation | EdgeLLMError] = []
     unfinished: deque[Generation] = deque()
     watched = any(getattr(request, "stop_when", None) is not None for request in requests)
     changed = threading.Event() if watched else None
@@ -29,8 +30,8 @@ def handle_requests(
             found = _submit_when_possible(submit, request, unfinished, changed)
             if isinstance(found, EdgeLLMError):
                 metrics.refused()
-            asked.append(found)
-        return [_result(each, unfinished, changed) for each in asked]
+            queued.append(found)
+        return [_result(each, unfinished, changed) for each in queued]
     finally:
         for generation in unfinished:
             if not generation.finished:
@@ -71,18 +72,39 @@ def _submit_when_possible(
 
 
 def _result(
-    asked: Generation | EdgeLLMError, unfinished: Iterable[Generation], changed: threading.Event | None
+    generation: Generation | EdgeLLMError, unfinished: Iterable[Generation], changed: threading.Event | None
 ) -> Response | EdgeLLMError:
     """What has come of a request. Where an event is set by what has `changed` of any, the `stop_when` of all that are
     `unfinished` are called meanwhile."""
-    if isinstance(asked, EdgeLLMError):
-        return asked
-    while changed is not None and not asked.finished:
+    if isinstance(generation, EdgeLLMError):
+        return generation
+    while changed is not None and not generation.finished:
         changed.wait()
         changed.clear()
-        for generation in unfinished:
-            generation.look_ahead()
+        for other in unfinished:
+            other.look_ahead()
     try:
-        return asked.result()
+        return generation.result()
     except Exception as error:
         return failure_of(error)
+
+
+def serve_all(
+    engine: Engine,
+    metrics: Metrics,
+    states: Sequence[RequestState | EdgeLLMError],
+    callbacks: Sequence[OnChunk | None],
+) -> list[Response | Exception]:
+    """Answer requests with an engine in this thread, and call each one's callback between rounds.
+
+    The results are in their order; one that was refused already has its error for a result.
+    """
+    queue, readers = RequestQueue(max(1, len(states))), []
+    for each, callback in zip(states, callbacks, strict=True):
+        if isinstance(each, RequestState):
+            queue.put(each)
+            metrics.accepted()
+            if callback is not None or each.may_stop:
+                readers.append((each, callback or unheard))
+    RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
+    return [each if isinstance(each, Exception) else each.outcome() for each in states]

@@ -141,7 +141,7 @@ class EngineThread(Generic[OpenedEngine]):
 
     def _end_rest(self, crash: BaseException | None) -> None:
         """End whatever is left, at the end of the thread."""
-        running = [] if self._server is None else self._server.request_state
+        running = [] if self._server is None else self._server.request_states
         for entry in [*running, *self._queue.take_all()]:
             if isinstance(entry, RequestState):
                 end_request(entry, "cancelled", self.metrics, None if crash is None else _dead(crash))
@@ -155,7 +155,7 @@ class EngineThread(Generic[OpenedEngine]):
 
     def _forked(self) -> None:
         """This process is a copy, in which the thread does not exist, and locks may be held for ever."""
-        entries = [*([] if self._server is None else self._server.request_state), *self._queue.entries]
+        entries = [*([] if self._server is None else self._server.request_states), *self._queue.entries]
         self._server = None
         self._queue = RequestQueue(1)
         self._queue.close(_after_fork)

@@ -96,7 +96,7 @@ def snapshot_binding(
 
 
 def images_digest(digests: Sequence[str], encoder: str) -> str:
-    """What a binding has for images with these digests, in their order, seen by an encoder; "none" for none."""
+    """What a binding has for images with these digests, in their order; `encoder` is the encoder's; "none" for none."""
     return hash_bytes(canonical_json([encoder, *digests])) if digests else NONE
 
 

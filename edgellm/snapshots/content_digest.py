@@ -1,4 +1,4 @@
-"""SHA-256 over a snapshot's content, and its values looked at for infinities and NaN, by several threads.
+"""SHA-256 over a snapshot's content, and the search for infinities and NaN in its values, by several threads.
 
 One SHA-256 reads half a gigabyte to two gigabytes a second, less than a bus moves, and cannot be divided. So the
 digest is that of a list: SHA-256 of the SHA-256s, 32 bytes each, of all sections of the content in their order.
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.checkpoints.tensors import STORAGE
-from edgellm.engines.directories.digests import usable_cores
 from edgellm.kernels.numpy_kernels import first_not_finite
 
 DIGEST_BYTES = 32

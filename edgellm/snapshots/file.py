@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.checkpoints.tensors import value_and_place
-from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content, usable_cores
+from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.errors import RequestError, SnapshotError

@@ -1,4 +1,4 @@
-"""The files of a folder of snapshots: when they were used, whether they are still the same, and how they go."""
+"""The files of a folder of snapshots: written whole, deleted, noted as used, recognized while they are the same."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from edgellm.kernels.atomic_write import sync_directory
 from edgellm.kernels.cache_directory import user_cache_directory
 
 SUFFIX = ".safetensors"
+#: What the names of unfinished files have between the target's name and random hexadecimal digits.
+_MARK, _MARK_BYTES = ".partial-", 4
 
 
 def snapshot_folder() -> Path:
@@ -88,10 +90,6 @@ def touch(path: Path) -> tuple[int, ...] | None:
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     return file_identity(path)
-
-
-_MARK = ".partial-"
-_MARK_BYTES = 4
 
 
 class StagedFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +11,14 @@ from typing import Any
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
 from edgellm.text.messages import checked_tools, checked_variables, is_image, text_of_part
-from edgellm.text.tokenizer import Tokenizer, check_encodable
+from edgellm.text.tokenizer import Tokenizer, check_encodable, strings_in
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")
 _LONGEST_LABEL = 40
-#: Bounds of a `PromptRecord`: characters of its JSON, lists and objects inside each other, and values in one of its
-#: parts, so that what anybody wrote is checked within a second.
-LARGEST_RECORD, _DEEPEST, _MOST_VALUES = 4 << 20, 64, 100_000
-_LARGEST_NUMBER = 1 << 63
+#: The most characters of a `PromptRecord`'s JSON, so that what anybody wrote is checked within a second.
+LARGEST_RECORD = 4 << 20
 _DIGEST_DIGITS = frozenset("0123456789abcdef")
-#: What templates get under these names is not for variables to say.
 #: Text, or the parts of a message, images among them.
 SystemPrompt = str | Sequence[dict[str, Any]]
 #: Descriptions of functions that the model may call, as chat templates take them.
@@ -110,9 +106,9 @@ class PromptRecord:
         if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
             raise RequestError(f"it is not an object with the keys {', '.join(known)}")
         content = values["content"]
-        _check_json(content, "content")
         if not isinstance(content, str):
             _check_parts(content)
+        _check_texts(content, "content")
         return cls(content, *checked_template_inputs(values.get("tools"), values.get("template_variables")))
 
 
@@ -120,11 +116,10 @@ def checked_template_inputs(
     tools: Tools | None, template_variables: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
     """Tools and variables for a chat template, None where there are none; RequestError unless they are JSON values."""
-    if isinstance(tools, (list, tuple)):
-        _check_json(tools, "tools")
-    if isinstance(template_variables, Mapping):
-        _check_json(dict(template_variables), "template_variables")
-    return checked_tools(tools), checked_variables(template_variables) or None
+    found, variables = checked_tools(tools), checked_variables(template_variables) or None
+    _check_texts(found, "tools")
+    _check_texts(variables, "template_variables")
+    return found, variables
 
 
 def prompt_label(prompt: SystemPrompt) -> str:
@@ -172,37 +167,11 @@ def _check_parts(parts: Any) -> None:
             raise RequestError(f"part {number} of content is neither a text nor the digest of an image")
 
 
+def _check_texts(value: Any, what: str) -> None:
+    """Raise RequestError where a text in a JSON value has half of a surrogate pair, which is no character."""
+    for text in strings_in(value):
+        check_encodable(text, what)
+
+
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= _DIGEST_DIGITS
-
-
-def _check_json(value: Any, what: str) -> None:
-    """Raise RequestError unless `value` is JSON that everybody reads alike: text of whole characters, numbers of 64
-    bits, not too many of them, and lists and objects not too deep inside each other."""
-    level, count = [value], 0
-    for _ in range(_DEEPEST):
-        following: list[Any] = []
-        count += len(level)
-        if count > _MOST_VALUES:
-            raise RequestError(f"{what} has more than {_MOST_VALUES:,} values")
-        for item in level:
-            if isinstance(item, dict):
-                following += [*item, *item.values()]
-                if not all(isinstance(key, str) for key in item):
-                    raise RequestError(f"{what} has a key that is no text")
-            elif isinstance(item, (list, tuple)):
-                following += item
-            elif isinstance(item, str):
-                check_encodable(item, what)
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise RequestError(f"{what} has the number {item}: expected one that JSON can express")
-            elif isinstance(item, int):
-                if not -_LARGEST_NUMBER <= item < 2 * _LARGEST_NUMBER:
-                    raise RequestError(f"{what} has a whole number of more than 64 bits")
-            elif item is not None:
-                raise RequestError(f"{what} has a {type(item).__name__}: expected JSON values")
-        if not following:
-            return
-        level = following
-    raise RequestError(f"{what} has more than {_DEEPEST} lists and objects inside each other")

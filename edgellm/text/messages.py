@@ -1,4 +1,4 @@
-"""Checks messages, tools and variables before a chat template sees them."""
+"""Messages, tools and variables before a chat template sees them: checked, with their images and a message to go on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any, Literal
 
 from edgellm.errors import RequestError, shown
 
+logger = logging.getLogger("edgellm.text")
+
+#: The first of Unicode's two supplementary private use areas: no standard gives its characters a meaning.
+DISGUISES = range(0xF0000, 0xFFFFE)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: What a message may say of how its answer was found: the first that there is, is all that templates are given.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -167,14 +171,11 @@ def part_name(message_number: int, part_number: int, message: dict[str, Any]) ->
     return f"part {part_number} of message {message_number} ({message.get('role')})"
 
 
-# The two supplementary private use areas of Unicode: no standard gives their characters a meaning.
-DISGUISES = range(0xF0000, 0xFFFFE)
-logger = logging.getLogger("edgellm.text")
-
 #: Variables that every rendering sets itself, and what Python or jinja2 would take for something else.
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
-_DEEPEST = 64
-_LARGEST = 1 << 63
+#: Bounds of what is given as JSON values: lists and objects inside each other, all values of tools or of variables (a
+#: list that stands in many places counts as often), and whole numbers.
+_DEEPEST, _MOST_VALUES, _LARGEST = 64, 100_000, 1 << 63
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 
 
@@ -188,7 +189,8 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, each {_TOOL_EXAMPLE}")
-    return [_checked_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
+    copy = _JSONCopy("tools")
+    return [_checked_tool(tool, f"tools[{index}]", copy) for index, tool in enumerate(tools)] or None
 
 
 def checked_variables(variables: Any) -> dict[str, Any]:
@@ -205,7 +207,8 @@ def checked_variables(variables: Any) -> dict[str, Any]:
             raise RequestError(
                 f"template_variables has the name {name!r}, which every request sets itself: leave it out"
             )
-    return {name: _json_value(value, f"the template variable {name}") for name, value in variables.items()}
+    copy = _JSONCopy("template_variables")
+    return {name: copy.of(value, f"the template variable {name}") for name, value in variables.items()}
 
 
 def require_tools_shown(tools: Sequence[Mapping[str, Any]] | None, names: frozenset[str], origin: str) -> None:
@@ -234,14 +237,14 @@ class UnreadVariables:
                 logger.warning("the chat template of %s never reads %s: setting it changes nothing", origin, name)
 
 
-def _checked_tool(tool: Any, place: str) -> dict[str, Any]:
+def _checked_tool(tool: Any, place: str, copy: _JSONCopy) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise RequestError(f"{place} is a {type(tool).__name__}: expected an object, {_TOOL_EXAMPLE}")
-    given = _without_none(_json_value(tool, place))
+    given = _without_none(copy.of(tool, place))
     kind = given.get("type", "function")
     if kind != "function":
         raise RequestError(f"{place}.type is {kind!r}: expected 'function'")
-    if "function" not in given:  # the function's object alone, perhaps with its type beside the name
+    if "function" not in given:  # the function's object alone, perhaps with its type next to the name
         function = {key: value for key, value in given.items() if key != "type"}
         return {"type": "function", "function": _checked_function(function, place)}
     function = given["function"]
@@ -270,28 +273,38 @@ def _without_none(value: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _json_value(value: Any, place: str, depth: int = 1) -> Any:
-    """A copy of a value as JSON has it; raises RequestError that names the place of what JSON has not."""
-    if depth > _DEEPEST:
-        raise RequestError(f"{place} is nested more than {_DEEPEST} deep")
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        if not -_LARGEST <= value < _LARGEST:
-            raise RequestError(f"{place} is a whole number of {value.bit_length()} bits: expected at most 64")
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RequestError(f"{place} is {value}: expected a finite number")
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{place} is a {type(value).__name__}: expected a value as JSON has it")
-    for key in value:
-        if not isinstance(key, str):
-            raise RequestError(f"{place} has the key {key!r}: expected text")
-    return {key: _json_value(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
+class _JSONCopy:
+    """Copies values that must be as JSON has them, at most `_MOST_VALUES` of them in all."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names all that is copied, in the error for too many values."""
+        self._what, self._count = what, 0
+
+    def of(self, value: Any, place: str, depth: int = 1) -> Any:
+        """A copy; raises RequestError that names the place of what JSON has not."""
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise RequestError(f"{self._what} has more than {_MOST_VALUES:,} values")
+        if depth > _DEEPEST:
+            raise RequestError(f"{place} is nested more than {_DEEPEST} deep")
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            if not -_LARGEST <= value < _LARGEST:
+                raise RequestError(f"{place} is a whole number of {value.bit_length()} bits: expected at most 64")
+            return value
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise RequestError(f"{place} is {value}: expected a finite number")
+            return value
+        if isinstance(value, (list, tuple)):
+            return [self.of(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{place} is a {type(value).__name__}: expected a value as JSON has it")
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(f"{place} has the key {key!r}: expected text")
+        return {key: self.of(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
 
 
 class FinalMessage:

@@ -1,4 +1,4 @@
-"""The template that turns a conversation into the text a model was trained on."""
+"""The template that turns a conversation into the text a model was trained on, and trials of what it can take."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ TOOL = {
 
 
 class TemplateTrials:
-    """One template's answers; each is found when it is first asked for."""
+    """What one template does with forms of messages that not all templates take; each trial runs when first needed."""
 
     def __init__(self, render: Render) -> None:
         self._render = render

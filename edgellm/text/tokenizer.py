@@ -1,4 +1,8 @@
-"""A model's tokenizer: text to ids, ids to text, conversations to prompts."""
+"""A model's tokenizer: text to ids, ids to text, conversations to prompts.
+
+Text in a conversation that looks like a special token stays text: it is disguised from the template (`Disguise`), and
+the template's own special tokens are found by anchors that nobody can write (`AnchoredTokenizer`).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ from edgellm.text.template import ChatTemplate
 
 #: Tokenizers count tokens in 32 bits.
 _IDS = 2**32
+#: The second supplementary private use area of Unicode, for anchors.
+ANCHORS = range(0x100000, 0x10FFFE)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -168,13 +174,6 @@ class Tokenizer:
         """Where the chat template is from, for messages; raises TemplateError where there is none."""
         return self._required_template().origin
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation as the chat template writes it; to look at, as `encode_chat` is what is safe."""
-        values = {"messages": self._checked(messages, False), "tools": None}
-        return self._required_template().render(
-            values, self.special_tokens, add_generation_prompt=add_generation_prompt
-        )
-
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; equals what a `Detokenizer` gives for the same ids. Unknown ids have no text."""
         detokenizer = self.detokenizer(skip_special_tokens)
@@ -272,9 +271,6 @@ def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[
             )
         found += [text for text in map(_token_text, values) if text is not None]
     return found
-
-
-ANCHORS = range(0x100000, 0x10FFFE)
 
 
 def text_pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:

@@ -1,9 +1,8 @@
-"""What a runtime sees with: images of requests, prepared on any thread and encoded on the engine's."""
+"""`VisionEncoder`: the images of requests, prepared on any thread and encoded on the engine's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -17,13 +16,9 @@ from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.serving.metrics import Metrics
 from edgellm.text.messages import ImageReference
 
-if TYPE_CHECKING:
-    from edgellm.engines.runners.prompt_images import PromptImages
-    from edgellm.multimodal.image_processor import PreparedImage
-
 
 class VisionEncoder:
-    """The vision encoder of a model and its way with images.
+    """The vision encoder of a model: prepares images, gives them their tokens in the prompt, and encodes them.
 
     `directory` is the language model's, `vision_directory` the one with the vision engines (often the same). It is
     opened in two steps, since memory is checked once: then the base runner is made with `memory`, then `load`.

@@ -51,7 +51,7 @@ class LazyVisionEncoder:
         return self._opened().expand(prompt_ids, images)
 
     def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
-        """See `VisionEncoder.look`."""
+        """See `VisionEncoder.encode`."""
         return self._opened().encode(prompt_ids, images)
 
     def close(self) -> None:
@@ -79,18 +79,20 @@ class LazyVisionEncoder:
 
 
 def open_vision_encoder(
-    backend: Backend, directory: EngineDirectory, seen_with: EngineDirectory, metrics: Metrics
+    backend: Backend, directory: EngineDirectory, vision_engines: EngineDirectory, metrics: Metrics
 ) -> VisionEncoder | LazyVisionEncoder | None:
-    """The vision encoder of a model, with the vision engines of `seen_with`; on a GPU it opens at once, since memory is
-    planned as a whole there."""
-    vision = seen_with.vision
+    """The vision encoder of a model, with the engines of the directory `vision_engines`, None where that has none.
+
+    On a GPU it opens at once, since memory is planned as a whole there.
+    """
+    vision = vision_engines.vision
     if vision is None:
         return None
 
     def opened() -> VisionEncoder:
         from edgellm.vision.encoder import VisionEncoder
 
-        return VisionEncoder(backend, directory, seen_with, metrics)
+        return VisionEncoder(backend, directory, vision_engines, metrics)
 
     return LazyVisionEncoder(opened, backend, vision.config.image_token_id) if backend.computes_at_once else opened()
 

@@ -66,7 +66,7 @@ class CudaDecodeEngine(CudaKernelEngine):
 
     @staticmethod
     def _own_scratch(kernels: CudaDecodeKernels, config: DecoderConfig, shape: EngineShape, dtype: str) -> ArrayTable:
-        """Intermediate results beside those of every decoder's layers."""
+        """Intermediate results in addition to those of every decoder's layers."""
         if not _selects(shape):
             return {}
         return {"selected": ((shape.batch * shape.selected, config.hidden_size), "float32")}

@@ -104,7 +104,7 @@ class CudaDraftEngine(CudaKernelEngine):
         return launches
 
     def _feature(self, launches: list[Launch]) -> DeviceArray:
-        """What stands beside the embeddings; in an accept step `launches` gets what computes it."""
+        """What is concatenated to the embeddings; in an accept step `launches` gets what computes it."""
         if self.shape.phase == _PROPOSE:
             return self._bound["hidden_states_from_draft"]
         feature, bias = self._scratch["feature"], self._bound.get("fc.bias")

@@ -213,8 +213,12 @@ class NumpyBackend:
 
 
 #: NumPy's own wheels rename OpenBLAS's functions; systems' packages do not.
-_NAMES = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads", "openblas_{}_num_threads64_")
-_PLAIN_NAME = "openblas_{}_num_threads"
+_OPENBLAS_NAMES = (
+    "scipy_openblas_{}_num_threads64_",
+    "scipy_openblas_{}_num_threads",
+    "openblas_{}_num_threads64_",
+    "openblas_{}_num_threads",
+)
 
 
 @contextmanager
@@ -248,7 +252,7 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
             library = ctypes.CDLL(path)
         except OSError:
             continue
-        for name in (*_NAMES, _PLAIN_NAME):
+        for name in _OPENBLAS_NAMES:
             if hasattr(library, name.format("get")) and hasattr(library, name.format("set")):
                 get, set_threads = (getattr(library, name.format(verb)) for verb in ("get", "set"))
                 set_threads.restype = None

@@ -306,9 +306,6 @@ def _same_memory(a: np.ndarray, b: np.ndarray) -> bool:
     return np.may_share_memory(a, b) and a.ctypes.data == b.ctypes.data and a.strides == b.strides
 
 
-_ONE = np.float32(1)
-
-
 def silu(x: np.ndarray) -> np.ndarray:
     """x / (1 + exp(-x))."""
     result = np.negative(x)

@@ -1,4 +1,4 @@
-"""What this machine has: its NVIDIA GPU, asked without a CUDA context, and TensorRT, full or RTX, which share an API.
+"""What this machine has: its NVIDIA GPU, found without a CUDA context, TensorRT (full or RTX, with one API), and cores.
 
 Full TensorRT (`tensorrt`) is preferred: JetPack brings it, and it builds for every GPU that it runs on. TensorRT-RTX is
 `tensorrt_rtx`, or `tensorrt_rtx_bindings` where only that wheel and the library's are installed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -18,6 +19,8 @@ from edgellm.engines.errors import MissingDependencyError
 
 #: Layers that the networks need and that TensorRT has since 10.15 (and TensorRT-RTX since 1.4).
 _NEEDED_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
+#: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and ..._MINOR of cuda.h.
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 _RTX_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 
 
@@ -82,10 +85,6 @@ def load_tensorrt(instead: str = "Without a GPU use --backend numpy.") -> Tensor
     return library
 
 
-_COMPUTE_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR of cuda.h
-_COMPUTE_CAPABILITY_MINOR = 76
-
-
 @dataclass(frozen=True)
 class GPU:
     """One device: `name`, `compute_capability` such as "sm_90", `driver_cuda` (major, minor) and memory in bytes."""
@@ -128,3 +127,8 @@ def current_compute_capability() -> str | None:
     """The compute capability of the first GPU ("sm_90"), or None without one."""
     gpu = find_gpu()
     return gpu.compute_capability if gpu else None
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A TensorRT plan that was loaded: its bindings checked, its execution context on the shared scratch buffer."""
+"""A loaded TensorRT plan, its bindings checked and its scratch buffer shared, and the cache of what it compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from edgellm.engines.model.config import EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+
+logger = logging.getLogger("edgellm.tensorrt")
 
 _DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "BOOL": "bool"}
 
@@ -91,11 +93,9 @@ class TensorRTEngine:
             raise EngineError(f"{self.shape.name}: TensorRT could not enqueue the engine")
 
 
-logger = logging.getLogger("edgellm.tensorrt")
-
-
 class RuntimeCache:
-    """One cache for all engines of a model on one platform, in the user's cache directory.
+    """Keeps what TensorRT-RTX compiles when it loads plans: one cache in the user's cache directory for all engines of
+    a model on one platform.
 
     `key` names model and platform. A file that does not match its digest, or that TensorRT refuses, is ignored and
     replaced; a directory that cannot be written costs time at each start, nothing else.

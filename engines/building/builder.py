@@ -192,9 +192,9 @@ def describe_in_place(
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
-    A folder `draft` beside them is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was
-    published apart, folders in `lora` are LoRA adapters. Raises
-    AdapterError, CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
+    A folder `draft` in it is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was published
+    apart, folders in `lora` are LoRA adapters. Raises AdapterError, CheckpointError, UnsupportedModelError, and
+    BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
@@ -245,7 +245,7 @@ def _read_vision(
 
 
 def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:
-    """Write the directory beside its place and put it there; the digests of the weights."""
+    """Write the directory under another name, then move it to its place; gives the digests of the weights."""
     copied, total = 0, job.inputs.weight_bytes
 
     def advance(count: int) -> None:

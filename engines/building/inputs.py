@@ -64,7 +64,7 @@ class BuildInputs:
         return sum(path.stat().st_size for path in self.weights.values())
 
     def draft_description(self, files: Mapping[str, FileDigest]) -> tuple[DraftConfig, dict[str, FileDigest]] | None:
-        """What `description_bytes` is told about the draft; `files` are the digests of all files by name."""
+        """What `description_bytes` takes of the draft; `files` are the digests of all files by name."""
         if self.draft is None:
             return None
         return self.draft, _below(_DRAFT_PREFIX, files)
@@ -72,13 +72,13 @@ class BuildInputs:
     def vision_description(
         self, files: Mapping[str, FileDigest]
     ) -> tuple[VisionConfig, dict[str, FileDigest] | None] | None:
-        """What `description_bytes` is told about the vision encoder."""
+        """What `description_bytes` takes of the vision encoder."""
         if self.vision is None:
             return None
         return self.vision, _below(_VISION_PREFIX, files) or None
 
     def adapter_descriptions(self, files: Mapping[str, FileDigest]) -> dict[str, tuple[int, dict[str, FileDigest]]]:
-        """What `description_bytes` is told about the adapters."""
+        """What `description_bytes` takes of the adapters."""
         return {name: (rank, _below(f"{_LORA_PREFIX}{name}/", files)) for name, rank in self.adapter_ranks.items()}
 
 
@@ -194,7 +194,7 @@ def _weight_files(checkpoint: Checkpoint, prefix: str, published: dict[str, Path
 
 
 class Cancelled(Exception):
-    """The copy was told to stop."""
+    """The copy was stopped."""
 
 
 def copy_hashed(

@@ -1,4 +1,7 @@
-"""Plans of several shapes built side by side, each by a process of its own."""
+"""Plans of several shapes, built side by side by processes of their own, and the report of a build.
+
+This module is also what such a process runs (`main`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.directories.digests import usable_cores
 from edgellm.engines.directories.plan_files import Platform
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
@@ -39,6 +42,48 @@ class PlanBytes:
     data: bytes
     seconds: float
     workers_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class BuiltPlan:
+    """One plan: its size in bytes and the seconds that it took, 0.0 where a valid one was there already."""
+
+    platform: Platform
+    shape: EngineShape
+    size: int
+    seconds: float
+
+
+@dataclass
+class BuildReport:
+    """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
+    by side). `adapters` are the ranks of the LoRA adapters by name.
+
+    `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
+    upper bound, as they share libraries. `notes` are what a user should know.
+    """
+
+    path: Path
+    config: DecoderConfig
+    dtype: str
+    limits: EngineLimits
+    draft: DraftConfig | None = None
+    weight_bytes: int = 0
+    published_bytes: int = 0
+    weights: str = "copy"
+    plans: list[BuiltPlan] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    peak_host_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    workers_peak_bytes: int = 0
+    adapters: dict[str, int] = field(default_factory=dict)
+    vision: VisionConfig | None = None
+
+    def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
+        """Note a plan that was built."""
+        self.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
+        self.workers_peak_bytes = max(self.workers_peak_bytes, plan.workers_peak_bytes)
 
 
 def build_plans(
@@ -221,49 +266,3 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, answers)
-
-
-if __name__ == "__main__":
-    main()
-
-
-@dataclass(frozen=True)
-class BuiltPlan:
-    """One plan: its size in bytes and the seconds that it took, 0.0 where a valid one was there already."""
-
-    platform: Platform
-    shape: EngineShape
-    size: int
-    seconds: float
-
-
-@dataclass
-class BuildReport:
-    """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
-    by side). `adapters` are the ranks of the LoRA adapters by name.
-
-    `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
-    upper bound, as they share libraries. `notes` are what a user should know.
-    """
-
-    path: Path
-    config: DecoderConfig
-    dtype: str
-    limits: EngineLimits
-    draft: DraftConfig | None = None
-    weight_bytes: int = 0
-    published_bytes: int = 0
-    weights: str = "copy"
-    plans: list[BuiltPlan] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    total_seconds: float = 0.0
-    peak_host_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
-    workers_peak_bytes: int = 0
-    adapters: dict[str, int] = field(default_factory=dict)
-    vision: VisionConfig | None = None
-
-    def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
-        """Note a plan that was built."""
-        self.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
-        self.workers_peak_bytes = max(self.workers_peak_bytes, plan.workers_peak_bytes)

@@ -19,6 +19,7 @@ from edgellm.engines.building.inputs import copy_hashed
 from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
 from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.checkpoints.torch_pickle import TensorView
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import check_ordinary, size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
@@ -86,7 +87,7 @@ def convert_checkpoint(
         opened = [stack.enter_context(TorchFile(path)) for path in files]
         tensors = _merged(opened, weight_map)
         copied = _files_to_copy(source)
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = sum(tensor.view.nbytes for tensor in tensors)
         _check_disk_space(target, total + sum((source / name).stat().st_size for name in copied))
         try:
             written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
@@ -95,7 +96,7 @@ def convert_checkpoint(
                 f"{target} was not written, and nothing was left behind: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
-        dtypes = Counter(tensor.dtype for tensor in tensors)
+        dtypes = Counter(tensor.view.storage.dtype for tensor in tensors)
         report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
@@ -105,7 +106,7 @@ def convert_checkpoint(
 def _write(
     source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
 ) -> int:
-    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    total = sum(tensor.view.nbytes for shard in shards for tensor in shard)
     never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
@@ -200,11 +201,11 @@ def _sharded(tensors: Sequence[SourceTensor], largest: int) -> list[list[SourceT
     shards: list[list[SourceTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > largest:
+        if shards[-1] and size + tensor.view.nbytes > largest:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += tensor.nbytes
+        size += tensor.view.nbytes
     return shards
 
 
@@ -274,42 +275,28 @@ _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of an open file; `nbytes` and `item_size` in bytes."""
+    """A tensor of an open file: its name, and its place there (`view`)."""
 
     name: str
     source: TorchFile
 
     @property
-    def dtype(self) -> str:
-        """The project's name of the dtype."""
-        return self.source.tensors[self.name].storage.dtype
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-        return self.source.tensors[self.name].storage.item_size
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The extents."""
-        return self.source.tensors[self.name].shape
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, written out."""
-        return self.source.tensors[self.name].nbytes
+    def view(self) -> TensorView:
+        """What the file says of it: dtype, shape and size."""
+        return self.source.tensors[self.name]
 
 
 def write_safetensors(path: Path, tensors: Sequence[SourceTensor], advance: Callable[[int], None]) -> dict[str, str]:
     """Write one file, tensor by tensor; SHA-256 of each tensor's bytes by name. Raises OSError, CheckpointError."""
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.item_size, tensor.name))
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.view.storage.item_size, tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in ordered:
-        offsets = [position, position + tensor.nbytes]
-        dtype = _SAFETENSORS_NAMES[tensor.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        view = tensor.view
+        offsets = [position, position + view.nbytes]
+        dtype = _SAFETENSORS_NAMES[view.storage.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": list(view.shape), "data_offsets": offsets}
         position = offsets[1]
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -339,8 +326,8 @@ def verify_safetensors(
     file = SafetensorsFile(path)
     try:
         for tensor in tensors:
-            info = file.tensors.get(tensor.name)
-            if info is None or (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
+            info, view = file.tensors.get(tensor.name), tensor.view
+            if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
                 raise _not_read_back(tensor.name)
             digest, data = hashlib.sha256(), file.bytes_of(info)
             for start in range(0, info.nbytes, _BLOCK_BYTES):
@@ -361,7 +348,7 @@ def _not_read_back(name: str) -> CheckpointError:
 
 
 def _blocks(tensor: SourceTensor) -> Iterator[memoryview]:
-    if tensor.nbytes == 0:
+    if tensor.view.nbytes == 0:
         return
     flat = memoryview(tensor.source.elements(tensor.name).reshape(-1)).cast("B")
     for start in range(0, len(flat), _BLOCK_BYTES):

@@ -1,4 +1,7 @@
-"""Conversions between float32, float16 and bfloat16. NumPy has no bfloat16: its bits are uint16 here."""
+"""Tensors of checkpoints: conversions between float32, float16 and bfloat16, and whose tensor a name belongs to.
+
+NumPy has no bfloat16: its bits are uint16 here.
+"""
 
 from __future__ import annotations
 

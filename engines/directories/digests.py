@@ -171,7 +171,7 @@ def _contents_path() -> Path:
 
 def _finite_contents() -> list[str]:
     try:
-        stored = json.loads(_contents_path().read_bytes())
+        stored = json.loads(ordinary_bytes(_contents_path(), _RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
     return [each for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
@@ -184,8 +184,3 @@ def _names_digest(tensors: Iterable[str]) -> str:
 def _record_path(real: Path) -> Path:
     name = hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
     return user_cache_directory() / "digests" / f"{name}.json"
-
-
-def usable_cores() -> int:
-    """The cores that this process may use, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -114,7 +114,7 @@ class JSONObject:
         """Parse the content of a file."""
         values = parse_json(data, place, error_class, advice)
         if not isinstance(values, dict):
-            raise error_class(f"{place} holds {_describe(values)}, expected an object{_ending(advice)}")
+            raise error_class(f"{place} holds {as_json(values)}, expected an object{_ending(advice)}")
         return cls(values, place, error_class, advice)
 
     def error(self, message: str) -> EdgeLLMError:
@@ -128,7 +128,7 @@ class JSONObject:
         words, is_valid = _integers(kind, largest) if kind in _RANGES else _KINDS[kind]
         value = self.values[key]
         if not is_valid(value):
-            raise self.error(f"{key!r} is {_describe(value)}, expected {words}")
+            raise self.error(f"{key!r} is {as_json(value)}, expected {words}")
         return tuple(value) if kind.startswith("tuple") else float(value) if kind == "float" else value
 
     def object(self, key: str) -> JSONObject:
@@ -256,8 +256,9 @@ def _ending(advice: str) -> str:
     return f". {advice}" if advice else ""
 
 
-def _describe(value: Any) -> str:
-    text = json.dumps(value)
+def as_json(value: Any) -> str:
+    """A JSON value as errors show it, cut where it is long."""
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

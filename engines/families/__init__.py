@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import vision_language
 from edgellm.engines.families.decoders import read_llama, read_qwen2, read_qwen3
-from edgellm.engines.families.fields import ConfigFields, shown
+from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import DecoderConfig
 
 __all__ = ["ARCHITECTURES", "decoder_config"]
@@ -57,17 +58,17 @@ def _family(config_json: dict[str, Any]) -> str:
             raise CheckpointError(f"config.json names neither architectures nor model_type; {supported}")
         if not isinstance(model_type, str) or model_type not in _READERS:
             raise UnsupportedModelError(
-                f"config.json: model_type is {shown(model_type)}, supported are {', '.join(_READERS)}"
+                f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(_READERS)}"
             )
         return model_type
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise CheckpointError(f"config.json: architectures is {shown(architectures)}, expected a list of names")
+        raise CheckpointError(f"config.json: architectures is {as_json(architectures)}, expected a list of names")
     known = [ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES]
     if len(known) != 1 or len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: the architecture is {', '.join(architectures)}; {supported}")
     if model_type not in (None, known[0]):
         raise CheckpointError(
-            f"config.json contradicts itself: architectures is {shown(architectures)}, model_type {shown(model_type)}. "
-            "Take config.json as it was published with the weights."
+            f"config.json contradicts itself: architectures is {as_json(architectures)}, model_type "
+            f"{as_json(model_type)}. Take config.json as it was published with the weights."
         )
     return known[0]

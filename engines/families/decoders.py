@@ -1,8 +1,9 @@
-"""What the supported families have in common: the fields of their `config.json` and what must hold between them."""
+"""Reads the `config.json` of the supported families of decoders: the fields they share, then what is each one's own."""
 
 from __future__ import annotations
 
-from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope, shown
+from edgellm.engines.directories.strict_formats import as_json
+from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 
 
@@ -73,7 +74,7 @@ def refuse_sliding_window(fields: ConfigFields) -> None:
     """Note a window unless it is switched off, for families where it has an effect by itself."""
     window = fields.values.get("sliding_window")
     if window is not None and fields.values.get("use_sliding_window") is not False:
-        fields.unsupported.append(f"sliding_window is {shown(window)} (sliding-window attention), expected null")
+        fields.unsupported.append(f"sliding_window is {as_json(window)} (sliding-window attention), expected null")
 
 
 def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None) -> int:

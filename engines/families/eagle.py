@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, refuse_sliding_window
-from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
@@ -69,11 +70,11 @@ class _Reader:
         self.is_speculators = "speculators_model_type" in self.top or layer is not None
         self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft")
         if layer is not None and not isinstance(layer, dict):
-            self.fields.wrong.append(f"transformer_layer_config is {shown(layer)}, expected an object")
+            self.fields.wrong.append(f"transformer_layer_config is {as_json(layer)}, expected an object")
         eagle = self.top.get("eagle_config")
         self.eagle: dict[str, Any] = eagle if isinstance(eagle, dict) else {}
         if eagle is not None and not isinstance(eagle, dict):
-            self.fields.wrong.append(f"eagle_config is {shown(eagle)}, expected an object")
+            self.fields.wrong.append(f"eagle_config is {as_json(eagle)}, expected an object")
         names = draft.tensors
         found = (prefix for prefix in _LAYER_PREFIXES if any(name.startswith(prefix) for name in names))
         self.layer_prefix = next(found, "midlayer.")
@@ -117,7 +118,7 @@ class _Reader:
         kind = self.top.get("speculators_model_type")
         if self.is_speculators:
             if kind != "eagle3":
-                self.fields.unsupported.append(f"speculators_model_type is {shown(kind)}, supported is eagle3")
+                self.fields.unsupported.append(f"speculators_model_type is {as_json(kind)}, supported is eagle3")
             return False
         architectures = self.top.get("architectures")
         name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
@@ -129,7 +130,7 @@ class _Reader:
         fields, attention = self.fields, f"{self.layer_prefix}self_attn."
         model_type = fields.values.get("model_type")
         if model_type not in (None, *_MODEL_TYPES):
-            fields.unsupported.append(f"model_type is {shown(model_type)}, supported are {', '.join(_MODEL_TYPES)}")
+            fields.unsupported.append(f"model_type is {as_json(model_type)}, supported are {', '.join(_MODEL_TYPES)}")
         if model_type not in ("qwen2", "qwen3"):
             refuse_sliding_window(fields)
         if fields.size("num_hidden_layers") > 1:
@@ -160,7 +161,7 @@ class _Reader:
             ("target_hidden_size", self.top.get("target_hidden_size"), base.hidden_size),
         ):
             if found and found != wanted:
-                self.problems.append(f"{key} is {shown(found)}, the base has {wanted}")
+                self.problems.append(f"{key} is {as_json(found)}, the base has {wanted}")
 
     def _feature_norm(self) -> str:
         each = self._has("fc_norm.0.weight", self._declared("fc_norm"), self.prefix)
@@ -180,7 +181,7 @@ class _Reader:
         if not named or (key != _VOCABULARY_KEYS[0] and value == vocab_size):
             key, value = self._vocabulary_of_tensors(vocab_size)
         if not is_integer(value) or not 1 <= value <= vocab_size:
-            self.problems.append(f"{key} is {shown(value)}, expected a whole number from 1 to {vocab_size}")
+            self.problems.append(f"{key} is {as_json(value)}, expected a whole number from 1 to {vocab_size}")
             return vocab_size
         return value
 
@@ -251,7 +252,7 @@ class _Reader:
             if value is not None:
                 if isinstance(value, bool):
                     return value
-                problem = f"{key} is {shown(value)}, expected true or false"
+                problem = f"{key} is {as_json(value)}, expected true or false"
                 if problem not in self.fields.wrong:
                     self.fields.wrong.append(problem)
         return None
@@ -299,15 +300,15 @@ def feature_layers(
         return default
     ids = named[0]
     if not isinstance(ids, list) or not ids or not all(is_integer(value) for value in ids):
-        fields.wrong.append(f"{_IDS_KEY} is {shown(ids)}, expected a list of layers")
+        fields.wrong.append(f"{_IDS_KEY} is {as_json(ids)}, expected a list of layers")
         return default
     if any(other != ids for other in named):
-        fields.wrong.append(f"{_IDS_KEY} is {shown(named[0])} in one place and {shown(named[1])} in another")
+        fields.wrong.append(f"{_IDS_KEY} is {as_json(named[0])} in one place and {as_json(named[1])} in another")
     convention = _convention(config, eagle_config, is_speculators, ids, default, fields)
     layers = tuple(value + 1 if convention == "output" else value for value in ids)
     if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < num_layers:
         fields.wrong.append(
-            f"{_IDS_KEY} is {shown(ids)}, by the convention {convention!r} the layers entered are {list(layers)}; "
+            f"{_IDS_KEY} is {as_json(ids)}, by the convention {convention!r} the layers entered are {list(layers)}; "
             f"expected distinct ones from 1 to {num_layers - 1}, ascending"
         )
     return layers
@@ -325,7 +326,7 @@ def _convention(
     declared = config.get(CONVENTION_KEY, eagle_config.get(CONVENTION_KEY))
     if declared is not None:
         if declared not in _CONVENTIONS:
-            fields.wrong.append(f"{CONVENTION_KEY} is {shown(declared)}, expected one of {', '.join(_CONVENTIONS)}")
+            fields.wrong.append(f"{CONVENTION_KEY} is {as_json(declared)}, expected one of {', '.join(_CONVENTIONS)}")
             return "entered"
         return declared
     if is_speculators or tuple(ids) == default:
@@ -333,7 +334,7 @@ def _convention(
     if tuple(value + 1 for value in ids) == default:
         return "output"
     fields.wrong.append(
-        f"{_IDS_KEY} is {shown(ids)}, and nothing says whether these layers are entered or left: add "
+        f"{_IDS_KEY} is {as_json(ids)}, and nothing says whether these layers are entered or left: add "
         f'"{CONVENTION_KEY}": "output" (SpecForge, SGLang) or "entered" (vLLM) to config.json'
     )
     return "entered"

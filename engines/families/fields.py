@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NoReturn
 
-from edgellm.engines.directories.strict_formats import LARGEST_SIZE, is_integer, is_number
+from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
-
-__all__ = ["ConfigFields", "is_integer", "is_number", "shown"]
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -44,12 +41,6 @@ _FEATURES = {
     "attention_chunk_size": "chunked attention",
 }
 _DTYPES = ("float16", "bfloat16", "float32")
-
-
-def shown(value: Any) -> str:
-    """A JSON value as an error message shows it."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ConfigFields:
@@ -103,7 +94,7 @@ class ConfigFields:
         elif value in _DTYPES:
             return value
         else:
-            self.unsupported.append(f"{key} is {shown(value)}, supported are {', '.join(_DTYPES)}")
+            self.unsupported.append(f"{key} is {as_json(value)}, supported are {', '.join(_DTYPES)}")
         return ""
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -116,12 +107,12 @@ class ConfigFields:
         ids = value if isinstance(value, list) else [value]
         if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
             self.wrong.append(
-                f"{place}{key} is {shown(value)}, expected a token id or a list of them, from 0 to {LARGEST_SIZE}"
+                f"{place}{key} is {as_json(value)}, expected a token id or a list of them, from 0 to {LARGEST_SIZE}"
             )
             return ()
         beyond = [item for item in ids if item >= vocab_size > 0]
         if beyond:
-            self.wrong.append(f"{place}{key} is {shown(value)}, but vocab_size is {vocab_size}")
+            self.wrong.append(f"{place}{key} is {as_json(value)}, but vocab_size is {vocab_size}")
         return tuple(dict.fromkeys(ids))
 
     def refuse_unsupported(self) -> None:
@@ -130,13 +121,13 @@ class ConfigFields:
             value = self.values.get(key)
             if value is not None and value not in neutral:
                 feature = f" ({_FEATURES[key]})" if key in _FEATURES else ""
-                self.unsupported.append(f"{key} is {shown(value)}{feature}, which is not supported")
+                self.unsupported.append(f"{key} is {as_json(value)}{feature}, which is not supported")
         activation = self.values.get("hidden_act")
         if activation not in (None, "silu", "swish"):
-            self.unsupported.append(f"hidden_act is {shown(activation)}, supported is silu")
+            self.unsupported.append(f"hidden_act is {as_json(activation)}, supported is silu")
         kinds = self.values.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-            self.unsupported.append(f"layer_types is {shown(kinds)}, supported is full_attention in every layer")
+            self.unsupported.append(f"layer_types is {as_json(kinds)}, supported is full_attention in every layer")
 
     def raise_problems(self) -> None:
         """Raise one error that lists everything found: UnsupportedModelError if a feature is among it."""
@@ -152,7 +143,7 @@ class ConfigFields:
         raise error_class(f"config.json ({self.family}): {count}:\n{listed}\n{advice}")
 
     def _note(self, key: str, expected: str) -> None:
-        found = f"is {shown(self.values[key])}" if key in self.values else "is missing"
+        found = f"is {as_json(self.values[key])}" if key in self.values else "is missing"
         self.wrong.append(f"{key} {found}, expected {expected}")
 
 
@@ -180,12 +171,14 @@ def read_mrope(
         fields.values = fields.values | {key: scaling}
     section = list(default) if section is None else section
     if not isinstance(section, list) or len(section) != 3 or not all(is_integer(size) and size > 0 for size in section):
-        fields.wrong.append(f"{key}: mrope_section is {shown(section)}, expected three whole numbers above 0")
+        fields.wrong.append(f"{key}: mrope_section is {as_json(section)}, expected three whole numbers above 0")
         return (), interleaved
     if sum(section) != rotary_dim // 2:
-        fields.wrong.append(f"{key}: mrope_section is {shown(section)}, expected a sum of {rotary_dim // 2}")
+        fields.wrong.append(f"{key}: mrope_section is {as_json(section)}, expected a sum of {rotary_dim // 2}")
     if declared not in (None, interleaved):
-        fields.unsupported.append(f"{key}: mrope_interleaved is {shown(declared)}, supported is {shown(interleaved)}")
+        fields.unsupported.append(
+            f"{key}: mrope_interleaved is {as_json(declared)}, supported is {as_json(interleaved)}"
+        )
     return tuple(section), interleaved
 
 
@@ -196,7 +189,7 @@ def read_rope(
     key = _rope_key(fields)
     parameters = fields.values.get(key)
     if parameters is not None and not isinstance(parameters, dict):
-        fields.wrong.append(f"{key} is {shown(parameters)}, expected an object or null")
+        fields.wrong.append(f"{key} is {as_json(parameters)}, expected an object or null")
         parameters = None
     scaling = {name: value for name, value in (parameters or {}).items() if value is not None}
     theta = scaling.pop("rope_theta", None)
@@ -205,7 +198,7 @@ def read_rope(
     if theta is None:
         theta = DEFAULT_THETA
     if not is_number(theta) or not 1 < theta <= LARGEST_THETA:
-        fields.wrong.append(f"rope_theta is {shown(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
+        fields.wrong.append(f"rope_theta is {as_json(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
         theta = 0.0
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if nested:
@@ -227,9 +220,9 @@ def _scaling(
         fields.unsupported.append(f"{key}: mrope_section (positions in several dimensions) is not supported")
     partial = scaling.pop("partial_rotary_factor", 1)
     if partial != 1:
-        fields.unsupported.append(f"{key}: partial_rotary_factor is {shown(partial)}, which is not supported")
+        fields.unsupported.append(f"{key}: partial_rotary_factor is {as_json(partial)}, which is not supported")
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
-        fields.unsupported.append(f"{key}: rope_type is {shown(kind)}, supported are default, {', '.join(SCALINGS)}")
+        fields.unsupported.append(f"{key}: rope_type is {as_json(kind)}, supported are default, {', '.join(SCALINGS)}")
         return None
     if kind == "default":
         return None

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.engines.families.fields import shown
+from edgellm.engines.directories.strict_formats import as_json
 
 #: Where speculators and SpecForge name the method by a word of its own.
 _METHOD_KEYS = (("speculators_model_type",), ("speculators_config", "algorithm"), ("dflash_config", "projector_type"))
@@ -38,11 +38,11 @@ class OtherDraft:
         names = architectures if isinstance(architectures, list) else []
         for name in names:
             if isinstance(name, str) and self.word in name.lower():
-                return f"architectures has {shown(name)}"
+                return f"architectures has {as_json(name)}"
         for path in _METHOD_KEYS:
             value = _field(config, path)
             if isinstance(value, str) and value.lower() == self.word:
-                return f"{'.'.join(path)} is {shown(value)}"
+                return f"{'.'.join(path)} is {as_json(value)}"
         for key in self.keys:
             if config.get(key) is not None:
                 return f"config.json has {key}"

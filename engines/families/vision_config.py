@@ -1,4 +1,4 @@
-"""How the `config.json` of a multimodal checkpoint becomes a `VisionConfig`."""
+"""How a multimodal checkpoint's `config.json` becomes a `VisionConfig`, and its tensors are checked against that."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.directories.strict_formats import LARGEST_SIZE
+from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.fields import ConfigFields, is_integer, is_number, shown
+from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH, VisionConfig
@@ -78,9 +78,9 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     """The vision encoder that a checkpoint's `config.json` describes; None for a text-only model.
 
     `dtype` ("float16", "bfloat16" or "float32") is what the tensors have, used where the file does not say. The
-    prefixes of tensor names are those of the newest layout; `vision_checkpoint.read_vision` sets them as a checkpoint
-    has them. Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields that are
-    missing, of a wrong type or inconsistent; either lists all problems.
+    prefixes of tensor names are those of the newest layout; `read_vision` sets them as a checkpoint has them. Raises
+    UnsupportedModelError for a feature that is not implemented, CheckpointError for fields that are missing, of a wrong
+    type or inconsistent; either lists all problems.
     """
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
@@ -122,7 +122,7 @@ def _read_qwen(
     rope = raw.get("rope_parameters")
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
     if not is_number(theta) or theta <= 0:
-        fields.wrong.append(f"rope_parameters.rope_theta is {shown(theta)}, expected a number above 0")
+        fields.wrong.append(f"rope_parameters.rope_theta is {as_json(theta)}, expected a number above 0")
         theta = 10000.0
     text = _text_hidden_size(top)
     out_hidden_size = fields.size("out_hidden_size", text or None)
@@ -154,16 +154,16 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     raw = dict(top.values["vision_config"])
     tower = raw.get("model_type", "clip_vision_model")
     if not isinstance(tower, str) or tower not in _TOWERS:
-        top.unsupported.append(f"vision_config.model_type is {shown(tower)}, supported are {', '.join(_TOWERS)}")
+        top.unsupported.append(f"vision_config.model_type is {as_json(tower)}, supported are {', '.join(_TOWERS)}")
         tower = "clip_vision_model"
     fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
     dimensions = _dimensions(fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
-        top.wrong.append(f"vision_feature_select_strategy is {shown(strategy)}, expected default or full")
+        top.wrong.append(f"vision_feature_select_strategy is {as_json(strategy)}, expected default or full")
     bias = top.values.get("multimodal_projector_bias", True)
     if not isinstance(bias, bool):
-        top.wrong.append(f"multimodal_projector_bias is {shown(bias)}, expected true or false")
+        top.wrong.append(f"multimodal_projector_bias is {as_json(bias)}, expected true or false")
     key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
     image_size = fields.size("image_size")
     if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
@@ -226,7 +226,7 @@ def _activation(
     name = _ACTIVATIONS.get(value) if isinstance(value, str) else None
     if name is None or name not in (supported or _ACTIVATIONS.values()):
         known = ", ".join(published for published, one in _ACTIVATIONS.items() if one in (supported or (one,)))
-        fields.unsupported.append(f"{key} is {shown(value)}, supported are {known}")
+        fields.unsupported.append(f"{key} is {as_json(value)}, supported are {known}")
         return "gelu"
     return name
 
@@ -239,7 +239,7 @@ def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
         or not all(is_integer(index) and 0 <= index < depth for index in value)
         or value != sorted(set(value))
     ):
-        fields.wrong.append(f"{key} is {shown(value)}, expected ascending layer indices from 0 to {depth - 1}")
+        fields.wrong.append(f"{key} is {as_json(value)}, expected ascending layer indices from 0 to {depth - 1}")
         return ()
     return tuple(value)
 
@@ -250,7 +250,7 @@ def _feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
         top.wrong.append(
-            f"vision_feature_layer is {shown(value)}, expected one index or several from {-depth - 1} to {depth}"
+            f"vision_feature_layer is {as_json(value)}, expected one index or several from {-depth - 1} to {depth}"
         )
         return (depth,)
     return tuple(index % (depth + 1) for index in listed)
@@ -272,7 +272,7 @@ def _text_hidden_size(top: ConfigFields) -> int:
 def _token_id(top: ConfigFields, key: str, smallest: int = 0) -> int:
     value = top.values.get(key)
     if not is_integer(value) or not smallest <= value <= LARGEST_SIZE:
-        found = f"is {shown(value)}" if key in top.values else "is missing"
+        found = f"is {as_json(value)}" if key in top.values else "is missing"
         top.wrong.append(f"{key} {found}, expected a token id from {smallest} to {LARGEST_SIZE}")
         return smallest
     return value

@@ -1,4 +1,8 @@
-"""LLaVA's vision part: a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector."""
+"""The networks and weights of the vision encoders: LLaVA's, Qwen2.5-VL's and Qwen3-VL's.
+
+LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector. Qwen2.5-VL's attends
+within windows in most layers; Qwen3-VL's adds interpolated positions, and gives out features of several layers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def used_layers(config: VisionConfig) -> int:
 
 
 def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
-    """Beginnings of the names of tensors that a tower has and that the language model sees nothing of."""
+    """Beginnings of the names of tensors that a tower has and that nothing which reaches the language model needs."""
     behind = (f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers))
     return tuple(
         f"{config.tensor_prefix}{name}" for name in (*behind, "post_layernorm.", "head.", "embeddings.position_ids")
@@ -119,7 +123,7 @@ class Qwen2_5VLDescription(VisionDescription[Tensor]):
         super().__init__(operations, config, shape, qwen2_5_vl_weights(config))
 
     def describe(self) -> None:
-        """Declare the inputs of `vision_edge`, compute, and declare `image_embeddings` as the output."""
+        """Declare the inputs (`declare_inputs`), compute, and declare `image_embeddings` as the output."""
         ops, config, rows = self.operations, self.config, self.shape.tokens
         inputs = declare_inputs(ops, config, self.shape)
         whole, windows = (1, rows), (rows // config.window_patches, config.window_patches)
@@ -180,7 +184,7 @@ class Qwen3VLDescription(VisionDescription[Tensor]):
         super().__init__(operations, config, shape, qwen3_vl_weights(config))
 
     def describe(self) -> None:
-        """Declare the inputs of `vision_edge`, compute, and declare embeddings and deepstack features as outputs."""
+        """Declare the inputs (`declare_inputs`), compute, and declare embeddings and deepstack features as outputs."""
         ops, config = self.operations, self.config
         inputs = declare_inputs(ops, config, self.shape)
         mask, rotary = inputs["attention_mask"], ops.to_compute(inputs["rotary_cos_sin"])

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, read_llama, read_qwen2, read_qwen3
-from edgellm.engines.families.fields import ConfigFields, is_integer, shown
+from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import DecoderConfig
 
 _LLAMA = {
@@ -77,7 +78,7 @@ def read_qwen3_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     )
     taps = _vision_fields(fields).get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
-        fields.wrong.append(f"vision_config: deepstack_visual_indexes is {shown(taps)}, expected a list of layers")
+        fields.wrong.append(f"vision_config: deepstack_visual_indexes is {as_json(taps)}, expected a list of layers")
         taps = None
     count = _DEEPSTACK_LAYERS if taps is None else len(taps)
     if count > config.num_layers > 0:
@@ -91,7 +92,7 @@ def read_llava(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     nested = fields.values.get("text_config")
     kind = nested.get("model_type", "llama") if isinstance(nested, dict) else "llama"
     if kind not in _INSIDE:
-        fields.unsupported.append(f"text_config: model_type is {shown(kind)}, supported are {', '.join(_INSIDE)}")
+        fields.unsupported.append(f"text_config: model_type is {as_json(kind)}, supported are {', '.join(_INSIDE)}")
         kind = "llama"
     read, defaults = _INSIDE[kind]
     key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
@@ -103,7 +104,7 @@ def _text_fields(fields: ConfigFields, defaults: dict[str, Any]) -> ConfigFields
     top = {key: value for key, value in fields.values.items() if value is not None}
     nested = top.get("text_config", {})
     if not isinstance(nested, dict):
-        fields.wrong.append(f"text_config is {shown(nested)}, expected an object")
+        fields.wrong.append(f"text_config is {as_json(nested)}, expected an object")
         nested = {}
     given = {key: value for key, value in nested.items() if value is not None}
     whole = {key: top[key] for key in _OF_THE_WHOLE if key in top}
@@ -124,11 +125,13 @@ def _with_image_tokens(
     token = fields.values.get(key)
     token = default if token is None else token
     if not is_integer(token) or not 0 <= token < max(1, config.vocab_size):
-        fields.wrong.append(f"{key} is {shown(token)}, expected a token id from 0 to {config.vocab_size - 1}")
+        fields.wrong.append(f"{key} is {as_json(token)}, expected a token id from 0 to {config.vocab_size - 1}")
     if merge_size is not None:
         found = _vision_fields(fields).get("spatial_merge_size")
         if found is not None and (not is_integer(found) or found < 1):
-            fields.wrong.append(f"vision_config: spatial_merge_size is {shown(found)}, expected a whole number above 0")
+            fields.wrong.append(
+                f"vision_config: spatial_merge_size is {as_json(found)}, expected a whole number above 0"
+            )
         elif found is not None:
             merge_size = found
     return replace(config, image_token_id=token, spatial_merge_size=merge_size or 1)

@@ -244,7 +244,7 @@ class AdaptedRunner:
         return self.limits.with_adapters(shape) if self.adapts(slots) else shape
 
     def adapter_inputs(self, shape: EngineShape, slots: slice) -> dict[str, Array]:
-        """What an engine with adapters is bound to beside the rest; nothing for one without."""
+        """What an engine with adapters is bound to in addition; nothing for one without."""
         return self.adapters.bindings(slots) if shape.lora_slots and self.adapters is not None else {}
 
     @property

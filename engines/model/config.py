@@ -35,10 +35,10 @@ class DecoderConfig:
     input is output as `hidden_states` (none: no such output), `num_layers` standing for the last hidden state after the
     final norm; drafting sets it.
 
-    A model that sees has an `image_token_id`, which stands for each token of an image; `spatial_merge_size` patches in
-    height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies follow the
-    position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs of the
-    first `deepstack_layers` layers features of the images are added.
+    A model that takes images has an `image_token_id`, which stands for each token of an image; `spatial_merge_size`
+    patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
+    follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
+    of the first `deepstack_layers` layers features of the images are added.
     """
 
     family: str

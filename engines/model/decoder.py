@@ -9,6 +9,9 @@ from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
 
+EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+
 
 def single_weight(name: str, *shape: int, source: str | None = None) -> WeightSpec:
     """A buffer that one tensor fills: the tensor `source` of the checkpoint, by default that of the same name."""
@@ -132,10 +135,6 @@ class LayerDescription(Generic[Tensor]):
         return self.projection(self.operations.silu_mul(gate_up), f"{prefix}mlp.down_proj")
 
 
-EMBEDDING = "model.embed_tokens.weight"
-_FINAL_NORM = "model.norm.weight"
-
-
 def head_weight_name(config: DecoderConfig) -> str:
     """The weight that turns hidden states into logits: the embedding table itself where the two are tied."""
     return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
@@ -166,7 +165,7 @@ class DecoderDescription(LayerDescription[Tensor]):
         self.config = config
 
     def describe(self) -> None:
-        """Declare the inputs of DESIGN's engine edge, compute, and declare `logits` and the caches as outputs."""
+        """Declare the inputs of an engine, compute, and declare `logits` and the caches as outputs."""
         ops, config, shape = self.operations, self.config, self.shape
         hidden = self._wide(ops.input("inputs_embeds", (shape.batch, shape.tokens, config.hidden_size), "compute"))
         positions = self.position_inputs()

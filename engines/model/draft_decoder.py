@@ -83,7 +83,7 @@ class DraftDescription(LayerDescription[Tensor]):
         self.config = config
 
     def describe(self) -> None:
-        """Declare the inputs of DESIGN's engine edge, compute, and declare `logits`, `hidden_states` and the caches."""
+        """Declare the inputs of an engine, compute, and declare `logits`, `hidden_states` and the caches."""
         ops, config, shape = self.operations, self.config, self.shape
         embeds = ops.input("inputs_embeds", (shape.batch, shape.tokens, config.hidden_size), "compute")
         positions = self.position_inputs()

@@ -46,12 +46,12 @@ def plan_memory(
     scratch: int = 0,
     draft: DraftConfig | None = None,
     adapters: bool = False,
-    beside: Mapping[str, int] | None = None,
+    vision_memory: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
 
-    With a `draft` its own are added, with `adapters` the places for LoRA adapters, and `beside` what a vision encoder
-    takes, in bytes by name.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters; `vision_memory` is what a vision
+    encoder takes, in bytes by name.
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
@@ -74,7 +74,7 @@ def plan_memory(
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
-    return MemoryPlan(items | dict(beside or {}) | {"engine scratch": scratch})
+    return MemoryPlan(items | dict(vision_memory or {}) | {"engine scratch": scratch})
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 State lives in device arrays that kernels advance, so a decode step is one captured launch: embedding lookup, positions
 and mask, the engine, selection of the token, advance. The host only reads the tokens, from memory that it sees.
-Invariants (DESIGN 5): the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
+Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index` counts the rows before it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class FeatureUser(Protocol):
 class BaseEngineRunner(AdaptedRunner):
     """Owns engines, weights, KV caches and device state of one base model.
 
-    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does what
-    a vision encoder takes `beside` (bytes by name). A `feature_user` is given what the engines put out for it; what it
-    needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less row),
-    `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
-    an idle one).
+    `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
+    `vision_memory`, what a vision encoder takes (bytes by name). A `feature_user` is given what the engines put out for
+    it; what it needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less
+    row), `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0
+    for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
     run where a sequence has an adapter. `adapters` (None without) adds and removes them.
@@ -74,7 +74,7 @@ class BaseEngineRunner(AdaptedRunner):
         draft: DraftConfig | None = None,
         feature_user: FeatureUser | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
-        beside: Mapping[str, int] | None = None,
+        vision_memory: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
@@ -87,7 +87,14 @@ class BaseEngineRunner(AdaptedRunner):
         )
         specs = decoder_weights(config)
         self.memory_plan = plan_memory(
-            config, limits, specs, backend.compute_dtype, backend.scratch_bytes(), draft, adapters is not None, beside
+            config,
+            limits,
+            specs,
+            backend.compute_dtype,
+            backend.scratch_bytes(),
+            draft,
+            adapters is not None,
+            vision_memory,
         )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
@@ -300,7 +307,7 @@ class BaseEngineRunner(AdaptedRunner):
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
     def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """What an engine is fed with beside weights and caches."""
+        """The inputs of an engine other than weights and caches."""
         start = self._buffers.prefill_start if shape.phase == "prefill" else self._start[: shape.batch]
         return self._buffers.inputs(shape, start) | self._image_inputs.engine_inputs(shape)
 

@@ -34,7 +34,7 @@ class EmbeddedImage(Protocol):
 
     @property
     def digest(self) -> str:
-        """What the image's content is told by."""
+        """What identifies the image's content."""
 
     @property
     def grid(self) -> tuple[int, int, int]:

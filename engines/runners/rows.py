@@ -1,4 +1,4 @@
-"""What slots hold, exchanged and copied between them: KV rows, and where the next of them is written."""
+"""The KV rows of slots: exchanged, copied, and uploaded while steps run; and the buffers that the steps share."""
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
-"""How each slot draws its tokens: the parameters on the device, and the kernels that apply them."""
+"""How each slot draws its tokens, by parameters on the device, and the rings through which the host reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback
 from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
-
-if TYPE_CHECKING:
-    from edgellm.engines.backends.base import Backend
-    from edgellm.kernels.arrays import Array
-    from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.interface import SequenceState
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,7 @@ class SamplingValues:
         return self.temperature == 0.0 and not self.penalizes
 
 
+#: The parameters with their dtypes on the device.
 _DTYPES = {
     "temperature": "float32",
     "top_k": "int32",
@@ -53,8 +50,6 @@ _DTYPES = {
     "seed": "uint64",
     "sequence": "int32",
 }
-
-
 #: What is drawn with, in the order of `SlotDraws` and, at every node of a tree, of `NodeDraws`.
 _PER_SLOT = (
     "repetition_penalty",

@@ -7,7 +7,6 @@ selection to the scores (EAGLE-2); a static one (a tree of choices, a chain) fix
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,8 @@ ACCEPTANCES = ("exact", "typical")
 #: The stages of a round in their order.
 DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE = "draft accept", "draft proposal", "base verify", "acceptance"
 
+#: Far more choices than engines verify in a round.
+MOST_CHOICES = 4096
 #: A node of a static tree, as the ranks of the choices that lead to it from the root.
 Choice = tuple[int, ...]
 
@@ -212,15 +213,6 @@ def chain(steps: int, **rule: Any) -> DraftPlan:
 def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:
     """The number of child `rank` of frontier slot `slot` (of level `level` - 1; 0 for the root's children)."""
     return level_start(level, top_k) + (0 if level == 1 else slot * top_k) + rank
-
-
-def mean_acceptance_length(rounds: int, tokens: int) -> float:
-    """Tokens a round, the bonus token included; NaN without a round."""
-    return tokens / rounds if rounds else math.nan
-
-
-#: Far more than engines verify in a round.
-MOST_CHOICES = 4096
 
 
 def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:

@@ -1,4 +1,4 @@
-"""One configuration of a round on its fixed memory: the stages that are captured, together or one by one."""
+"""Rounds: the stages of one, which are captured together or one by one, and what the host knows while they run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class EagleRound:
 
 
 class SlotProgress:
-    """Bounds that become exact as steps are read.
+    """How far each slot is, as bounds that become exact when steps are read.
 
     Of each slot: `pending` entries that the draft has not seen, never too few; `base_rows` and `draft_rows` that were
     committed by the steps which were read. `lengths` are those of `BaseEngineRunner`, which rounds change, too.

@@ -49,14 +49,16 @@ class EagleRunner:
         draft_checkpoint: Checkpoint,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
-        beside: Mapping[str, int] | None = None,
+        vision_memory: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         self._engines = LoadedEngines(
             backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
         )
-        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, self, adapters, beside)
+        self.base = BaseEngineRunner(
+            backend, config, limits, checkpoint, progress, draft, self, adapters, vision_memory
+        )
         self.draft = EagleDraftEngineRunner(
             backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
         )
@@ -79,17 +81,19 @@ class EagleRunner:
         directory: EngineDirectory,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
-        beside: Mapping[str, int] | None = None,
+        vision_memory: Mapping[str, int] | None = None,
     ) -> EagleRunner:
         """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
 
-        The base takes `adapters` and counts what is `beside` as `BaseEngineRunner` does; the draft has none. Raises
+        The base takes `adapters` and counts `vision_memory` as `BaseEngineRunner` does; the draft has none. Raises
         EngineDirectoryError where there is no draft, and what loading raises.
         """
         config, draft, limits = directory.model_config("draft"), directory.draft, directory.limits
         assert isinstance(config, DraftConfig) and draft is not None
         with closing(directory.checkpoint()) as base_files, closing(draft.checkpoint()) as draft_files:
-            return cls(backend, directory.config, config, limits, base_files, draft_files, progress, adapters, beside)
+            return cls(
+                backend, directory.config, config, limits, base_files, draft_files, progress, adapters, vision_memory
+            )
 
     def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
         """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any

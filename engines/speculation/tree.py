@@ -1,4 +1,4 @@
-"""The arrays of the trees that the base model verifies."""
+"""The device arrays of a round: candidates, the tree that the base verifies, and what the draft has not seen."""
 
 from __future__ import annotations
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from edgellm.kernels import compiler
-from edgellm.kernels.compiler import SUPPORTED, cached_kernels, compile_kernels, find_headers
+from edgellm.kernels.compiler import cached_kernels, compile_kernels, find_headers
 from edgellm.kernels.cuda_kernels import _PARAMETERS
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+#: Architectures that the project's GPUs have, in NVIDIA's names: Jetson Orin is sm_87, Jetson Thor sm_110.
+SUPPORTED = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 
 @pytest.fixture

@@ -13,15 +13,24 @@ from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.decode_kernels import CudaDecodeKernels
 from edgellm.kernels.draft_tree_interface import Expansion, candidate_count
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.linear_tilings import TiledGpu, tilings
+from edgellm.kernels.linear_tilings import tilings
 from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 
-def unloaded(kind: type, **attributes: Any) -> Any:
-    """A launcher whose kernels were never loaded: it can refuse, and nothing else."""
-    launcher = object.__new__(kind)
-    vars(launcher).update(attributes)
-    return launcher
+class NoGPU:
+    """What launchers know of a GPU. There are no kernels behind it: a launch that was not refused fails here."""
+
+    multiprocessors, shared_limit, has_clusters = 100, 1 << 18, False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for: the arguments were not refused")
+
+
+class UnloadedDecodeKernels(NoGPU, CudaDecodeKernels):
+    """The launchers that are a module of kernels themselves, without loading it."""
+
+    def __init__(self) -> None:
+        """There is nothing to load."""
 
 
 def array(*shape: int, dtype: str = "int32") -> DeviceArray:
@@ -37,7 +46,7 @@ def verify(waiting: Expansion, top_k: int, candidates: int, levels: int, batch: 
     """`prepare_verification` of a tree of two tokens."""
     places = [array(batch, 1), *[array(batch) for _ in range(3)]]
     tree = [array(batch, 2), array(batch, 2), array(batch, 2), array(batch, 2, 2, dtype="bool"), array(batch, 2)]
-    unloaded(CudaDraftTree).prepare_verification(
+    CudaDraftTree(NoGPU()).prepare_verification(
         True,
         candidates if counted is None else counted,
         *places,
@@ -57,7 +66,7 @@ def verify(waiting: Expansion, top_k: int, candidates: int, levels: int, batch: 
 
 
 def test_a_verification_refuses_an_expansion_that_its_arrays_have_no_room_for():
-    roomy = unloaded(CudaDraftTree).expand_workspace_size(1, 9, 64)
+    roomy = CudaDraftTree(NoGPU()).expand_workspace_size(1, 9, 64)
     with pytest.raises(KernelError, match=r"C = 5 candidates; expected at least 12 for level 2 with K = 3"):
         verify(expansion(2, roomy), 3, 5, 1)
     with pytest.raises(KernelError, match=r"frontiers has F = 1 levels; expected at least 2"):
@@ -71,7 +80,7 @@ def test_a_verification_refuses_an_expansion_that_its_arrays_have_no_room_for():
 
 
 def test_a_verification_refuses_a_workspace_that_no_expansion_can_have_filled():
-    needed = unloaded(CudaDraftTree).expand_workspace_size(1, 9, 3)
+    needed = CudaDraftTree(NoGPU()).expand_workspace_size(1, 9, 3)
     with pytest.raises(KernelError, match=rf"prepare_verification: workspace has {needed - 1} bytes; expected"):
         verify(expansion(2, needed - 1), 3, 12, 1)
     with pytest.raises(KernelError, match=r"prepare_verification: draft vocabulary V = 262145; expected at most"):
@@ -92,13 +101,13 @@ def test_more_sequences_than_a_launch_takes_are_refused():
     ]
     with pytest.raises(KernelError, match=r"expand_frontier: 65536 rows of all sequences; expected at most 65535"):
         logits = array(batch // 4, 4, 9, dtype="float32")
-        unloaded(CudaDraftTree).expand_frontier(2, True, logits, *arrays, array(1 << 30, dtype="uint8"))
+        CudaDraftTree(NoGPU()).expand_frontier(2, True, logits, *arrays, array(1 << 30, dtype="uint8"))
 
 
 def test_an_image_of_more_rows_than_a_launch_takes_is_refused():
     pixels, resampled = array(70_000, 4, 3, dtype="uint8"), array(70_000, 2, 3, dtype="uint8")
     with pytest.raises(KernelError, match=r"resample: 70000 rows of pixels; expected at most 65535"):
-        unloaded(CudaImageKernels).resample(pixels, array(2), array(2, 3), resampled, 1)
+        CudaImageKernels(NoGPU()).resample(pixels, array(2), array(2, 3), resampled, 1)
 
 
 def weights(rows: int, columns: int) -> DeviceArray:
@@ -106,7 +115,7 @@ def weights(rows: int, columns: int) -> DeviceArray:
 
 
 def test_linear_layers_of_few_rows_refuse_what_does_not_fit():
-    kernels = unloaded(CudaDecodeKernels, shared_limit=1 << 18, multiprocessors=100)
+    kernels = UnloadedDecodeKernels()
     wide = array(17, 64, dtype="float16")
     with pytest.raises(KernelError, match=r"1 to 16 rows of a width that is a multiple of 8, found 1088 elements"):
         selected = array(17, 1)
@@ -122,8 +131,8 @@ def test_linear_layers_of_few_rows_refuse_what_does_not_fit():
 
 
 def test_linear_layers_of_many_rows_refuse_what_does_not_fit():
-    gpu = TiledGpu(100, 1 << 18, has_clusters=False)
-    kernels, x = unloaded(CudaTiledKernels, gpu=gpu), array(40, 512, dtype="float16")
+    kernels, x = CudaTiledKernels(NoGPU()), array(40, 512, dtype="float16")
+    gpu = kernels.gpu
     with pytest.raises(KernelError, match=r"a tiling for 32 rows was given 40: take one of tilings\(40, gpu\)"):
         kernels.tiled_linear(tilings(20, gpu)[0], x, weights(8, 512), None, array(40, 8, dtype="float32"))
     with pytest.raises(KernelError, match=r"output has shape \[39, 8\]; expected at least 40 rows of 8 elements"):

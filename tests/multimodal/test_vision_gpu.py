@@ -89,7 +89,7 @@ def test_pixels_to_embeddings_beside_a_language_model(
     backend = open_backend("tensorrt", directory)
     runner = VisionEngineRunner.open(backend, directory)
     with directory.checkpoint() as files:
-        base = BaseEngineRunner(backend, directory.config, limits, files, beside=runner.memory)
+        base = BaseEngineRunner(backend, directory.config, limits, files, vision_memory=runner.memory)
     runner.load()
     assert base.memory_plan.items["vision weights"] > 0
     differences = []
@@ -114,7 +114,7 @@ def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: 
         backend = open_backend(backend_name, text)
         vision = VisionEncoder(backend, text, vision, Metrics())
         with text.checkpoint() as files:
-            base = BaseEngineRunner(backend, text.config, text.limits, files, beside=vision.memory)
+            base = BaseEngineRunner(backend, text.config, text.limits, files, vision_memory=vision.memory)
         vision.load()
         image = vision.processor.prepare(attached_image)
         ids = [7, *[vision.image_token_id] * image.tokens, 8]

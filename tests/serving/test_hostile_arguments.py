@@ -132,7 +132,6 @@ def test_tokenizers(llm: LLM) -> None:
     check(tokenizer.id_to_token)
     check(tokenizer.token_to_id)
     check(tokenizer.encode_chat)
-    check(tokenizer.render_chat)
     check(lambda value: tokenizer.encode_chat(MESSAGES, tools=value))
     check(lambda value: tokenizer.encode_chat(MESSAGES, thing=value))
 

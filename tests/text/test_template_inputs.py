@@ -118,6 +118,10 @@ def test_a_function_alone_is_put_into_the_form_of_tools() -> None:
 
 LOOP: list[Any] = []
 LOOP.append(LOOP)
+#: Forty lists, each of which stands twice in the next: a copy would have a billion values.
+SHARED: list[Any] = []
+for _ in range(40):
+    SHARED = [SHARED, SHARED]
 
 
 class Colour(Enum):
@@ -146,6 +150,8 @@ class Colour(Enum):
         ([{"name": "a", "parameters": {"x": [float("nan")]}}], "tools[0].parameters.x[0] is nan: expected a finite"),
         ([{"name": "a", "parameters": {"x": 2**99}}], "tools[0].parameters.x is a whole number of 100 bits"),
         ([{"name": "a", "parameters": {"x": LOOP}}], "is nested more than 64 deep"),
+        ([{"name": "a", "parameters": {"x": SHARED}}], "tools has more than 100,000 values"),
+        ([GRASP] * 50_000, "tools has more than 100,000 values"),
     ],
 )
 def test_wrong_tools_are_refused_by_their_place(tools: Any, message: str) -> None:
@@ -165,6 +171,7 @@ def test_wrong_tools_are_refused_by_their_place(tools: Any, message: str) -> Non
         ({"self": 1}, "template_variables has the name 'self', which"),
         ({"mood": Colour.RED}, "the template variable mood is a Colour: expected a value as JSON has it"),
         ({"mood": {"a": [b"x"]}}, "the template variable mood.a[0] is a bytes"),
+        ({"mood": SHARED}, "template_variables has more than 100,000 values"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(variables: Any, message: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from byte_level_tokenizer import END, START, byte_level, specials
+from rendered_chats import rendered_chat
 
 from edgellm.errors import RequestError, TemplateError
 from edgellm.text.messages import IMAGE_PARTS, checked_messages
@@ -48,7 +49,7 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
 
 
 def rendered(source: str, messages: list[dict[str, Any]]) -> str:
-    return tokenizer_with(source).render_chat(messages)
+    return rendered_chat(tokenizer_with(source), messages)
 
 
 @pytest.mark.parametrize(

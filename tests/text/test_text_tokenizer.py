@@ -7,6 +7,7 @@ import random
 
 import pytest
 from byte_level_tokenizer import CORPUS, END, START, WIDE, byte_level, specials
+from rendered_chats import rendered_chat
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -74,7 +75,7 @@ def saved(directory, library: LibraryTokenizer, **config):
 
 def test_a_conversation_is_encoded_as_its_rendered_text(tokenizer):
     messages = [{"role": "system", "content": "  be kind "}, {"role": "user", "content": "hello world"}]
-    expected = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    expected = tokenizer.encode(rendered_chat(tokenizer, messages), add_special_tokens=False)
     assert tokenizer.encode_chat(messages) == expected
     assert specials(tokenizer, expected)[:2] == [START, END]
     assert len(tokenizer.encode_chat(messages, add_generation_prompt=False)) < len(expected)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
 from tiny_multimodal import IMAGE_TOKEN
 
@@ -126,7 +127,7 @@ def test_templates_that_want_parts_get_them(llm: LLM) -> None:
             {"role": "system", "content": "Be kind."},
             {"role": "user", "content": parts(PIXELS, "What is it?")},
         ]
-        text = llm.tokenizer.render_chat(messages)
+        text = rendered_chat(llm.tokenizer, messages)
         assert text == "system: Be kind.user: <|image_pad|>\nWhat is it?assistant:"
         assert llm.tokenizer.encode_chat(messages).count(IMAGE_TOKEN) == 1
         assert llm.chat(messages, PARAMS).usage.prompt_tokens > len(llm.tokenizer.encode_chat(messages))

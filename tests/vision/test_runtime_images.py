@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN
 
@@ -116,7 +117,7 @@ def test_a_known_image_is_not_encoded_again(multimodal_engines: Callable[[str], 
 def test_prompts_without_messages_have_markers(runtime: SpecDecodeRuntime) -> None:
     messages = [question(PIXELS, "What is it?")]
     expected = chat(runtime, *messages)
-    text = runtime.tokenizer.render_chat(messages)
+    text = rendered_chat(runtime.tokenizer, messages)
     ids = runtime.tokenizer.encode(text, add_special_tokens=False)
     for prompt in (text, ids):
         for image in (PIXELS, {"type": "image_url", "image_url": data_url(PIXELS)}, data_url(PIXELS)):

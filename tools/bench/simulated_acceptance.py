@@ -79,7 +79,7 @@ def simulated_mean(plan: DraftPlan, reference: DraftPlan, mean: float) -> float:
     """The mean length to simulate for a plan where `reference`, a tree, has `mean`.
 
     The same draft seen through a smaller tree or a chain: 1 - a = (1 - a_chain)^gain with the gains by which the
-    controller transfers acceptance (`acceptance_model.tree_gain`). An assumption, for comparing shapes only.
+    controller transfers acceptance (`edgellm.drafting.acceptance.tree_gain`). An assumption, for comparing shapes only.
     """
     chain_miss = (1.0 - depth_acceptance(mean, reference.steps)) ** (1.0 / _gain(reference))
     return expected_length(1.0 - chain_miss ** _gain(plan), plan.steps)

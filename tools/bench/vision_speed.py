@@ -73,7 +73,7 @@ def measure(directory: EngineDirectory, backend_name: str) -> dict[str, Any]:
     backend = open_backend(backend_name, directory)
     vision = VisionEngineRunner.open(backend, directory)
     with directory.checkpoint() as files:
-        base = BaseEngineRunner(backend, directory.config, directory.limits, files, beside=vision.memory)
+        base = BaseEngineRunner(backend, directory.config, directory.limits, files, vision_memory=vision.memory)
     vision.load()
     processor = open_processor(directory)
     parts: dict[str, list[float]] = {name: [] for name in ("digest", "patches", "vision", "prefill", "first_token")}

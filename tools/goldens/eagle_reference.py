@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Head:
-    """One head: its tensors below `layer` ("midlayer." or "layers.0."), and switches as DESIGN names them."""
+    """One head: its tensors below `layer` ("midlayer." or "layers.0."), and switches as `DraftConfig` names them."""
 
     tensors: dict[str, torch.Tensor]
     layer: str

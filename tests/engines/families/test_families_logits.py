@@ -176,7 +176,3 @@ def test_wrong_theta_would_be_noticed() -> None:
     unscaled = replace(sequences.config, rope_scaling=None)
     sequences.table = rotary_table(unscaled, sequences.rows)
     assert np.abs(sequences.logits(sequences.token_ids, [0, 0]) - sequences.expected).max() > 100 * TOLERANCE
-
-
-def test_goldens_stay_small() -> None:
-    assert sum(file.stat().st_size for file in GOLDENS.rglob("*") if file.is_file()) < 3_000_000

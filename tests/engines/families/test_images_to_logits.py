@@ -40,7 +40,7 @@ def test_patches_become_the_logits_of_transformers(name: str, tmp_path: Path) ->
     backend = open_backend("numpy", directory)
     vision = open_vision(backend, directory)
     with directory.checkpoint() as checkpoint:
-        runner = BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, beside=vision.memory)
+        runner = BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, vision_memory=vision.memory)
     embeddings = vision.encode(prepared_images(golden))
     images = place_images(golden.token_ids, embeddings, directory.vision.config.image_token_id, directory.config)
     runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()

@@ -117,7 +117,3 @@ def test_a_sequence_without_adapter_is_computed_as_without_adapters() -> None:
     np.testing.assert_array_equal(found[1], unadapted[1])
     assert_close(unadapted, model.without)
     assert np.abs(found[0] - unadapted[0]).max() > 1
-
-
-def test_goldens_stay_small() -> None:
-    assert sum(file.stat().st_size for file in GOLDENS.rglob("*") if file.is_file()) < 500_000
