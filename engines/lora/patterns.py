@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from edgellm.engines.errors import AdapterError
 
 #: Characters of one pattern and of all, groups within groups, and places in names where a part of a pattern is looked
-#: for, all names together (about 10 s on a slow machine).
-_LONGEST_PATTERN, _LONGEST_PATTERNS, _DEEPEST_PATTERN, _MOST_STEPS = 1000, 1 << 18, 20, 20_000_000
+#: for, all names together (a few seconds).
+_LONGEST_PATTERN, _LONGEST_PATTERNS, _DEEPEST_PATTERN, _MOST_STEPS = 1000, 1 << 18, 20, 5_000_000
 
+#: Names themselves, of which a file may hold one for each module of a large model.
+_NAME = re.compile(r"(?:\w|\\?\.)+")
 _ATOM = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\[^0-9xuUN]|[^\\()|]", re.DOTALL)
 _REPETITION = re.compile(r"[*+?]|\{(?!\})(\d*)(,?)(\d*)\}")
 _GROUP = re.compile(r"\((?:\?P<\w+>|\?[:=!]|(?!\?))")
@@ -58,7 +60,8 @@ class PatternMatcher:
         """Whether a pattern matches all of a name from one of these places. AdapterError after too many steps."""
         part = self._parts.get(pattern)
         if part is None:
-            part = self._parts[pattern] = _PatternParser(pattern).whole()
+            part = _name_end(pattern) if _NAME.fullmatch(pattern) else _PatternParser(pattern).whole()
+            self._parts[pattern] = part
         return len(module) in part(set(starts), module, self._step)
 
     def _step(self) -> None:
@@ -138,6 +141,18 @@ class _PatternParser:
     def _too_involved(self) -> AdapterError:
         found = self._pattern[self._place :]
         return AdapterError(f"the pattern {self._pattern!r:.80} is too involved at {found!r:.20}: write it more simply")
+
+
+def _name_end(pattern: str) -> _Part:
+    """A pattern of a fixed width, which can only begin in one place if it ends where the name does."""
+    compiled, width = re.compile(pattern), len(pattern.replace("\\", ""))
+
+    def name_end(starts: set[int], name: str, step: Callable[[], None]) -> set[int]:
+        step()
+        start = len(name) - width
+        return {len(name)} if start in starts and compiled.match(name, start) else set()
+
+    return name_end
 
 
 def _atom(text: str) -> _Part:

@@ -205,6 +205,8 @@ PATTERNS = [
     r"^(model(?=\.).*\.(q_proj|v_proj))$",
     r"^(language_model|model)(?!.*(lm_head|output|emb|wte|shared)).*",
     r"model.layers.1.self_attn.q_proj",
+    r"layers\.1\.self_attn.q_proj",
+    r"1.self_attn.q_proj",
     r"layers\.[13]{1,2}\..*",
     r"[^.]+_proj",
     r"self_attn",
@@ -254,6 +256,18 @@ def test_random_patterns_match_as_with_re() -> None:
             assert matcher.matches(text, name, [0]) == (re.fullmatch(text, name) is not None), (text, name)
             ends = re.match(rf"(.*\.)?({text})$", name) is not None
             assert matcher.matches(text, name, name_starts(name)) == ends, (text, name)
+
+
+def test_every_module_of_a_large_model_may_have_a_rank(tiny_config: DecoderConfig, adapter: Path) -> None:
+    kinds = [*(f"self_attn.{kind}_proj" for kind in "qkvo"), *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down"))]
+    modules = [f"model.layers.{layer}.{kind}" for layer in range(126) for kind in kinds]
+    ranks = {name: 1 + number % 7 for number, name in enumerate(modules)}
+    settings = LoraConfig.read(change(adapter, rank_pattern=ranks, alpha_pattern=ranks))
+    assert settings.problems == ()
+    started = time.process_time()
+    for name, rank in ranks.items():
+        assert settings.rank_of(name) == rank and settings.scale_of(name) == 1
+    assert time.process_time() - started < 20
 
 
 def test_many_names_and_layers_take_no_time(adapter: Path, tiny_config: DecoderConfig) -> None:
