@@ -56,7 +56,7 @@ class RequestState:
         self._shown: list[Chunk] = []
         self._shown_text = ""
         self._raised: Exception | None = None
-        self._stopped = False
+        self._asking = self._stopped = False
 
     @property
     def may_stop(self) -> bool:
@@ -115,18 +115,35 @@ class RequestState:
             except Exception as error:
                 self._raised = error
 
+    def look_ahead_now(self) -> bool:
+        """As `look_ahead`, but where `stop_when` is running, in this thread or another, it is left alone: False."""
+        if self._stop_when is None:
+            return True
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            if self._asking:
+                return False
+            self.look_ahead()
+            return True
+        finally:
+            self._reading.release()
+
     def as_shown(self, response: Response) -> Response:
         """The response of an answer that `stop_when` may have ended: no more than what was shown."""
         if not self._stopped:
             return response
         token_ids = tuple(token_id for chunk in self._shown for token_id in chunk.token_ids)
         logprobs = tuple(each for chunk in self._shown for each in chunk.logprobs)
+        usage, count = response.usage, len(token_ids)
         return replace(
             response,
             text=self._shown_text,
             token_ids=token_ids,
             finish_reason="stop",
-            usage=replace(response.usage, completion_tokens=len(token_ids)),
+            usage=replace(
+                usage, completion_tokens=count, context_left=usage.context_left + usage.completion_tokens - count
+            ),
             stop_match=None,
             logprobs=None if response.logprobs is None else logprobs,
         )
@@ -169,12 +186,15 @@ class RequestState:
             return None
         self._shown.append(chunk)
         self._shown_text += chunk.text
+        self._asking = True
         try:
             stops = bool(stop_when(self._shown_text))
         except BaseException as error:
             self._raised = error if isinstance(error, Exception) else None
             self.cancel()
             raise
+        finally:
+            self._asking = False
         if stops:
             with self.changed:
                 self._stopped = True

@@ -11,7 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Generation, RequestState
-from edgellm.requests import Request, Response, check_choices
+from edgellm.requests import Request, Response, StopWhen, check_choices
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages, checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
@@ -151,39 +151,63 @@ class Session:
         return f"<Session: {count} message{'' if count == 1 else 's'}, {state}>"
 
     def stream(
-        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
     ) -> Generation:
         """Say something: text, or parts of a message, images among them. Returns the answer as it grows.
 
-        Raises RequestError while the one before is growing.
+        The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
+        RequestError while the one before is growing.
         """
-        return self._say(content, params, deadline, threading.Event())
+        return self._say(content, params, deadline, stop_when, threading.Event())
 
-    def retry(self, params: SamplingParams | None = None, deadline: float | None = None) -> Generation:
+    def retry(
+        self,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
+    ) -> Generation:
         """Answer the last message again, with a new seed where tokens are drawn and none is given. Returns the answer
         as it grows, which takes the place of the one before once there is something of it.
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        return self._retry(params, deadline, threading.Event())
+        return self._retry(params, deadline, stop_when, threading.Event())
 
-    def _retry(self, params: SamplingParams | None, deadline: float | None, given_up: threading.Event) -> Generation:
+    def _retry(
+        self,
+        params: SamplingParams | None,
+        deadline: float | None,
+        stop_when: StopWhen | None,
+        given_up: threading.Event,
+    ) -> Generation:
         """As `retry`; `given_up` as of `_say`."""
         with self._ready_for_more(given_up):
             places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
             if not places:
                 raise RequestError("nothing was asked yet: there is no answer to give again")
             last = places[-1]
-            return self._answer(self._messages[:last], self._messages[last], params, deadline, given_up)
+            return self._answer(self._messages[:last], self._messages[last], params, deadline, stop_when, given_up)
 
     def _say(
-        self, content: Content, params: SamplingParams | None, deadline: float | None, given_up: threading.Event
+        self,
+        content: Content,
+        params: SamplingParams | None,
+        deadline: float | None,
+        stop_when: StopWhen | None,
+        given_up: threading.Event,
     ) -> Generation:
         """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`:
         what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
         """
         with self._ready_for_more(given_up):
-            return self._answer(self._messages, {"role": "user", "content": content}, params, deadline, given_up)
+            message = {"role": "user", "content": content}
+            return self._answer(self._messages, message, params, deadline, stop_when, given_up)
 
     @contextmanager
     def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
@@ -194,9 +218,16 @@ class Session:
             self._settle()
             yield
 
-    def send(self, content: Content, params: SamplingParams | None = None, deadline: float | None = None) -> Response:
+    def send(
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
+    ) -> Response:
         """Say something and wait for the answer; an interrupt while waiting cancels it."""
-        with self.stream(content, params, deadline) as generation:
+        with self.stream(content, params, deadline, stop_when=stop_when) as generation:
             response = generation.result()
         self.take_in()
         return response
@@ -212,6 +243,7 @@ class Session:
         message: dict[str, Any],
         params: SamplingParams | None,
         deadline: float | None,
+        stop_when: StopWhen | None,
         given_up: threading.Event,
     ) -> Generation:
         """Ask for the answer to a message behind others; they are the conversation once it is there."""
@@ -222,6 +254,7 @@ class Session:
             deadline=deadline,
             tools=self._tools,
             template_variables=self._variables,
+            stop_when=stop_when,
         )
         generation = self._ask(request, self._conversation)
         kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
@@ -239,6 +272,8 @@ class Session:
     def _take_in(self) -> None:
         """Remember the latest message and its answer, once that has ended."""
         if self._open is None or not self._open.request_state.ended:
+            return
+        if not self._open.request_state.look_ahead_now():  # what is remembered is what `stop_when` lets stand
             return
         turn, self._open = self._open, None
         response = turn.request_state.response

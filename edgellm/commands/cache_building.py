@@ -71,7 +71,7 @@ def build_snapshots(
                 except EdgeLLMError as error:
                     if len(wanted) == 1:
                         raise
-                    raise RequestError(f"{item.label}: {error}") from error
+                    raise RequestError(f"{printable(item.label)}: {error}") from error
     finally:  # where one fails, those before it are there all the same
         for line in lines:
             typer.echo(line)
@@ -114,13 +114,13 @@ def _build_one(
     """Compute a prompt and keep it in the place of the files that are `replaced`; says what was done."""
     started = time.perf_counter()
     removed: list[Path] = []
-    display(item.label, 0, _STEPS)
+    display(printable(item.label), 0, _STEPS)
     snapshot: Snapshot = llm.call(
         lambda runtime: runtime.system_prompt_snapshot(
             item.text, item.adapter, item.label, building.tools, building.template_variables
         )
     ).result()
-    display(item.label, 1, _STEPS)
+    display(printable(item.label), 1, _STEPS)
     if item.output is None:
         path = building.store.path_of(snapshot)
         _check_place(path, item, building.replaces)
@@ -131,7 +131,7 @@ def _build_one(
         for old in replaced:
             if os.path.realpath(old) != os.path.realpath(path):
                 delete_file(old)
-    display(item.label, _STEPS, _STEPS)
+    display(printable(item.label), _STEPS, _STEPS)
     adapted = "" if item.adapter is None else f" for the adapter {item.adapter}"
     yield (
         f"{printable(path)}: {item.label!r}{adapted}, {snapshot.facts.tokens:,} tokens, "

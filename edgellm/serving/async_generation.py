@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from edgellm.generation import Generation
-from edgellm.requests import Chunk, Response
+from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import SamplingParams
 from edgellm.sessions import Content, Session
 
@@ -168,21 +168,37 @@ class AsyncSession:
         """See `Session.take_in`."""
         self._session.take_in()
 
-    def retry(self, params: SamplingParams | None = None, deadline: float | None = None) -> AsyncGeneration:
+    def retry(
+        self,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
+    ) -> AsyncGeneration:
         """See `Session.retry`. It is asked when the answer is first iterated, awaited or entered."""
-        return AsyncGeneration(lambda: self._asked(self._session._retry, params, deadline))
+        return AsyncGeneration(lambda: self._asked(self._session._retry, params, deadline, stop_when))
 
     def stream(
-        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
     ) -> AsyncGeneration:
         """See `Session.stream`. It is said when the answer is first iterated, awaited or entered."""
-        return AsyncGeneration(lambda: self._asked(self._session._say, content, params, deadline))
+        return AsyncGeneration(lambda: self._asked(self._session._say, content, params, deadline, stop_when))
 
     async def send(
-        self, content: Content, params: SamplingParams | None = None, deadline: float | None = None
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        stop_when: StopWhen | None = None,
     ) -> Response:
         """See `Session.send`."""
-        return await self.stream(content, params, deadline).result()
+        return await self.stream(content, params, deadline, stop_when=stop_when).result()
 
     def __await__(self) -> Generator[Any, None, AsyncSession]:
         """Wait until the model is open, which the first message does otherwise; gives this again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import AdapterError
+from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
 from edgellm.engines.model.config import EngineLimits, WeightSpec
 from edgellm.kernels.arrays import ITEM_SIZES
 
@@ -54,10 +55,6 @@ _OUTSIDE = ("lm_head", "embed_tokens")
 _LARGEST_NUMBER = 1e30
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
-#: A file's regular expressions must not be able to keep the matcher busy: no repetition of a group, few in all.
-_LONGEST_PATTERN, _MOST_REPETITIONS = 1000, 8
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")
-
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -66,12 +63,13 @@ class LoraConfig:
     rank: int
     alpha: float
     rank_stabilized: bool
-    targets: tuple[str, ...] | str
-    excluded: tuple[str, ...] | str
-    layers: tuple[int, ...] | None
+    targets: frozenset[str] | str
+    excluded: frozenset[str] | str
+    layers: frozenset[int] | None
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     problems: tuple[str, ...]
+    _matcher: PatternMatcher = field(default_factory=PatternMatcher, repr=False, compare=False)
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -81,13 +79,15 @@ class LoraConfig:
         return _parse(values)
 
     def rank_of(self, module: str) -> int:
-        """The rank of the pair for a module."""
-        return _matching(self.rank_pattern, module, self.rank)
+        """The rank of the pair for a module. This, `scale_of` and `adapts` raise AdapterError for patterns that take
+        too many steps."""
+        return self._matching(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What the product of the pair is multiplied by."""
         rank = self.rank_of(module)
-        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+        alpha = self._matching(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def adapts(self, module: str) -> bool:
         """Whether the adapter must have a pair for a module, such as `model.layers.0.self_attn.q_proj`.
@@ -95,21 +95,32 @@ class LoraConfig:
         Modules are named as in training, here as for ranks and scales: in a multimodal model, the language model's
         often begin with `model.language_model.`.
         """
-        if self.excluded and _selects(self.excluded, module):
+        if self.excluded and self._selects(self.excluded, module):
             return False
         if isinstance(self.targets, str):
-            return self.targets == "all-linear" or _selects(self.targets, module)
+            return self.targets == "all-linear" or self._selects(self.targets, module)
         if module in self.targets:
             return True
-        return _selects(self.targets, module) and (self.layers is None or _layer_of(module) in self.layers)
+        return self._selects(self.targets, module) and (self.layers is None or _layer_of(module) in self.layers)
 
     def excluding(self, prefixes: Iterable[str]) -> str:
         """The value of `exclude_modules` that also excludes all modules below `prefixes`, which end with a dot."""
         if isinstance(self.excluded, str):
             present = [f"({self.excluded})"] if self.excluded else []
         else:
-            present = [pattern for name in self.excluded for pattern in (re.escape(name), rf".*\.{re.escape(name)}")]
+            names = map(re.escape, sorted(self.excluded))
+            present = [pattern for name in names for pattern in (name, rf".*\.{name}")]
         return "|".join([*present, *(f"{re.escape(prefix)}.*" for prefix in sorted(prefixes))])
+
+    def _selects(self, selection: frozenset[str] | str, module: str) -> bool:
+        if isinstance(selection, str):
+            return self._matcher.matches(selection, module, [0])
+        return any(module[start:] in selection for start in name_starts(module))
+
+    def _matching(self, patterns: dict[str, Any], module: str, default: Any) -> Any:
+        starts = name_starts(module)
+        found = (value for pattern, value in patterns.items() if self._matcher.matches(pattern, module, starts))
+        return next(found, default)
 
 
 def _parse(values: dict[str, Any]) -> LoraConfig:
@@ -136,16 +147,16 @@ def _parse(values: dict[str, Any]) -> LoraConfig:
         if name.rsplit(".", 1)[-1] in _OUTSIDE:
             problems.append(f"'target_modules' has {name!r}: adapters of embedding and head are not supported")
     patterns = [text for text in (targets, excluded) if isinstance(text, str)] + [*ranks, *alphas]
-    refused = [problem for text in patterns if (problem := _pattern_problem(text))]
+    refused = patterns_problems(patterns)
     if refused:  # none of them is to be matched
         targets, excluded, ranks, alphas = [], [], {}, {}
     return LoraConfig(
         rank,
         float(alpha),
         bool(stabilized),
-        targets if isinstance(targets, str) else tuple(targets),
-        excluded if isinstance(excluded, str) else tuple(excluded),
-        (layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        targets if isinstance(targets, str) else frozenset(targets),
+        excluded if isinstance(excluded, str) else frozenset(excluded),
+        frozenset([layers] if isinstance(layers, int) else layers) if layers not in (None, []) else None,
         dict(ranks),
         {key: float(value) for key, value in alphas.items()},
         tuple(problems + refused),
@@ -200,30 +211,6 @@ def _is_layers(value: Any) -> bool:
 
 def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, dict) and all(map(is_valid, value.values())))
-
-
-def _pattern_problem(pattern: str) -> str | None:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"the pattern {pattern!r:.80} is not a regular expression: {error}"
-    repetitions = sum(pattern.count(sign) for sign in "*+{")
-    if len(pattern) > _LONGEST_PATTERN or repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(pattern):
-        return f"the pattern {pattern!r:.80} is too involved: expected few repetitions, and none of a group"
-    return None
-
-
-def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
-def _selects(selection: Iterable[str] | str, module: str) -> bool:
-    if isinstance(selection, str):
-        return re.fullmatch(selection, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in selection)
 
 
 def _layer_of(module: str) -> int:

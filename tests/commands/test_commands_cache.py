@@ -289,7 +289,8 @@ def test_an_output_in_the_folder_is_one_of_its_names(options: tuple[object, ...]
 
 
 def test_labels_and_names_of_files_stay_on_their_line(options: tuple[object, ...], folder: Path) -> None:
-    done("build", "--prompt", "x", "--name", "two\nlines \x1b[31m", *options)
+    built = run("build", "--prompt", "x", "--name", "two\nlines \x1b[31m", *options)
+    assert "two\\nlines \\x1b[31m: done" in built.output and "\x1b" not in built.output
     (path,) = folder.iterdir()
     path.rename(folder / "a\nb.safetensors")
     listed = done("list", "--folder", folder)

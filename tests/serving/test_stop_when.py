@@ -36,6 +36,7 @@ def check_cut(response: Response, whole: Response) -> None:
     assert response.token_ids == whole.token_ids[:count]
     assert tuple(each.token_id for each in response.logprobs) == response.token_ids
     assert response.usage.completion_tokens == count
+    assert response.usage.context_left == whole.usage.context_left + len(whole.token_ids) - count
     assert whole.text.startswith(response.text) and len(response.text) >= ENOUGH
 
 
@@ -229,3 +230,37 @@ def test_stopping_at_any_time(llm: LLM) -> None:
             assert response.token_ids == whole.token_ids[: len(response.token_ids)]
             assert response.finish_reason == "stop"
     assert answer(llm.generate("hello", PARAMS)) == answer(whole)
+
+
+def test_a_conversation_goes_on_with_what_stands(llm: LLM) -> None:
+    """However far the engine was ahead, and whatever the session is asked before the answer is read."""
+    whole = llm.create_session("").send("hello", PARAMS)
+    session = llm.create_session("")
+    check_cut(session.send("hello", PARAMS, stop_when=enough), whole)
+    cut = session.messages[-1]["content"]
+    assert ENOUGH <= len(cut) < len(whole.text) and whole.text.startswith(cut)
+    again = session.retry(PARAMS, stop_when=enough)
+    assert again.request_state.wait(20)
+    assert session.messages[-1] == {"role": "assistant", "content": again.result().text}  # nobody has read it yet
+    check_cut(again.result(), whole)
+    assert "".join(chunk.text for chunk in again) == again.result().text
+    with session.stream("and?", PARAMS, stop_when=lambda text: bool(session.messages) and enough(text)) as generation:
+        for _ in generation:  # the session may be asked within
+            pass
+    assert session.messages[-1]["content"] == generation.result().text
+    assert session.messages[-2]["content"] == "and?"
+    with pytest.raises(RequestError, match="stop_when"):
+        session.send("hello", stop_when=5)
+
+
+def test_a_conversation_on_an_event_loop(serving_engines: Path, drafting: DraftingConfig | None) -> None:
+    async def run() -> None:
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=drafting) as llm:
+            whole = await llm.create_session("").send("hello", PARAMS)
+            session = llm.create_session("")
+            check_cut(await session.send("hello", PARAMS, stop_when=enough), whole)
+            check_cut(await session.retry(PARAMS, stop_when=enough).result(), whole)
+            text = "".join([chunk.text async for chunk in session.stream("and?", PARAMS, stop_when=enough)])
+            assert len(text) >= ENOUGH and session.messages[-1]["content"] == text
+
+    asyncio.run(run())

@@ -20,6 +20,7 @@ from edgellm.commands.app import create_app
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import LoraConfig
+from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
 from edgellm.engines.model.config import DecoderConfig
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
@@ -155,12 +156,129 @@ def test_settings_that_change_nothing(adapter: Path, tiny_config: DecoderConfig,
     assert found.pairs.keys() == expected.pairs.keys()
 
 
-@pytest.mark.parametrize("pattern", ["(a|a)*b" * 3, "(.*)*(.*)*(.*)*x", "(x+x+)+y", ".*" * 30 + "!", "a" * 2000])
+BUSY = [
+    *(f"{'.*' * 8}!", ".*" * 30 + "!", "(.*)*(.*)*(.*)*x", "(x+x+)+y", "(((.*)*)*)*!", ".?" * 300 + "!"),
+    *("(a|a|.)" * 100 + "!", "((.*)*(?=(.*)*x))*!", "(a|a)*b" * 3),
+]
+
+
+@pytest.mark.parametrize("pattern", BUSY)
 def test_patterns_that_could_take_for_ever(adapter: Path, tiny_config: DecoderConfig, pattern: str) -> None:
-    started = time.perf_counter()
-    for settings in ({"target_modules": pattern}, {"alpha_pattern": {pattern: 2}}, {"rank_pattern": {pattern: 2}}):
-        assert "too involved" in refusal(change(adapter, **settings), tiny_config)
-    assert time.perf_counter() - started < 2
+    """One name in a matcher that tries one way after another takes up to centuries."""
+    started = time.process_time()
+    for key, value in (("target_modules", pattern), ("exclude_modules", pattern), ("alpha_pattern", {pattern: 2})):
+        try:
+            LoraAdapter.read(change(adapter, **{key: value}), tiny_config)
+        except AdapterError as error:
+            assert re.search(r"matches no|unexpected|not among|too many steps", str(error))
+    assert time.process_time() - started < 60
+
+
+def test_the_steps_of_all_names_and_patterns_are_counted(adapter: Path, tiny_config: DecoderConfig) -> None:
+    settings = LoraConfig.read(change(adapter, rank_pattern={f"{'.?' * 40}{number}": 2 for number in range(3000)}))
+    assert settings.problems == ()
+    few = replace(settings, _matcher=PatternMatcher(100_000))
+    with pytest.raises(AdapterError, match="too many steps"):
+        few.rank_of("model.layers.0.self_attn.q_proj")
+    with pytest.raises(AdapterError, match="too many steps"):  # nothing, 60 ** 20 times
+        PatternMatcher(100_000).matches("(" * 20 + "){60}" * 20, "model", [0])
+    change(adapter, rank_pattern={f"{'a' * 90}{number}": 2 for number in range(3000)})
+    assert "more than 262,144 characters together" in refusal(adapter, tiny_config)
+    change(adapter, rank_pattern={"a" * 2000: 2})
+    assert "has 2,000 characters: expected at most 1,000" in refusal(adapter, tiny_config)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(q)\1", r"(?i)q_proj", r"(?<=a)b", r"(?>a)b", r"a++", r"(?P<x>a)(?P=x)", r"\x41", "(" * 30 + ")" * 30]
+)
+def test_patterns_that_are_not_followed(adapter: Path, tiny_config: DecoderConfig, pattern: str) -> None:
+    words = refusal(change(adapter, alpha_pattern={pattern: 2}), tiny_config)
+    assert re.search("too involved at|not a regular expression", words)  # the latter of older Pythons
+
+
+LAYERS = r"(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)"
+KINDS = r"(?:k_proj|v_proj|q_proj|out_proj|o_proj|up_proj|gate_proj|down_proj)"
+PATTERNS = [
+    r"(model\.)?layers\.\d+\.self_attn\.(q|v)_proj",
+    r"^(model\.)?(language_model\.)?layers\.(0|1|2)\.(?:\w+\.)*[qv]_proj$",
+    rf"(?:.*?(?:language|text|).*?{LAYERS}.*?{KINDS}.*?)|(?:\bmodel\.layers\.[\d]{{1,}}\.{LAYERS}\.(?:{KINDS}))",
+    r"^(model(?=\.).*\.(q_proj|v_proj))$",
+    r"^(language_model|model)(?!.*(lm_head|output|emb|wte|shared)).*",
+    r"model.layers.1.self_attn.q_proj",
+    r"layers\.1\.self_attn.q_proj",
+    r"1.self_attn.q_proj",
+    r"layers\.[13]{1,2}\..*",
+    r"[^.]+_proj",
+    r"self_attn",
+]
+MODULES = [
+    f"model.{between}layers.{layer}.{module}"
+    for between in ("", "language_model.")
+    for layer in (0, 1, 13)
+    for module in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp")
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_match_as_with_re(pattern: str) -> None:
+    assert patterns_problems([pattern]) == []
+    matcher = PatternMatcher()
+    for name in MODULES:
+        assert matcher.matches(pattern, name, [0]) == (re.fullmatch(pattern, name) is not None)
+        ends = re.match(rf"(.*\.)?({pattern})$", name) is not None
+        assert matcher.matches(pattern, name, name_starts(name)) == ends
+
+
+def test_random_patterns_match_as_with_re() -> None:
+    random = np.random.default_rng(4)
+    atoms = ["a", "b", r"\.", ".", "0", "[ab]", "[^a]", r"\d", r"\w", r"\b", "^", "$", "[]a]", r"[\]b]"]
+    repetitions = ["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?", "??", ""]
+
+    def pattern(depth: int) -> str:
+        kind = random.integers(6) if depth else 0
+        if kind < 2:
+            return str(random.choice(atoms))
+        inner = pattern(depth - 1), pattern(depth - 1)
+        if kind == 2:
+            return "".join(inner)
+        if kind == 3:
+            return f"({'|'.join(inner)})"
+        return (
+            f"(?:{inner[0]}){random.choice(repetitions)}" if kind == 4 else f"(?{random.choice(['=', '!'])}{inner[0]})"
+        )
+
+    for _ in range(300):
+        text = "".join(pattern(3) for _ in range(random.integers(1, 4)))
+        assert patterns_problems([text]) == [], text
+        matcher = PatternMatcher()
+        for _ in range(10):
+            name = "".join(random.choice(list("ab.0"), random.integers(0, 7)))
+            assert matcher.matches(text, name, [0]) == (re.fullmatch(text, name) is not None), (text, name)
+            ends = re.match(rf"(.*\.)?({text})$", name) is not None
+            assert matcher.matches(text, name, name_starts(name)) == ends, (text, name)
+
+
+def test_every_module_of_a_large_model_may_have_a_rank(tiny_config: DecoderConfig, adapter: Path) -> None:
+    kinds = [*(f"self_attn.{kind}_proj" for kind in "qkvo"), *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down"))]
+    modules = [f"model.layers.{layer}.{kind}" for layer in range(126) for kind in kinds]
+    ranks = {name: 1 + number % 7 for number, name in enumerate(modules)}
+    settings = LoraConfig.read(change(adapter, rank_pattern=ranks, alpha_pattern=ranks))
+    assert settings.problems == ()
+    started = time.process_time()
+    for name, rank in ranks.items():
+        assert settings.rank_of(name) == rank and settings.scale_of(name) == 1
+    assert time.process_time() - started < 20
+
+
+def test_many_names_and_layers_take_no_time(adapter: Path, tiny_config: DecoderConfig) -> None:
+    expected = LoraAdapter.read(adapter, tiny_config).pairs.keys()
+    many = [f"m{number}" for number in range(100_000)]
+    change(
+        adapter, target_modules=[*many, "q_proj", "v_proj"], exclude_modules=many, layers_to_transform=[*range(9999)]
+    )
+    started = time.process_time()
+    assert LoraAdapter.read(adapter, tiny_config).pairs.keys() == expected
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
