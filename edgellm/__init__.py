@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
     from edgellm.sessions import Content, Session
     from edgellm.snapshots.system_prompt import CachedPrompt
-    from edgellm.text.stop import FinishReason
+    from edgellm.text.output import FinishReason
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -131,7 +131,7 @@ _MODULES = {
     "Content": "edgellm.sessions",
     "Session": "edgellm.sessions",
     "CachedPrompt": "edgellm.snapshots.system_prompt",
-    "FinishReason": "edgellm.text.stop",
+    "FinishReason": "edgellm.text.output",
 }
 
 

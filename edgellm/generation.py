@@ -16,7 +16,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError, shown
 from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
-from edgellm.text.stop import FinishReason
+from edgellm.text.output import FinishReason
 
 OnChunk = Callable[[Chunk], object]
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.

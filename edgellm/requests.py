@@ -17,7 +17,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import RequestError, shown
 from edgellm.sampling_params import SamplingParams, as_float
 from edgellm.text.messages import checked_tools, checked_variables, is_image
-from edgellm.text.stop import FinishReason
+from edgellm.text.output import FinishReason
 
 #: What Linux takes, in bytes.
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255

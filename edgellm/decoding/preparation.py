@@ -27,7 +27,7 @@ from edgellm.text.messages import (
     images_of_prompt,
     require_tools_shown,
 )
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
 

@@ -11,7 +11,7 @@ from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
 
 if TYPE_CHECKING:

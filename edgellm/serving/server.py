@@ -17,7 +17,7 @@ from edgellm.errors import EngineError, QueueFullError
 from edgellm.generation import RequestState
 from edgellm.requests import Chunk, Response
 from edgellm.serving.metrics import Metrics
-from edgellm.text.stop import FinishReason
+from edgellm.text.output import FinishReason
 
 logger = logging.getLogger("edgellm.serving")
 

@@ -21,8 +21,8 @@ from tokenizers import AddedToken
 from edgellm.engines.directories.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
-from edgellm.text.detokenizer import Detokenizer, TokenText
 from edgellm.text.messages import DISGUISES, FinalMessage, checked_messages
+from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
 
 #: Tokenizers count tokens in 32 bits.

@@ -26,7 +26,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace
 

@@ -14,7 +14,7 @@ from served_answers import LONG, SHORT, Pause, answer
 
 import edgellm
 from edgellm import LLM, Request, RequestError, Response, SamplingParams, SpecDecodeRuntime
-from edgellm.text.stop import FINISH_REASONS, FinishReason
+from edgellm.text.output import FINISH_REASONS, FinishReason
 from edgellm.text.template import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]

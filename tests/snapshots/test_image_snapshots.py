@@ -31,7 +31,7 @@ from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import PromptRecord
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 Slots = tuple[Runner, EngineDirectory]

@@ -26,7 +26,7 @@ from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EngineError
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 SYSTEM = [(11 * index + 5) % 250 for index in range(41)]

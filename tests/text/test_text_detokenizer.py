@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from edgellm.text.detokenizer import byte_level_characters
+from edgellm.text.output import byte_level_characters
 from edgellm.text.tokenizer import Tokenizer
 
 TEXTS = (

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from edgellm.errors import RequestError
-from edgellm.text.stop import OutputText, StopStrings
+from edgellm.text.output import OutputText, StopStrings
 
 EOS = 0
 

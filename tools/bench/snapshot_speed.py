@@ -45,7 +45,7 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.transfer import RowCopy, Uploader, slot_rows
-from edgellm.text.stop import OutputText
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 #: What the times are to be at most, relative to a prompt without a snapshot; of the bus, what the copy is to reach.

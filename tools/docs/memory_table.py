@@ -101,7 +101,9 @@ def _need(published: Mapping[str, Any]) -> Need:
         limits = choose_limits(config, has_draft=has_draft, vision=vision, kv_capacity=CONTEXT)
         images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
         draft = _draft(config) if has_draft else None
-        sizes.append(plan_memory(config, limits, decoder_weights(config), DTYPE, draft=draft, vision_memory=images).total)
+        sizes.append(
+            plan_memory(config, limits, decoder_weights(config), DTYPE, draft=draft, vision_memory=images).total
+        )
     return Need(*sizes)
 
 
