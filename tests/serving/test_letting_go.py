@@ -63,7 +63,7 @@ def test_an_interrupt_while_waiting_cancels_the_answer(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("edgellm.generation.Answering.wait", interrupted)
+        patched.setattr("edgellm.generation.RequestState.wait", interrupted)
         for ask in (lambda: session.send("one"), lambda: served.generate("x", LONG), lambda: served.chat([said("x")])):
             with pytest.raises(KeyboardInterrupt):
                 ask()
