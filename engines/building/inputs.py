@@ -114,7 +114,7 @@ def read_vision_config(
                 f"{opened.path}: image_token_id is {vision.image_token_id}, but the language model has "
                 f"{config.vocab_size} tokens: take the vision encoder of this very model"
             )
-        if not any((opened.path / name).is_file() for name in PREPROCESSOR_FILES):
+        if not any((opened.path / name).exists() for name in PREPROCESSOR_FILES):
             raise CheckpointError(
                 f"{opened.path / PREPROCESSOR_FILES[0]} is missing: it says how images become input. Copy it from the "
                 "checkpoint's source"

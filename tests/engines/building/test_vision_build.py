@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -175,6 +176,9 @@ def test_vision_of_another_model(tmp_path: Path, make_checkpoint) -> None:
         build_engine_directory(whole, tmp_path / "engines", targets=[], vision=vision)
     (whole / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"preprocessor_config.json is missing"):
+        build_engine_directory(whole, tmp_path / "engines", targets=[])
+    os.mkfifo(whole / "preprocessor_config.json")
+    with pytest.raises(CheckpointError, match=r"preprocessor_config.json cannot be read: it is a pipe"):
         build_engine_directory(whole, tmp_path / "engines", targets=[])
     assert not (tmp_path / "engines").exists()
 
