@@ -112,16 +112,16 @@ def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: 
     found = {}
     for backend_name in ("numpy", "tensorrt"):
         backend = open_backend(backend_name, text)
-        vision = VisionEncoder(backend, text, vision, Metrics())
+        encoder = VisionEncoder(backend, text, vision, Metrics())
         with text.checkpoint() as files:
-            base = BaseEngineRunner(backend, text.config, text.limits, files, vision_memory=vision.memory)
-        vision.load()
-        image = vision.processor.prepare(attached_image)
-        ids = [7, *[vision.image_token_id] * image.tokens, 8]
-        (rows,) = vision.encode(ids, [image]).rows
+            base = BaseEngineRunner(backend, text.config, text.limits, files, vision_memory=encoder.memory)
+        encoder.load()
+        image = encoder.processor.prepare(attached_image)
+        ids = [7, *[encoder.image_token_id] * image.tokens, 8]
+        (rows,) = encoder.encode(ids, [image]).rows
         found[backend_name] = rows if isinstance(rows, np.ndarray) else values_of(backend, rows)
-        base.start(0, ids, 0, SamplingValues(), vision.encode(ids, [image])).wait()
-        vision.close()
+        base.start(0, ids, 0, SamplingValues(), encoder.encode(ids, [image])).wait()
+        encoder.close()
         base.close()
     assert relative_difference(found["tensorrt"], found["numpy"]) <= 0.02
 
