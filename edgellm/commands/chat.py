@@ -211,6 +211,10 @@ def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> N
             raise
         try:
             _handle(state, message, with_stats)
+        except Leave:
+            if failed:
+                raise typer.Exit(1) from None
+            raise
         except EdgeLLMError as error:
             failed = True
             write_error(error)

@@ -411,3 +411,9 @@ def test_what_only_looks_like_a_path_is_a_message(chat, chat_engines):
     code, out, err = chat("\n".join(questions), "--max-tokens", 4)
     assert (code, out, err) == (0, answers(conversation(chat_engines, questions, max_tokens=4)), "")
     assert "/nope is no command" in chat("/nope\n")[2]
+
+
+@pytest.mark.parametrize("end", ["", "/exit\n"])
+def test_errors_of_piped_lines_are_told_by_the_exit_code_however_it_ends(chat, end):
+    assert chat(f"/nonsense\n{end}")[0] == 1
+    assert chat(f"/help\n{end}")[0] == 0
