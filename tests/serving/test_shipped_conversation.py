@@ -83,7 +83,7 @@ def _fresh(llm: LLM, cold: LLM, session: Session, params: SamplingParams) -> tup
 
 @pytest.mark.parametrize("drafting", [None, "auto"], ids=["plain", "drafted"])
 @pytest.mark.parametrize(
-    ("turns", "compare_every"), [(40, 9), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("turns", "compare_every"), [(24, 7), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_a_conversation_never_jams_and_reuses_what_it_computed(
     cold: LLM, turns: int, compare_every: int, drafting: Any
