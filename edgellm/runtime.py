@@ -23,7 +23,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
-from edgellm.generation import OnChunk, RequestState, callbacks_of_each
+from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.requests import (
@@ -39,7 +39,7 @@ from edgellm.requests import (
     require_request,
 )
 from edgellm.sampling_params import SamplingParams
-from edgellm.serving.batch_handling import serve_all
+from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.serving.metrics import Metrics
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
-from edgellm.generation import ChunkCallbacks, Generation, OnChunk, RequestState, unheard
-from edgellm.requests import Request, Response, request_list
+from edgellm.generation import Generation, RequestState
+from edgellm.requests import Chunk, Request, Response, request_list
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import Engine, RequestQueue, RequestServer
+
+OnChunk = Callable[[Chunk], object]
 
 
 def handle_requests(
@@ -108,3 +111,51 @@ def serve_all(
                 readers.append((each, callback or unheard))
     RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
     return [each if isinstance(each, Exception) else each.outcome() for each in states]
+
+
+class ChunkCallbacks:
+    """Hands what has come of each answer to its callback, whenever it is called.
+
+    What a callback raises ends its request, which fails with that, and leaves the others alone.
+    """
+
+    def __init__(self, callbacks: Iterable[tuple[RequestState, OnChunk]]) -> None:
+        self._callbacks = dict(callbacks)
+
+    def __call__(self) -> None:
+        for request_state, on_chunk in list(self._callbacks.items()):
+            try:
+                while (chunk := request_state.take()) is not None:
+                    on_chunk(chunk)
+            except Exception as error:  # of the callback, or of the request's own `stop_when`
+                del self._callbacks[request_state]
+                request_state.sequence.failure = error  # the next round takes it out
+                if request_state.ended:
+                    request_state.end(None, error)
+
+
+def unheard(chunk: Chunk) -> None:
+    """The callback of a request that has none, but has a `stop_when`, which reading calls."""
+
+
+def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
+    """The callbacks of `count` requests, None where one has none; `count` None: of one that is not in a list.
+
+    Raises RequestError for what is not a callable or None for each.
+    """
+    if count is None:
+        return [_checked_callback(on_chunk, "on_chunk")]
+    if on_chunk is None:
+        return [None] * count
+    expected = f"expected a list with a callable or None for each of the {count} requests"
+    if not isinstance(on_chunk, Sequence) or isinstance(on_chunk, (str, bytes)):
+        raise RequestError(f"on_chunk is a {type(on_chunk).__name__}: {expected}")
+    if len(on_chunk) != count:
+        raise RequestError(f"on_chunk has {len(on_chunk)} entries: {expected}")
+    return [_checked_callback(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
+
+
+def _checked_callback(callback: Any, name: str) -> OnChunk | None:
+    if callback is not None and not callable(callback):
+        raise RequestError(f"{name} is a {type(callback).__name__}: expected a callable that takes a Chunk, or None")
+    return callback
