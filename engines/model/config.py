@@ -39,6 +39,12 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added.
+
+    `hidden_act` is the gate's activation, "silu" or "gelu_tanh". `norm_offset` is added to the weights of all norms
+    (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
+    `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
+    `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
+    `qkv_proj`, gate and up as `gate_up_proj`.
     """
 
     family: str
@@ -68,6 +74,14 @@ class DecoderConfig:
     mrope_section: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     mrope_interleaved: bool = field(default=False, metadata=ADDED_LATER)
     deepstack_layers: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
+    hidden_act: str = field(default="silu", metadata=ADDED_LATER)
+    norm_offset: float = field(default=0.0, metadata=ADDED_LATER)
+    embedding_scale: float = field(default=1.0, metadata=ADDED_LATER)
+    residual_scale: float = field(default=1.0, metadata=ADDED_LATER)
+    attention_scale: float | None = field(default=None, metadata=ADDED_LATER)
+    logits_scale: float = field(default=1.0, metadata=ADDED_LATER)
+    nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    fused_projections: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:
