@@ -11,7 +11,8 @@ from decode_models import CHAIN, FAMILIES, LLAMA, TREE, random_model, twin_step
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.decoder import DecoderDescription
+from edgellm.engines.model.decoder import decoder_program
+from edgellm.engines.model.graph import ProgramGraph
 
 
 @pytest.mark.parametrize(("starts", "rows"), [([0], 8), ([37], 64), ([5, 0, 63], 64)])
@@ -20,9 +21,9 @@ def test_the_twins_compute_what_the_description_says(family: str, starts: list[i
     config, batch = FAMILIES[family], len(starts)
     arrays = random_model(config, batch, rows, starts)
     described = {name: array.copy() for name, array in arrays.items()}
-    DecoderDescription(
-        NumpyOperations(described, described), config, EngineShape("decode", batch, 1, rows, rows)
-    ).describe()
+    ProgramGraph(
+        NumpyOperations(described, described), decoder_program(config, EngineShape("decode", batch, 1, rows, rows))
+    ).run()
     found = twin_step(config, arrays)
     np.testing.assert_allclose(found["logits"], described["logits"][:, 0], atol=2e-5, rtol=2e-5)
     for index in range(config.num_layers):
@@ -42,7 +43,7 @@ def test_verified_tokens_and_features_are_what_the_description_says(
     arrays = random_model(config, 2, rows, starts, parents)
     described = {name: array.copy() for name, array in arrays.items()}
     shape = EngineShape("verify", 2, tokens, rows, rows, tokens)
-    DecoderDescription(NumpyOperations(described, described), config, shape).describe()
+    ProgramGraph(NumpyOperations(described, described), decoder_program(config, shape)).run()
     found = twin_step(config, arrays)
     for name in ("logits", "hidden_states") if features else ("logits",):
         expected = described[name].reshape(2 * tokens, -1)

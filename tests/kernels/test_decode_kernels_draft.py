@@ -10,7 +10,7 @@ from decode_models import EAGLE3, HEADS, LLAMA, draft_shape, draft_twin_step, ra
 
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.model.draft_decoder import DraftDescription
+from edgellm.engines.model.draft_decoder import draft_program
 
 
 @pytest.mark.parametrize(("phase", "tokens"), [("propose", 1), ("propose", 10), ("accept", 7)])
@@ -20,7 +20,7 @@ def test_the_twins_compute_what_the_description_says(head: str, phase: str, toke
     shape = draft_shape(phase, 2, tokens, 64)
     arrays = random_draft(config, shape, starts)
     described = {name: array.copy() for name, array in arrays.items()}
-    DraftDescription(NumpyOperations(described, described), config, shape).describe()
+    ProgramGraph(NumpyOperations(described, described), draft_program(config, shape)).run()
     found = draft_twin_step(config, shape, arrays)
     for name in ("logits", "hidden_states"):
         expected = described[name].reshape(found[name].shape)

@@ -24,7 +24,8 @@ from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryErro
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
 
 LIMITS = EngineLimits(2, 16, 96, max_lora_rank=12, lora_slots=2)
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -81,7 +82,7 @@ def test_the_edge_of_an_engine_with_adapters() -> None:
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(
         1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     )
-    DecoderDescription(TensorRTOperations(trt, network, "float16", "composed"), config, shape).describe()
+    ProgramGraph(TensorRTOperations(trt, network, "float16", "composed"), decoder_program(config, shape)).run()
     inputs = {network.get_input(index).name: network.get_input(index) for index in range(network.num_inputs)}
     projections = adapted_projections(decoder_weights(config))
     assert len(projections) == 4 * config.num_layers
