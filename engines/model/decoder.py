@@ -73,18 +73,19 @@ class LayerWeights:
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
     def residual(self, residual: str, selects: bool, keep: Keep | None = None) -> list[Step]:
-        """From "context" and the `residual` to the value "hidden", through the gated MLP."""
+        """From "context" and the `residual` to the value "hidden", through the gated MLP; with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
         output = self.linear("self_attn.o_proj", {"o_proj": hidden}, config.query_size, config.attention_output_bias)
-        normed = Input("hidden", (self.norm("post_attention_layernorm"),))
+        result = "selected" if selects else "hidden"
+        normed = Input(result, (self.norm("post_attention_layernorm"),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
         return [
-            LinearResidual("hidden", "context", output, residual, config.residual_scale, keep, selects),
+            LinearResidual(result, "context", output, residual, config.residual_scale, keep, selects),
             NormLinear("activation", (normed,), gate_up, config.hidden_act, gated=True),
-            LinearResidual("hidden", "activation", down, "hidden", config.residual_scale),
+            LinearResidual(result, "activation", down, result, config.residual_scale),
         ]
 
 
@@ -109,7 +110,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         steps += layer.attention(index, (normed,), 0 if index in config.nope_layers else config.rotary_dim)
         selecting = selects and not selects_late and index == layers - 1
         steps += layer.residual(value, selecting, _tap(taps, index, raw=True))
-        value = "hidden"
+        value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"
             inputs[name] = ((shape.batch, shape.tokens, hidden), "compute")

@@ -57,7 +57,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         attended = (Input("inputs_embeds", norms[:1]), Input(feature, norms[1:]))
     steps += layer.attention(0, attended, decoder.rotary_dim, masks_all=True, keep=keep)
     steps += layer.residual(residual, shape.selected < shape.tokens)
-    normed = Input("hidden") if config.generation == "1" else Input("hidden", (own.norm("norm"),))
+    normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
     weight = single_weight(name, rows, hidden) if config.has_head else WeightSpec(name, (rows, hidden), ())
     kept = Keep("hidden_states", raw=not config.feed_back_normed)
