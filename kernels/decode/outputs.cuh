@@ -1,14 +1,16 @@
-// What becomes of the sums of the linear layers in decode_linear.cu and decode_tiled_linear.cu.
+// What becomes of the sums of the linear layers in linear.cu and tiled_linear.cu. They are multiplied by `scale` at the very
+// end: with a scale of 1, which changes no bit, they are what the field's models compute.
 #pragma once
-#include "decode_common.cuh"
+#include "decode/common.cuh"
 
 namespace decode {
 
 // What becomes of the sums of one row b of activations and one column n of N (gate and up).
 struct FloatOutput {
     float* output;
+    float scale;
     __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
-        output[static_cast<size_t>(b) * rows + n] = sum[0];
+        output[static_cast<size_t>(b) * rows + n] = sum[0] * scale;
     }
 };
 
@@ -21,14 +23,15 @@ struct SelectedRows {
     }
 };
 
-// The residual (null: zero) that is added also goes to `features`, where that is not null, its rows `feature_stride` apart.
+// The residual (null: zero) that is added also goes to `kept`, where that is not null, its rows `kept_stride` apart.
 template <typename T> struct ResidualOutput {
     float* output;
+    float scale;
     const void* residual;
     bool residual_float;
     SelectedRows source;
-    T* features;
-    int feature_stride;
+    T* kept;
+    int kept_stride;
     __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
         float before = 0.f;
         if (residual != nullptr) {
@@ -36,15 +39,23 @@ template <typename T> struct ResidualOutput {
             before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
                                     : to_float(__ldcg(static_cast<const T*>(residual) + index));
         }
-        if (features != nullptr) features[static_cast<size_t>(b) * feature_stride + n] = from_float<T>(before);
-        output[static_cast<size_t>(b) * rows + n] = before + sum[0];
+        if (kept != nullptr) kept[static_cast<size_t>(b) * kept_stride + n] = from_float<T>(before);
+        output[static_cast<size_t>(b) * rows + n] = before + sum[0] * scale;
     }
 };
 
-template <typename T> struct SiluOutput {
+// activation(gate) up, both activations as gate / (1 + exp(-z)): z is the gate itself for silu; for the tanh approximation
+// of gelu, (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+template <typename T> struct GatedOutput {
     T* output;
+    int activation;
+    __device__ float value(float gate, float up) const {
+        float z = gate;
+        if (activation == HOST_GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+        return gate / (1.f + expf(-z)) * up;
+    }
     __device__ void operator()(int b, int n, int rows, const float (&sum)[2]) const {
-        output[static_cast<size_t>(b) * rows + n] = from_float<T>(sum[0] / (1.f + expf(-sum[0])) * sum[1]);
+        output[static_cast<size_t>(b) * rows + n] = from_float<T>(value(sum[0], sum[1]));
     }
 };
 
@@ -66,26 +77,27 @@ __device__ __forceinline__ float4 read_before(const ResidualOutput<T>& output, i
 
 __device__ __forceinline__ void write_four(
     const FloatOutput& output, int b, int n, int rows, const float4 (&sum)[1], const float4&) {
-    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) = sum[0];
+    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) =
+        make_float4(sum[0].x * output.scale, sum[0].y * output.scale, sum[0].z * output.scale, sum[0].w * output.scale);
 }
 
 template <typename T>
 __device__ __forceinline__ void write_four(
     const ResidualOutput<T>& output, int b, int n, int rows, const float4 (&sum)[1], const float4& before) {
-    if (output.features != nullptr)
-        *reinterpret_cast<uint2*>(output.features + static_cast<size_t>(b) * output.feature_stride + n) =
+    if (output.kept != nullptr)
+        *reinterpret_cast<uint2*>(output.kept + static_cast<size_t>(b) * output.kept_stride + n) =
             make_uint2(pack<T>(before.x, before.y), pack<T>(before.z, before.w));
     *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) =
-        make_float4(before.x + sum[0].x, before.y + sum[0].y, before.z + sum[0].z, before.w + sum[0].w);
+        make_float4(before.x + sum[0].x * output.scale, before.y + sum[0].y * output.scale,
+                    before.z + sum[0].z * output.scale, before.w + sum[0].w * output.scale);
 }
 
 template <typename T>
 __device__ __forceinline__ void write_four(
-    const SiluOutput<T>& output, int b, int n, int rows, const float4 (&sum)[2], const float4&) {
-    const auto silu = [](float gate, float up) { return gate / (1.f + expf(-gate)) * up; };
+    const GatedOutput<T>& output, int b, int n, int rows, const float4 (&sum)[2], const float4&) {
     *reinterpret_cast<uint2*>(output.output + static_cast<size_t>(b) * rows + n) =
-        make_uint2(pack<T>(silu(sum[0].x, sum[1].x), silu(sum[0].y, sum[1].y)),
-                   pack<T>(silu(sum[0].z, sum[1].z), silu(sum[0].w, sum[1].w)));
+        make_uint2(pack<T>(output.value(sum[0].x, sum[1].x), output.value(sum[0].y, sum[1].y)),
+                   pack<T>(output.value(sum[0].z, sum[1].z), output.value(sum[0].w, sum[1].w)));
 }
 
 }  // namespace decode

@@ -1,6 +1,6 @@
 // What a block of the attention kernel works on: its arguments, its place in the grid, its memory.
 #pragma once
-#include "decode_fragments.cuh"
+#include "decode/fragments.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -31,7 +31,7 @@ struct Tables {
 };
 
 template <typename T> struct Block {
-    // Arguments of the kernel, in its order; decode_attention.cu tells what they are.
+    // Arguments of the kernel, in its order; attention.cu tells what they are.
     const float* qkv;
     const T *q_norm, *k_norm;
     float epsilon;

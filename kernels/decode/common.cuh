@@ -1,15 +1,17 @@
-// What the kernels of the decode step share: conversions, loads with cache hints, sums over a warp, tensor cores.
+// What the kernels of linear layers and attention share: conversions, loads with cache hints, sums over a warp, tensor
+// cores. Names in capitals that begin with HOST_ are what the launchers take a constant to be.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "programmatic_launch.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace decode {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 // A linear layer's sums over K: of slices of K, each from zero; then of groups of them, in order.
 constexpr int SLICES = 16, SLICES_OF_A_GROUP = 4;
+static_assert(SLICES == HOST_SLICES, "the host pads rows to whole slices");
 constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
@@ -20,6 +22,21 @@ template <> __device__ __forceinline__ __half from_float<__half>(float value) { 
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
     return __float2bfloat16_rn(value);
 }
+
+// Where a kernel also leaves rows of T, `stride` apart: normalized or, where `raw`, as they were. Null: nowhere.
+struct Kept {
+    void* target;
+    int stride, raw;
+};
+
+// A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,
+// and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's.
+struct Linear {
+    const void *weight, *bias;
+    float scale;
+    int batch, rows, columns, steps;
+};
+static_assert(sizeof(Kept) == HOST_KEPT_BYTES && sizeof(Linear) == HOST_LINEAR_BYTES, "as the host's structures");
 
 template <typename T> __device__ __forceinline__ float2 unpack(unsigned pair);
 template <> __device__ __forceinline__ float2 unpack<__half>(unsigned pair) {

@@ -1,14 +1,14 @@
 // Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows of
 // activations.
 //
-// Every sum has the order of decode_linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
+// Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
 // the bits of the decode step. A warp multiplies 16 or 32 weight rows with all rows of activations, which keeps what it
 // reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a
 // tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
 // where the blocks of the cluster read them and add them in order.
-#include "clusters.cuh"
-#include "decode_outputs.cuh"
-#include "decode_tiled_ring.cuh"
+#include "shared/clusters.cuh"
+#include "decode/outputs.cuh"
+#include "decode/tiled_ring.cuh"
 
 namespace decode {
 namespace tiled {

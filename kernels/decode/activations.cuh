@@ -1,13 +1,24 @@
-// How the activations of decode_linear.cu come into shared memory: normalized or as they are, once for all units of weights
-// or in a ring beside them.
+// How activations come into shared memory: normalized or as they are, once for all units of weights or in a ring beside
+// them.
 #pragma once
-#include "decode_common.cuh"
+#include "decode/common.cuh"
 
 namespace decode {
 
 constexpr int WARPS = SLICES;
 constexpr int THREADS = 32 * WARPS;
+constexpr int EVERY_COLUMN = 0x7fffffff;
 constexpr int SUM_STRIDE = WARPS + 1;  // floats between the sums of two rows, against bank conflicts
+static_assert(THREADS == HOST_THREADS, "the host launches as many");
+
+// An input as the host passes it: rows of float or T, `stride` elements apart, and the weight of its norm in T, to which
+// `offset` is added in float.
+struct NormedInput {
+    const void *values, *weight;
+    float epsilon, offset;
+    int stride, is_float;
+};
+static_assert(sizeof(NormedInput) == HOST_NORMED_INPUT_BYTES, "as the host's structure");
 
 // Of the thread's lane: the row of activations that it multiplies (and the one 8 further), and which 8 of 32 columns.
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
@@ -44,10 +55,11 @@ template <typename T, int HALVES> struct Streamed {
 
 // One norm, or two of inputs that then stand side by side, each `width` columns wide.
 template <typename T, int PARTS> struct NormInputs {
-    const void* values[PARTS];  // [batch, width] float or T
+    const void* values[PARTS];
     bool is_float[PARTS];
     const T* weight[PARTS];
-    float epsilon;
+    int stride[PARTS];
+    float epsilon, offset;
     int width;
     T* kept;  // gets the last input's columns, where it is not null: normalized, or as they were
     int kept_stride;
@@ -56,7 +68,7 @@ template <typename T, int PARTS> struct NormInputs {
     __device__ bool in_last(int column) const { return PARTS == 2 && column >= width; }
     __device__ void load(int row, int column, float (&target)[8]) const {
         const int part = in_last(column) ? PARTS - 1 : 0;
-        const size_t index = static_cast<size_t>(row) * width + column - part * width;
+        const size_t index = static_cast<size_t>(row) * (part == 0 ? stride[0] : stride[PARTS - 1]) + column - part * width;
         if (part == 0 ? is_float[0] : is_float[PARTS - 1])
             load8_float(static_cast<const float*>(part == 0 ? values[0] : values[PARTS - 1]) + index, target);
         else
@@ -68,6 +80,13 @@ template <typename T, int PARTS> struct NormInputs {
         if (PARTS == 2 && column < width) return;
         T* target = kept + static_cast<size_t>(row) * kept_stride + column - (PARTS - 1) * width;
         *reinterpret_cast<uint4*>(target) = keeps_raw ? pack8<T>(raw) : normalized;
+    }
+    // The norms' factors of 8 columns.
+    __device__ void factors_of(const T* weights, float (&factors)[8]) const {
+        unpack8<T>(*reinterpret_cast<const uint4*>(weights), factors);
+        if (offset != 0.f)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) factors[j] += offset;
     }
     // The norms' weights to shared memory, by the whole block, as part of the thread's next group of copies.
     __device__ void copy_weights(T* shared, int columns) const {
@@ -82,11 +101,11 @@ template <typename T, int PARTS> struct NormInputs {
 // Each warp puts its slice of all rows, normalized, into `activations`; all warps call it. `sums` [PARTS, rows, SUM_STRIDE];
 // `weights` [columns] holds the norms' weights when the threads' oldest group of copies has come. As many lanes serve a
 // row as it has chunks of 8 columns in the slice, up to 32, so that few rows are no more work than they must be. HELD: so
-// many chunks of a lane stay in registers, more are read twice.
+// many chunks of a lane stay in registers, more are read twice. Columns from `end` on are not written.
 template <typename T, int PARTS, int HELD, typename G>
 __device__ __forceinline__ void stage_normalized(
     const NormInputs<T, PARTS>& inputs, const T* weights, float* sums, char* activations, int batch, int columns,
-    int steps) {
+    int steps, int end = EVERY_COLUMN) {
     constexpr int ROWS = 8 * G::HALVES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = steps * 4;
     const int lanes = chunks > 16 ? 32 : chunks > 8 ? 16 : 8, rows_at_once = 32 / lanes;
@@ -147,13 +166,13 @@ __device__ __forceinline__ void stage_normalized(
             }
             if (row >= batch || chunk >= chunks) continue;
             float factors[8] = {};
-            if (column < columns) unpack8<T>(*reinterpret_cast<const uint4*>(weights + column), factors);
+            if (column < columns) inputs.factors_of(weights + column, factors);
             float normalized[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) normalized[j] = values[i][j] * factor * factors[j];
             const uint4 packed = pack8<T>(normalized);
             char* target = activations + (((warp * steps + chunk / 4) * batch + row) * 4 + chunk % 4) * 16;
-            *reinterpret_cast<uint4*>(target) = packed;
+            if (end == EVERY_COLUMN || column < end) *reinterpret_cast<uint4*>(target) = packed;
             if (blockIdx.x == 0 && inputs.kept != nullptr && column < columns) inputs.keep(row, column, values[i], packed);
         }
     }
@@ -180,7 +199,7 @@ __device__ __forceinline__ void stage_normalized_in_place(
 #pragma unroll 2
         for (int i = 0; i < batch; ++i) {
             const int row = i ^ odd;
-            copy_async_16(shared_address(place(row, chunk)), source + static_cast<size_t>(row) * inputs.width, exists);
+            copy_async_16(shared_address(place(row, chunk)), source + static_cast<size_t>(row) * (last ? inputs.stride[1] : inputs.stride[0]), exists);
         }
     }
     commit_copies();
@@ -232,7 +251,7 @@ __device__ __forceinline__ void stage_normalized_in_place(
         const int chunk = first + lane, column = begin + chunk * 8;
         const bool exists = chunk < chunks && column < columns, last = inputs.in_last(column);
         float factors[8] = {};
-        if (exists) unpack8<T>(*reinterpret_cast<const uint4*>(weights + column), factors);
+        if (exists) inputs.factors_of(weights + column, factors);
 #pragma unroll 4
         for (int i = 0; i < batch; ++i) {
             const int row = i ^ odd;

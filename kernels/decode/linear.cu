@@ -6,16 +6,17 @@
 // multiplies its slice on the tensor cores, and the 16 partial sums are added in a fixed order, in groups of four. The
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
-// activations half as often) and from those of decode_tiled_linear.cu.
-#include "decode_activations.cuh"
-#include "decode_outputs.cuh"
+// activations half as often) and from those of tiled_linear.cu.
+#include "decode/activations.cuh"
+#include "decode/outputs.cuh"
 
 namespace decode {
 
 constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
-constexpr int NARROW_DEPTH = 4, WIDE_DEPTH = 8;  // 16-byte copies of weights that a thread has in flight
 
-// PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other.
+// PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
+// weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
+// multiprocessor) or wide.
 template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int TILES = TILES_, HALVES = HALVES_;
     static constexpr bool PAIRED = PAIRED_;
@@ -23,7 +24,33 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
+    static constexpr int BLOCKS = HALVES == 1 ? 2 : 1;                   // on a multiprocessor
+    static constexpr int HELD = HALVES == 1 ? 2 : 8;                     // see stage_normalized
+
+    // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
+    // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
+    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
+    static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
+    static constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
+    static constexpr int norm_bytes(int parts, int batch, int steps) {
+        return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
+    }
+    static constexpr int staged_bytes(int batch, int steps) { return SUMS_BEGIN + WARPS * steps * batch * 64; }
+    static constexpr int streamed_bytes(int batch) { return SUMS_BEGIN + STAGES * WARPS * batch * 64; }
 };
+
+using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
+using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
+using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
+using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
+using WideTwice = Geometry<2, false, 2, HOST_WIDE_DEPTH>;
+static_assert(Narrow::norm_bytes(1, 2, 3) == HOST_NARROW_BYTES && NarrowPairs::norm_bytes(1, 2, 3) == HOST_NARROW_PAIRS_BYTES,
+              "the host gives narrow kernels their shared memory");
+static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_bytes(1, 9, 3) == HOST_WIDE_PAIRS_BYTES,
+              "the host gives wide kernels their shared memory");
+static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
+              "the host gives linear_residual its shared memory");
+
 
 // What a thread copies: the steps of its warp through the warp's slice of K, unit after unit.
 template <typename T, typename G> struct Weights {
@@ -137,46 +164,104 @@ __device__ __forceinline__ void multiply_units(
     wait_for_copies<0>();
 }
 
-// Linear of what is normalized. rows: N, or half of it where PAIRED. next_early: whether the next kernel may start at
-// once, or only when the previous one has finished. HELD 0: inputs of T alone, normalized in shared memory.
+// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
+// or only when the previous one has finished. output: float, or T of gates and ups.
+struct NormLinear {
+    NormedInput inputs[2];
+    Linear linear;
+    Kept kept;
+    void* output;
+    int next_early, activation;
+};
+
+// What linear_residual takes. input: of T; selected: see SelectedRows; stage: activations are staged, not streamed.
+struct LinearResidual {
+    Linear linear;
+    Kept kept;
+    const void *input, *residual;
+    float* output;
+    const int* selected;
+    int residual_float, tokens, stage;
+};
+static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
+              "as the host's structures");
+
+// Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
 template <typename T, int PARTS, int HELD, typename G, typename Output>
-__device__ __forceinline__ void norm_linear(
-    const T* weight, const T* bias, const NormInputs<T, PARTS>& inputs, const Output& output, int batch, int rows,
-    int columns, int steps, bool next_early) {
+__device__ __forceinline__ void multiply_normalized(
+    const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
     extern __shared__ __align__(16) char shared[];
-    char* ring = shared;                                                                 // [DEPTH, THREADS] of 16 bytes
-    float* partial = reinterpret_cast<float*>(ring + G::STAGES * G::TILES * THREADS * 16);  // [2, WARPS, PARTIALS]
-    float* sums = partial + 2 * WARPS * G::PARTIALS;                                     // [PARTS, rows, SUM_STRIDE]
-    T* norm_weights = reinterpret_cast<T*>(sums + PARTS * G::HALVES * 8 * SUM_STRIDE);   // [WARPS, steps, 32]
-    char* activations = reinterpret_cast<char*>(norm_weights + WARPS * steps * 32);      // [WARPS, steps, batch, 64 bytes]
+    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
+    float* sums = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
+    T* norm_weights = reinterpret_cast<T*>(shared + G::weights_begin(PARTS));
+    char* activations = reinterpret_cast<char*>(norm_weights + WARPS * steps * 32);
 
     if (next_early) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);
-    Weights<T, G> weights = start_weights<T, G>(weight, ring, rows, columns, steps);
+    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
     if constexpr (HELD == 0)
         stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     else
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
-    multiply_units<T, G>(weights, staged_for_lane(activations, batch, steps), bias, output, partial, batch);
+    multiply_units<T, G>(
+        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial, batch);
 }
 
-// Linear of what is multiplied as it is, staged once for all units, or streamed.
+template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
+    const NormedInput& input = arguments.inputs[0];
+    const Kept& kept = arguments.kept;
+    return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
+            input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
+}
+
+// output = scale (norm(input) weight^T + bias)
 template <typename T, typename G>
-__device__ __forceinline__ void linear_residual(
-    const T* weight, const T* bias, const T* input, const ResidualOutput<T>& output, int batch, int rows, int columns,
-    int steps, bool stage) {
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, arguments.next_early != 0);
+}
+
+// output = activation(gate) up of norm(input) weight^T + bias
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, true);
+}
+
+// The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
+template <typename T, typename SECOND>
+__global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant__ NormLinear arguments) {
+    constexpr bool IS_FLOAT = sizeof(SECOND) == sizeof(float);
+    const NormedInput &first = arguments.inputs[0], &second = arguments.inputs[1];
+    const NormInputs<T, 2> inputs{
+        {first.values, second.values}, {false, IS_FLOAT},
+        {static_cast<const T*>(first.weight), static_cast<const T*>(second.weight)}, {first.stride, second.stride},
+        first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
+        arguments.kept.stride, arguments.kept.raw != 0};
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide>(inputs, arguments.linear, output, arguments.next_early != 0);
+}
+
+// output = residual + scale (input weight^T + bias)
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __grid_constant__ LinearResidual arguments) {
     extern __shared__ __align__(16) char shared[];
-    char* ring = shared;                                                                 // [DEPTH, THREADS] of 16 bytes
-    float* partial = reinterpret_cast<float*>(ring + G::STAGES * G::TILES * THREADS * 16);  // [2, WARPS, PARTIALS]
-    // [WARPS, steps, batch, 64 bytes], or [STAGES, WARPS, batch, 64 bytes]
-    char* staged = reinterpret_cast<char*>(partial + 2 * WARPS * G::PARTIALS);
+    const Linear& linear = arguments.linear;
+    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const T *input = static_cast<const T*>(arguments.input), *bias = static_cast<const T*>(linear.bias);
+    const ResidualOutput<T> output{
+        arguments.output, linear.scale, arguments.residual, arguments.residual_float != 0,
+        {arguments.selected, arguments.tokens}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
+    float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
+    char* staged = shared + G::SUMS_BEGIN;
 
     launch_next_kernel();
-    Weights<T, G> weights = start_weights<T, G>(weight, ring, rows, columns, steps);
+    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
     wait_for_previous_kernel();
-    if (stage) {
+    if (arguments.stage) {
         stage_as_is(input, output.source, staged, batch, columns, steps);
         multiply_units<T, G>(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
         return;
@@ -199,62 +284,4 @@ __device__ __forceinline__ void linear_residual(
     multiply_units<T, G>(weights, activations, bias, output, partial, batch);
 }
 
-using Narrow = Geometry<1, false, 1, NARROW_DEPTH>;
-using NarrowPairs = Geometry<2, true, 1, NARROW_DEPTH>;
-using Wide = Geometry<1, false, 2, WIDE_DEPTH>;
-using WidePairs = Geometry<2, true, 2, WIDE_DEPTH>;
-using WideTwice = Geometry<2, false, 2, WIDE_DEPTH>;
-
-#define DECODE_LINEAR_KERNELS(NAME, T, WIDTH, GEOMETRY, PAIRS, RESIDUAL, BLOCKS, HELD)                                 \
-    extern "C" __global__ void __launch_bounds__(decode::THREADS, BLOCKS) decode_norm_linear##WIDTH##_##NAME(          \
-        const T* weight, const T* bias, const void* input, int input_float, const T* norm_weight, float epsilon,       \
-        float* output, int batch, int rows, int columns, int steps, int next_early, T* kept, int kept_stride,          \
-        int keeps_raw) {                                                                                               \
-        decode::norm_linear<T, 1, HELD, decode::GEOMETRY>(                                                             \
-            weight, bias,                                                                                              \
-            decode::NormInputs<T, 1>{                                                                                  \
-                {input}, {input_float != 0}, {norm_weight}, epsilon, columns, kept, kept_stride, keeps_raw != 0},      \
-            decode::FloatOutput{output}, batch, rows, columns, steps, next_early != 0);                                \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(decode::THREADS, BLOCKS) decode_norm_gate_up##WIDTH##_##NAME(         \
-        const T* weight, const T* bias, const void* input, int input_float, const T* norm_weight, float epsilon,       \
-        T* output, int batch, int rows, int columns, int steps) {                                                      \
-        decode::norm_linear<T, 1, HELD, decode::PAIRS>(                                                                \
-            weight, bias,                                                                                              \
-            decode::NormInputs<T, 1>{{input}, {input_float != 0}, {norm_weight}, epsilon, columns, nullptr, 0, false}, \
-            decode::SiluOutput<T>{output}, batch, rows, columns, steps, true);                                         \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(decode::THREADS, BLOCKS) decode_linear_residual##WIDTH##_##NAME(      \
-        const T* weight, const T* bias, const T* input, const void* residual, int residual_float, float* output,       \
-        int batch, int rows, int columns, int steps, int stage, const int* selected, int tokens, T* features,          \
-        int feature_stride) {                                                                                          \
-        decode::linear_residual<T, decode::RESIDUAL>(                                                                  \
-            weight, bias, input,                                                                                       \
-            decode::ResidualOutput<T>{                                                                                 \
-                output, residual, residual_float != 0, {selected, tokens}, features, feature_stride},                  \
-            batch, rows, columns, steps, stage != 0);                                                                  \
-    }
-
-// SECOND: of the second input, T or float.
-#define DECODE_NORMS_LINEAR_KERNEL(NAME, T, SECOND, HELD)                                                              \
-    extern "C" __global__ void __launch_bounds__(decode::THREADS, 1) decode_norms_linear_wide_##NAME(                  \
-        const T* weight, const T* bias, const T* first, const T* first_norm, const SECOND* second,                     \
-        const T* second_norm, float epsilon, float* output, int batch, int rows, int columns, int steps, T* kept) {    \
-        const int width = columns / 2;                                                                                 \
-        decode::norm_linear<T, 2, HELD, decode::Wide>(                                                                 \
-            weight, bias,                                                                                              \
-            decode::NormInputs<T, 2>{                                                                                  \
-                {first, second}, {false, HELD != 0}, {first_norm, second_norm}, epsilon, width, kept, width, false},   \
-            decode::FloatOutput{output}, batch, rows, columns, steps, false);                                          \
-    }
-
 }  // namespace decode
-
-DECODE_LINEAR_KERNELS(float16, __half, , Narrow, NarrowPairs, Narrow, 2, 2)
-DECODE_LINEAR_KERNELS(bfloat16, __nv_bfloat16, , Narrow, NarrowPairs, Narrow, 2, 2)
-DECODE_LINEAR_KERNELS(float16, __half, _wide, Wide, WidePairs, WideTwice, 1, 8)
-DECODE_LINEAR_KERNELS(bfloat16, __nv_bfloat16, _wide, Wide, WidePairs, WideTwice, 1, 8)
-DECODE_NORMS_LINEAR_KERNEL(float16, __half, __half, 0)
-DECODE_NORMS_LINEAR_KERNEL(bfloat16, __nv_bfloat16, __nv_bfloat16, 0)
-DECODE_NORMS_LINEAR_KERNEL(float_float16, __half, float, 8)
-DECODE_NORMS_LINEAR_KERNEL(float_bfloat16, __nv_bfloat16, float, 8)
