@@ -73,19 +73,19 @@ class LayerWeights:
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
     def residual(self, residual: str, selects: bool, keep: Keep | None = None) -> list[Step]:
-        """From "context" and the `residual` to the value "hidden", through the gated MLP; with `selects` to "selected"."""
+        """From "context" and the `residual` through the gated MLP to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
         output = self.linear("self_attn.o_proj", {"o_proj": hidden}, config.query_size, config.attention_output_bias)
-        result = "selected" if selects else "hidden"
+        result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
         normed = Input(result, (self.norm("post_attention_layernorm"),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
         return [
             LinearResidual(result, "context", output, residual, config.residual_scale, keep, selects),
-            NormLinear("activation", (normed,), gate_up, config.hidden_act, gated=True),
-            LinearResidual(result, "activation", down, result, config.residual_scale),
+            NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
+            LinearResidual(result, activation, down, result, config.residual_scale),
         ]
 
 
