@@ -21,12 +21,16 @@ namespace keys_by_position {
 // STEPS: of 16 head elements (head size up to 16 * STEPS). Grid (groups of spans, key-value heads, sequences times
 // token_blocks of row_tiles * tile_tokens tokens). Block: 1, 2 or 4 teams; of its spans `slots` (1, 2 or 4) are computed at
 // once, and `stages` (1 or 2) tiles of each are in memory. tile_tokens: those whose `group` heads are 16 rows or fewer;
-// group_inverse: 65536 / group, rounded up. mask [tokens of all sequences, keys]; null: tokens is 1. masks_all: the mask
-// speaks of all rows, not of the new ones alone. partial [tokens of all sequences, query heads, states, size + 4].
-template <typename T, int STEPS> __device__ __forceinline__ void attention(Block<T> block) {
+// group_inverse: 65536 / group, rounded up. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
+// elements are rotated by; 0: none. offset is added to the norms' weights. mask [tokens of all sequences, keys]; null:
+// tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. partial [tokens of all sequences, query
+// heads, states, size + 4].
+template <typename T, int STEPS>
+__global__ void __launch_bounds__(MAX_TEAMS * TEAM * 32) attention(const __grid_constant__ Arguments<T> arguments) {
     constexpr int PAIRS = STEPS / 4;
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
+    Block<T> block{arguments};
     block.find_place(shared, tables);
     launch_next_kernel();
     block.find_keys();
@@ -76,23 +80,3 @@ template <typename T, int STEPS> __device__ __forceinline__ void attention(Block
 
 }  // namespace keys_by_position
 }  // namespace decode
-
-#define DECODE_ATTENTION_KERNEL(NAME, T, STEPS)                                                                        \
-    extern "C" __global__ void __launch_bounds__(512) decode_attention_##STEPS##_##NAME(                               \
-        const float* qkv, const T* q_norm, const T* k_norm, float epsilon, const T* cos_sin, const int* start_index,   \
-        const unsigned char* mask, T* k_cache, T* v_cache, T* context, float* partial, unsigned* counters,             \
-        float scale, int group, int group_inverse, int tile_tokens, int size, int rotary, int kv_rows, int tokens,     \
-        int token_blocks, int mask_keys, int masks_all, int span_bits, int states, int slots, int row_tiles,           \
-        int stages) {                                                                                                  \
-        decode::keys_by_position::attention<T, STEPS>(                                                                 \
-            {qkv, q_norm, k_norm, epsilon, cos_sin, start_index, mask, k_cache, v_cache, context, partial, counters,   \
-             scale, group, group_inverse, tile_tokens, size, rotary, kv_rows, tokens, token_blocks, mask_keys,         \
-             masks_all != 0, span_bits, states, slots, row_tiles, stages});                                            \
-    }
-
-DECODE_ATTENTION_KERNEL(float16, __half, 4)
-DECODE_ATTENTION_KERNEL(float16, __half, 8)
-DECODE_ATTENTION_KERNEL(float16, __half, 16)
-DECODE_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 4)
-DECODE_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 8)
-DECODE_ATTENTION_KERNEL(bfloat16, __nv_bfloat16, 16)

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.cuda_kernels import OTHER_KERNELS
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
+from edgellm.kernels.decode.contract import (
+    MAX_TOKENS,
+    AttentionScratch,
+    AttentionStep,
+    AttentionWeights,
+    attention_refusal,
+)
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
-
-#: The most new tokens of a sequence.
-MAX_TOKENS = 64
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _GROUP, _ROWS = 64, 4, 16
-_TEAM_THREADS, _MOST_TEAMS = 128, 4
+_TEAM_THREADS, _MOST_TEAMS, _MOST_ROW_TILES = 128, 4, 4
 #: Groups of spans that a sequence's keys are expected to fill, where its capacity has more: up to 1,280 keys.
 _USUAL_GROUPS = 5
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and of what is made ready.
-_STATIC_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + 16
+_TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + 16
 #: Bytes that a team's warps leave each other: weights and maxima.
 _TEAM_BYTES = 4 * (32 * 16 + _ROWS * 4)
 
 
+class _Attention(ctypes.Structure):
+    """`Arguments` of attention_block.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "size", "rotary", "kv_rows")),
+        *((name, ctypes.c_int) for name in ("tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
+        *((name, ctypes.c_int) for name in ("states", "slots", "row_tiles", "stages")),
+    ]
+
+
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """How decode_attention.cu's blocks share the work, on which no bit of a result depends.
+    """How attention.cu's blocks share the work, on which no bit of a result depends.
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and four spans of keys, of which
     it computes `slots` at once (1, 2 or 4); `stages` (1 or 2) tiles of keys of each are in memory.
@@ -48,68 +67,75 @@ class AttentionGeometry:
 
     def fits(self, tokens: int, size: int, shared_limit: int) -> bool:
         """Whether a block gets the memory that it needs."""
-        return self.shared_bytes(tokens, size) + _STATIC_BYTES <= shared_limit
+        return self.shared_bytes(tokens, size) + _TABLES_BYTES <= shared_limit
+
+
+@cache
+def attention_source(dtype: str, head_size: int) -> ModuleSource:
+    """The kernel for heads of so many elements (up to 64, 128 or 256)."""
+    macros = (
+        ("HOST_MAX_TOKENS", MAX_TOKENS),
+        ("HOST_MAX_ROW_TILES", _MOST_ROW_TILES),
+        ("HOST_MAX_TEAMS", _MOST_TEAMS),
+        ("HOST_TEAM_THREADS", _TEAM_THREADS),
+        ("HOST_KEY_TILE", _KEY_TILE),
+        ("HOST_GROUP", _GROUP),
+        ("HOST_ROWS", _ROWS),
+        ("HOST_TABLES_BYTES", _TABLES_BYTES),
+        ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
+        ("HOST_BLOCK_BYTES", AttentionGeometry(2, 3, 2).shared_bytes(5, 80)),
+    )
+    steps, expression = _kernel(dtype, head_size)
+    name = f"decode-attention-{dtype}-{16 * steps}"
+    return ModuleSource(name, ("decode/attention.cu",), (expression,), (*MACROS, *macros))
+
+
+def _kernel(dtype: str, head_size: int) -> tuple[int, str]:
+    """Steps of 16 elements of a head, and the kernel's name expression."""
+    steps = 4 if head_size <= 64 else 8 if head_size <= 128 else 16
+    return steps, f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}>"
 
 
 def attention_launch(
-    kernels: KernelModule,
+    module: KernelModule,
     qkv: DeviceArray,
-    q_norm: DeviceArray | None,
-    k_norm: DeviceArray | None,
-    epsilon: float,
-    rope_rotary_cos_sin: DeviceArray,
-    kvcache_start_index: DeviceArray,
-    attention_mask: DeviceArray | None,
-    k_cache: DeviceArray,
-    v_cache: DeviceArray,
-    partial: DeviceArray,
-    counters: DeviceArray,
+    weights: AttentionWeights,
+    step: AttentionStep,
+    scratch: AttentionScratch,
     context: DeviceArray,
-    masks_all: bool = False,
     geometry: AttentionGeometry | None = None,
 ) -> Launch:
-    """See `numpy_decode_kernels.attention`.
-
-    `partial` float32 of `attention_partials` and `counters` [B T, n_kv] uint32 (zero before and after) are its own.
-    """
-    batch, kv_heads, kv_rows, size = k_cache.shape
-    tokens, mask_keys = (1, 0) if attention_mask is None else attention_mask.shape[2:]
+    """See `NumpyDecodeKernels.attention`. `geometry`: other than the fastest."""
+    mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
+    tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
     heads = context.size // (batch * tokens * size)
-    group, rotary = heads // kv_heads, rope_rotary_cos_sin.shape[-1]
-    if size % 8 or size > 256 or group > _ROWS or heads % kv_heads or tokens > MAX_TOKENS:
+    group, rotary = heads // kv_heads, step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
+    refusal = attention_refusal(heads, kv_heads, size)
+    if refusal is not None:
+        raise KernelError(refusal)
+    if tokens > MAX_TOKENS or rotary > size:
         raise KernelError(
-            f"decode attention takes head sizes up to 256 (multiples of 8), up to {_ROWS} query heads a key-value head "
-            f"and {MAX_TOKENS} tokens a sequence, found head size {size}, {heads} query heads, {kv_heads} key-value "
-            f"heads, {tokens} tokens"
+            f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, found {tokens} "
+            f"tokens and {rotary} rotated elements of {size}"
         )
     if geometry is None:
         geometry = attention_geometry(
-            batch, tokens, group, size, kv_heads, kv_rows, kernels.shared_limit, kernels.multiprocessors
+            batch, tokens, group, size, kv_heads, kv_rows, module.shared_limit, module.multiprocessors
         )
     groups, tile_tokens = _groups(kv_heads, kv_rows), _ROWS // group
     token_blocks = -(-tokens // (geometry.row_tiles * tile_tokens))
-    arguments = (
-        pointer(qkv),
-        pointer(q_norm),
-        pointer(k_norm),
-        ctypes.c_float(epsilon),
-        pointer(rope_rotary_cos_sin),
-        pointer(kvcache_start_index),
-        pointer(attention_mask),
-        pointer(k_cache),
-        pointer(v_cache),
-        pointer(context),
-        pointer(partial),
-        pointer(counters),
-        ctypes.c_float(size**-0.5 * 1.4426950408889634),
-        *map(ctypes.c_int, (group, -(-65_536 // group), tile_tokens, size, rotary, kv_rows, tokens, token_blocks)),
-        *map(ctypes.c_int, (mask_keys, masks_all, _span_bits(kv_heads), groups)),
-        *map(ctypes.c_int, (geometry.slots, geometry.row_tiles, geometry.stages)),
+    arguments = _Attention(
+        *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
+        *addresses(step.k_cache, step.v_cache, context, *scratch),
+        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634),
+        *(group, -(-65_536 // group), tile_tokens, size, rotary, kv_rows),
+        *(tokens, token_blocks, mask_keys, step.masks_all, _span_bits(kv_heads)),
+        *(groups, geometry.slots, geometry.row_tiles, geometry.stages),
     )
-    steps = 4 if size <= 64 else 8 if size <= 128 else 16
-    grid = (groups, kv_heads, batch * token_blocks)
-    name, shared = f"decode_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
-    return Launch(kernels, Kernel(OTHER_KERNELS, name), grid, _TEAM_THREADS * geometry.teams, shared, arguments)
+    dtype = step.k_cache.dtype
+    kernel = Kernel(attention_source(dtype, size), _kernel(dtype, size)[1])
+    grid, threads = (groups, kv_heads, batch * token_blocks), _TEAM_THREADS * geometry.teams
+    return Launch(module, kernel, grid, threads, geometry.shared_bytes(tokens, size), (arguments,))
 
 
 def attention_geometry(
@@ -128,7 +154,7 @@ def attention_geometry(
 
     def microseconds(geometry: AttentionGeometry) -> float:
         blocks = groups * kv_heads * batch * -(-tokens // (geometry.row_tiles * tile_tokens))
-        two = geometry.teams <= 2 and 2 * (geometry.shared_bytes(tokens, size) + _STATIC_BYTES) <= shared_limit
+        two = geometry.teams <= 2 and 2 * (geometry.shared_bytes(tokens, size) + _TABLES_BYTES) <= shared_limit
         waves = -(-blocks // (multiprocessors * (1 + two)))
         return waves * (5 + 3.2 * geometry.row_tiles) * {4: 1, 2: 1.2, 1: 1.5}[geometry.slots]
 
@@ -136,7 +162,7 @@ def attention_geometry(
         choices = [
             AttentionGeometry(slots, row_tiles, stages)
             for slots in (4, 2, 1)
-            for row_tiles in range(1, 1 + min(4, -(-tokens // tile_tokens)))
+            for row_tiles in range(1, 1 + min(_MOST_ROW_TILES, -(-tokens // tile_tokens)))
         ]
         fitting = [choice for choice in choices if choice.fits(tokens, size, shared_limit)]
         if fitting:
@@ -146,7 +172,7 @@ def attention_geometry(
 
 def attention_shared_bytes(tokens: int, size: int) -> int:
     """Shared memory of the smallest blocks."""
-    return AttentionGeometry(1, 1, 1).shared_bytes(tokens, size) + _STATIC_BYTES
+    return AttentionGeometry(1, 1, 1).shared_bytes(tokens, size) + _TABLES_BYTES
 
 
 def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:

@@ -1,6 +1,6 @@
 // What a block of the attention kernel works on: its arguments, its place in the grid, its memory.
 #pragma once
-#include "decode/fragments.cuh"
+#include "decode/common.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -8,8 +8,17 @@ namespace keys_by_position {
 constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of the instruction
 constexpr int TEAM = KEY_TILE / BLOCK;    // warps that compute a tile together
 constexpr int GROUP = 4;                  // spans that are merged by a block
-constexpr int MAX_TOKENS = 64;
+constexpr int MAX_TOKENS = HOST_MAX_TOKENS, MAX_ROW_TILES = HOST_MAX_ROW_TILES, MAX_TEAMS = HOST_MAX_TEAMS;
 constexpr int ROWS = 16;
+static_assert(TEAM * 32 == HOST_TEAM_THREADS, "the host launches as many");
+static_assert(KEY_TILE == HOST_KEY_TILE && GROUP == HOST_GROUP && ROWS == HOST_ROWS, "the host divides keys so");
+
+// 2^exponent; 0 for what lies below normal numbers.
+__device__ __forceinline__ float power_of_two(float exponent) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+    return result;
+}
 
 // How the keys of a token are divided: into tiles, and those into spans of `each`, at most 2^span_bits.
 __device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
@@ -29,22 +38,38 @@ struct Tables {
     float factors[2 * MAX_TOKENS];                // of their norms
     bool is_last_block;
 };
+static_assert(sizeof(Tables) == HOST_TABLES_BYTES, "the host counts them as shared memory of a block");
+static_assert(MAX_TOKENS + MAX_ROW_TILES * ROWS <= 2 * MAX_TOKENS, "a block has places for all new keys and its queries");
 
-template <typename T> struct Block {
-    // Arguments of the kernel, in its order; attention.cu tells what they are.
+// The kernel's arguments; attention.cu tells what they are.
+template <typename T> struct Arguments {
     const float* qkv;
-    const T *q_norm, *k_norm;
-    float epsilon;
-    const T* cos_sin;
+    const T *q_norm, *k_norm, *cos_sin;
     const int* start_index;
     const unsigned char* mask;
     T *k_cache, *v_cache, *context;
     float* partial;
     unsigned* counters;
-    float scale;
-    int group, group_inverse, tile_tokens, size, rotary, kv_rows, tokens, token_blocks, mask_keys;
-    bool masks_all;
-    int span_bits, states, slots, row_tiles, stages;
+    float epsilon, offset, scale;
+    int group, group_inverse, tile_tokens, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
+    int states, slots, row_tiles, stages;
+};
+static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
+
+// Bytes that a team's warps leave each other, weights and maxima, and dynamic shared memory of a block.
+constexpr int TEAM_BYTES = TEAM * (32 * 16 + ROWS * 4);
+__device__ constexpr int stride_of(int size) { return ((size + 15) & ~15) + 8; }
+__device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int teams, int tokens, int size) {
+    const int rows = 2 * (slots * stages * KEY_TILE + tokens) + row_tiles * ROWS;
+    return (2 * rows + 4 * GROUP * row_tiles * ROWS) * stride_of(size) + teams * TEAM_BYTES;
+}
+static_assert(block_bytes(2, 3, 2, MAX_TEAMS, 5, 80) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
+
+template <typename T> struct Block : Arguments<T> {
+    using Base = Arguments<T>;
+    using Base::context, Base::group, Base::group_inverse, Base::k_cache, Base::kv_rows, Base::mask, Base::mask_keys;
+    using Base::masks_all, Base::offset, Base::row_tiles, Base::size, Base::slots, Base::span_bits, Base::stages, Base::start_index;
+    using Base::tile_tokens, Base::token_blocks, Base::tokens, Base::v_cache;
 
     // Its place: a group of spans, a key-value head, and tokens of a sequence from `first_token` on. Tokens without a word
     // are counted from that one.
@@ -74,7 +99,7 @@ template <typename T> struct Block {
         cached_keys = k_cache + cache, cached_values = v_cache + cache;
 
         tables = &own_tables;
-        padded = (size + 15) & ~15, stride = padded + 8, ring = stages * slots * KEY_TILE;
+        stride = stride_of(size), padded = stride - 8, ring = stages * slots * KEY_TILE;
         rows = reinterpret_cast<T*>(shared);
         new_keys = rows + 2 * ring * stride;
         queries = new_keys + 2 * tokens * stride;
@@ -87,6 +112,11 @@ template <typename T> struct Block {
         least = each_of(masks_all ? longest : start + 1, span_bits), most = each_of(longest, span_bits);
         blocks = groups_of(longest, most);
         if (least < most) blocks = max(blocks, (1 << span_bits) / GROUP);
+    }
+
+    // A norm's weight with what the model adds to it.
+    __device__ __forceinline__ float norm_weight(T weight) const {
+        return offset == 0.f ? to_float(weight) : to_float(weight) + offset;
     }
 
     __device__ __forceinline__ int bytes(int row) const { return row * stride * sizeof(T); }

@@ -98,8 +98,8 @@ template <typename T> __device__ __forceinline__ void make_heads_ready(const Blo
                 if (block.q_norm != nullptr) {
                     const T* norm = item < keys ? block.k_norm : block.q_norm;
                     const float factor = block.tables->factors[item];
-                    low[i] = low[i] * factor * to_float(norm[place.x]);
-                    high[i] = high[i] * factor * to_float(norm[place.y]);
+                    low[i] = low[i] * factor * block.norm_weight(norm[place.x]);
+                    high[i] = high[i] * factor * block.norm_weight(norm[place.y]);
                 }
                 const T first_half = from_float<T>(rotates ? fmaf(low[i], cosine[i], -high[i] * sine[i]) : low[i]);
                 const T second_half = from_float<T>(rotates ? fmaf(high[i], cosine[i], low[i] * sine[i]) : high[i]);

@@ -86,8 +86,9 @@ class AttentionWeights(NamedTuple):
 class AttentionStep(NamedTuple):
     """The tokens of a step and a layer's KV rows, which get theirs.
 
-    `rope_rotary_cos_sin` [B, T, rotary], `kvcache_start_index` [B] int32, `attention_mask` [B, 1, T, L] bool (None: T is
-    1), caches [B, n_kv, rows, D] compute. `masks_all`: the mask decides about the rows before start_index[b] too.
+    `rope_rotary_cos_sin` [B, T, rotary] compute, `kvcache_start_index` [B] int32, `attention_mask` [B, 1, T, L] bool
+    (None: T is 1), caches [B, n_kv, rows, D] compute. `masks_all`: the mask decides about the rows before
+    start_index[b] too.
     """
 
     rope_rotary_cos_sin: OwnArray
@@ -118,7 +119,12 @@ def padded_columns(columns: int) -> int:
 
 def attention_refusal(heads: int, kv_heads: int, head_size: int) -> str | None:
     """Why the attention kernel does not take such heads, or None if it does."""
-    if head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_SIZE and heads % kv_heads == 0 and heads <= MAX_GROUP * kv_heads:
+    if (
+        head_size % 8 == 0
+        and 0 < head_size <= MAX_HEAD_SIZE
+        and heads % kv_heads == 0
+        and heads <= MAX_GROUP * kv_heads
+    ):
         return None
     return (
         f"decode attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and up to {MAX_GROUP} query heads a "

@@ -31,12 +31,12 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
     // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
     static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
-    static constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
-    static constexpr int norm_bytes(int parts, int batch, int steps) {
+    static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
+    static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
         return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
     }
-    static constexpr int staged_bytes(int batch, int steps) { return SUMS_BEGIN + WARPS * steps * batch * 64; }
-    static constexpr int streamed_bytes(int batch) { return SUMS_BEGIN + STAGES * WARPS * batch * 64; }
+    static __device__ constexpr int staged_bytes(int batch, int steps) { return SUMS_BEGIN + WARPS * steps * batch * 64; }
+    static __device__ constexpr int streamed_bytes(int batch) { return SUMS_BEGIN + STAGES * WARPS * batch * 64; }
 };
 
 using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;

@@ -13,23 +13,38 @@
 namespace decode {
 namespace tiled {
 
-constexpr int TILED_WARPS = 8, TILED_THREADS = 32 * TILED_WARPS;
+constexpr int TILED_THREADS = HOST_TILED_THREADS, TILED_WARPS = TILED_THREADS / 32;
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int AT_ONCE = 2;  // times four outputs of a thread whose residuals are read together
 
-// ROW_TILES and COLUMN_TILES: of a warp, 16 rows of activations and 8 weight rows each. PAIRED: the second half of a tile's
-// weight rows holds up rows, `rows` below the gate rows in the first half.
-template <int ROW_TILES_, int COLUMN_TILES_, int TEAMS_, bool PAIRED_> struct Geometry {
-    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, TEAMS = TEAMS_;
+// A tile of WEIGHT_ROWS_ times ROWS_ of activations; BLOCKS_ on a multiprocessor. ROW_TILES and COLUMN_TILES: of a warp, 16
+// rows of activations and 8 weight rows each. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the
+// gate rows in the first half.
+template <int ROWS_, int WEIGHT_ROWS_, int TEAMS_, int BLOCKS_, bool PAIRED_> struct Geometry {
+    static constexpr int ROWS = ROWS_, WEIGHT_ROWS = WEIGHT_ROWS_, TEAMS = TEAMS_, BLOCKS = BLOCKS_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int TEAM_WARPS = TILED_WARPS / TEAMS, TEAM_THREADS = 32 * TEAM_WARPS;
-    static constexpr int ROWS = ROW_TILES * 16, WEIGHT_ROWS = TEAM_WARPS * COLUMN_TILES * 8;
+    static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = WEIGHT_ROWS / (8 * TEAM_WARPS);
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
     static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats; against bank conflicts
     static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a team leaves
+    static_assert(STAGE_STEPS == 1 || (STAGE_BYTES % 1024 == 0 && 2 * STAGE_BYTES >= AREA * 4),
+                  "every stage of every ring begins where the tensor memory accelerator's swizzling begins");
+
+    static __device__ constexpr int ring_bytes(int stages) { return max_of(stages * STAGE_BYTES, AREA * 4); }
+    static __device__ constexpr int shared_bytes(int stages, int splits) {
+        const int parts = splits * TEAMS, items = (parts > GROUPS ? SLICES : GROUPS) / parts;
+        return TEAMS * (ring_bytes(stages) + (items > 1 ? AREA * 4 : 0) + MOST_STAGES * 8);
+    }
+    static __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 };
+using Small = Geometry<32, 64, 4, 2, false>;
+using Large = Geometry<64, 128, 2, 1, false>;
+static_assert(Small::shared_bytes(3, 1) == (STAGE_STEPS == 2 ? HOST_SMALL_BYTES : HOST_SMALL_BYTES_ALONE) &&
+                  Large::shared_bytes(2, 1) == (STAGE_STEPS == 2 ? HOST_LARGE_BYTES : HOST_LARGE_BYTES_ALONE),
+              "the host gives a block its shared memory");
 
 template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
 
@@ -91,7 +106,7 @@ template <typename G> struct Shares {
 
     __device__ Shares(int slice_steps, int stages)
         : splits(gridDim.y), rank(blockIdx.y), parts(gridDim.y * G::TEAMS), steps(slice_steps),
-          ring_bytes(max(stages * G::STAGE_BYTES, G::AREA * 4)) {}
+          ring_bytes(G::ring_bytes(stages)) {}
     __device__ bool of_slices() const { return parts > GROUPS; }  // a team leaves sums of slices, otherwise of groups
     __device__ int items() const { return (of_slices() ? SLICES : GROUPS) / parts; }  // of a team
     __device__ int item_steps() const { return (of_slices() ? 1 : SLICES_OF_A_GROUP) * steps; }
@@ -197,10 +212,11 @@ __device__ __forceinline__ void finish(
 // shared memory, each once a team: the rings, whose memory also takes an area; another area where a team leaves two items;
 // MOST_STAGES barriers of 8 bytes.
 template <typename T, typename G, typename Output>
-__device__ __forceinline__ void linear(
+__device__ __forceinline__ void multiply_tile(
     const TensorMap* weight_map, const TensorMap* input_map, const Operands<T>& operands, const T* bias,
     const Output& output, int steps, int stages) {
     extern __shared__ __align__(1024) char shared[];
+    if (STAGE_STEPS == 2 && shared_address(shared) % 1024 != 0) __trap();  // the accelerator would swizzle otherwise
     const Shares<G> shares(steps, stages);
     const int team = threadIdx.x / G::TEAM_THREADS, column_warp = threadIdx.x % G::TEAM_THREADS / 32;
     const int splits = shares.splits, batch = operands.batch, rows = operands.rows, team_steps = shares.team_steps();
@@ -262,40 +278,55 @@ __device__ __forceinline__ void linear(
     if (splits > 1) cluster_barrier();  // others have read what this block left
 }
 
+// What the kernels take beside tensor maps. input: of T, rows `stride` elements apart; output: float, or T of gates and ups.
+struct TiledLinear {
+    Linear linear;
+    Kept kept;
+    const void *input, *residual;
+    void* output;
+    int stride, stages, residual_float, activation;
+};
+static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
+
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_with(
+    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const Output& output) {
+    const Linear& linear = arguments.linear;
+    const Operands<T> operands{
+        static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input), arguments.stride, linear.batch,
+        linear.rows, linear.columns};
+    const T* bias = static_cast<const T*>(linear.bias);
+    multiply_tile<T, G>(weight_map, input_map, operands, bias, output, linear.steps, arguments.stages);
+}
+
+// output = scale (input weight^T + bias)
+template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
+__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) linear(
+    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
+    const __grid_constant__ TiledLinear arguments) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, false>>(&weight_map, &input_map, arguments, output);
+}
+
+// output = activation(gate) up of input weight^T + bias
+template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
+__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) gate_up(
+    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
+    const __grid_constant__ TiledLinear arguments) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, true>>(&weight_map, &input_map, arguments, output);
+}
+
+// output = residual + scale (input weight^T + bias)
+template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
+__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) linear_residual(
+    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
+    const __grid_constant__ TiledLinear arguments) {
+    const ResidualOutput<T> output{
+        static_cast<float*>(arguments.output), arguments.linear.scale, arguments.residual,
+        arguments.residual_float != 0, {nullptr, 0}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
+    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, false>>(&weight_map, &input_map, arguments, output);
+}
+
 }  // namespace tiled
 }  // namespace decode
-
-#define DECODE_TILED_KERNEL(NAME, T, BLOCKS, ...)                                                                      \
-    extern "C" __global__ void __launch_bounds__(decode::tiled::TILED_THREADS, BLOCKS) NAME(                           \
-        const __grid_constant__ decode::tiled::TensorMap weight_map,                                                   \
-        const __grid_constant__ decode::tiled::TensorMap input_map, const T* weight, const T* bias, const T* input,    \
-        int stride, int batch, int rows, int columns, int steps, int stages, __VA_ARGS__)
-
-#define DECODE_TILED_BODY(T, OUTPUT, ...)                                                                              \
-    {                                                                                                                  \
-        decode::tiled::linear<T, decode::tiled::Geometry<__VA_ARGS__>>(                                                \
-            &weight_map, &input_map, decode::tiled::Operands<T>{weight, input, stride, batch, rows, columns}, bias,    \
-            OUTPUT, steps, stages);                                                                                    \
-    }
-
-#define DECODE_TILED_KERNELS(NAME, T, BLOCKS, ...)                                                                     \
-    DECODE_TILED_KERNEL(decode_tiled_linear_##NAME, T, BLOCKS, float* output)                                          \
-    DECODE_TILED_BODY(T, decode::FloatOutput{output}, __VA_ARGS__, false)                                              \
-    DECODE_TILED_KERNEL(decode_tiled_gate_up_##NAME, T, BLOCKS, T* output)                                             \
-    DECODE_TILED_BODY(T, decode::SiluOutput<T>{output}, __VA_ARGS__, true)                                             \
-    DECODE_TILED_KERNEL(                                                                                               \
-        decode_tiled_residual_##NAME, T, BLOCKS, float* output, const void* residual, int residual_float, T* features, \
-        int feature_stride)                                                                                            \
-    DECODE_TILED_BODY(                                                                                                 \
-        T, (decode::ResidualOutput<T>{output, residual, residual_float != 0, {nullptr, 0}, features, feature_stride}), \
-        __VA_ARGS__, false)
-
-// Rows of activations, weight rows of a tile; blocks on a multiprocessor, ROW_TILES, COLUMN_TILES, TEAMS.
-#define DECODE_TILED_GEOMETRIES(NAME, T)                                                                               \
-    DECODE_TILED_KERNELS(32_64_##NAME, T, 2, 2, 4, 4)                                                                  \
-    DECODE_TILED_KERNELS(32_128_##NAME, T, 2, 2, 4, 2)                                                                 \
-    DECODE_TILED_KERNELS(64_64_##NAME, T, 2, 4, 2, 2)                                                                  \
-    DECODE_TILED_KERNELS(64_128_##NAME, T, 1, 4, 4, 2)
-
-DECODE_TILED_GEOMETRIES(float16, __half)
-DECODE_TILED_GEOMETRIES(bfloat16, __nv_bfloat16)

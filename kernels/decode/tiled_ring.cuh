@@ -7,7 +7,8 @@ namespace decode {
 namespace tiled {
 
 constexpr int STEP_BYTES = 64;  // of a row, in one step
-constexpr int MOST_STAGES = 8;
+constexpr int MOST_STAGES = HOST_MOST_STAGES;
+static_assert(STEP_BYTES == HOST_STEP_BYTES, "the host counts stages of as many");
 #if __CUDA_ARCH__ >= 900
 constexpr int STAGE_STEPS = 2;  // whole lines of 128 bytes
 #else

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_STEP_BYTES, _SLICES, _GROUPS = 64, 16, 4
-_MOST_STAGES = 8
+from edgellm.kernels.decode.contract import SLICES
+
+#: Bytes of a row in a step, and the most stages of a ring, as the device takes them.
+STEP_BYTES, MOST_STAGES = 64, 8
+_GROUPS = 4
 #: Of tiles (rows, weight rows): microseconds that a block takes to start and to end, and for 2048 columns, on an H200
 #: whose other multiprocessors are idle.
 _MICROSECONDS = {(32, 64): (2.6, 6.4), (32, 128): (3.6, 10.3), (64, 64): (4.4, 12.8), (64, 128): (5.7, 16.0)}
@@ -39,7 +42,7 @@ class Tiling:
 
     @property
     def teams(self) -> int:
-        """As decode_tiled_linear.cu has them."""
+        """Of warps in a block."""
         return 4 if (self.rows, self.weight_rows) == (32, 64) else 2
 
     @property
@@ -51,17 +54,17 @@ class Tiling:
         """Of the teams' rings, which also take sums of theirs, of sums where a team leaves more, and of barriers."""
         sums = self.rows * (self.weight_rows + 4) * 4
         stage_steps = 2 if gpu.has_clusters else 1
-        ring = max(stages * stage_steps * (self.rows + self.weight_rows) * _STEP_BYTES, sums)
+        ring = max(stages * stage_steps * (self.rows + self.weight_rows) * STEP_BYTES, sums)
         parts = self.teams * self.splits
-        leaves_two = (_SLICES if parts > _GROUPS else _GROUPS) > parts
-        return self.teams * (ring + (sums if leaves_two else 0) + 8 * _MOST_STAGES)
+        leaves_two = (SLICES if parts > _GROUPS else _GROUPS) > parts
+        return self.teams * (ring + (sums if leaves_two else 0) + 8 * MOST_STAGES)
 
     def stages(self, gpu: TiledGpu) -> int:
         """Of a ring: as many as fit (2 at least), beside a second block if registers allow one and 2 stages fit so."""
         half = gpu.shared_limit // 2 - 1024
         beside = self.resident > 1 and self.shared_bytes(2, gpu) <= half
         limit = half if beside else gpu.shared_limit
-        fitting = (stages for stages in range(_MOST_STAGES, 2, -1) if self.shared_bytes(stages, gpu) <= limit)
+        fitting = (stages for stages in range(MOST_STAGES, 2, -1) if self.shared_bytes(stages, gpu) <= limit)
         return next(fitting, 2)
 
     def blocks(self, rows: int) -> int:
