@@ -1,4 +1,4 @@
-"""Engines of hand-written kernels on the kernels' NumPy twins: every program, by either executor, as NumPy computes it."""
+"""Engines of hand-written kernels on their NumPy twins: programs by either executor, as operations compute them."""
 
 from __future__ import annotations
 
