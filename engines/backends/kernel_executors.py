@@ -215,14 +215,14 @@ class ManyRows(FewRows):
         rows = program.shape.batch * program.shape.tokens
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not _streams(rows, limit):
+        if isinstance(step, LinearResidual) and not step.selects and not _streams(rows, limit):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
 
     @classmethod
     def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
         rows = program.shape.batch * program.shape.tokens
-        if isinstance(step, LinearResidual) and step.selects and not _streams(rows, limit):
+        if isinstance(step, LinearResidual) and step.selects and rows > MAX_ROWS:
             return f"it selects rows, of up to {MAX_ROWS}, not {rows}"
         return super()._memory_refusal(step, program, limit)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import CHAIN, EAGLE3, FAMILIES, HEADS, LLAMA, TREE, draft_shape, random_draft, random_model
+from decode_models import CHAIN, DRAFTS, EAGLE3, FAMILIES, LLAMA, SCALED, TREE, draft_shape, random_draft, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.kernel_engine import kernel_executor
@@ -20,22 +20,6 @@ from edgellm.engines.model.programs import ModelConfig, model_program
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
 H200 = 232_448
-#: What families change by parameters of steps.
-SCALED = {
-    "gemma": replace(LLAMA, hidden_act="gelu_tanh", norm_offset=1.0, embedding_scale=8.0, head_dim=32, rotary_dim=32),
-    "granite": replace(
-        LLAMA, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=0.125, qk_norm=True
-    ),
-    "smollm3": replace(LLAMA, nope_layers=(1,)),
-}
-EAGLE1 = replace(EAGLE3, generation="1", has_head=False, has_mapping=False, draft_vocab_size=97, feature_layers=(2,))
-DRAFTS = {
-    **HEADS,
-    "eagle1": EAGLE1,
-    "eagle1_with_biases": replace(EAGLE1, fc_bias=True, decoder=replace(EAGLE1.decoder, attention_bias=True)),
-    "each_feature_normed": replace(EAGLE3, generation="3.1", feature_norm="each", feed_back_normed=True),
-    "features_normed_together": replace(EAGLE3, generation="3.1", feature_norm="whole", norm_before_residual=True),
-}
 
 
 def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
