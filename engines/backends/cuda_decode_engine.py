@@ -26,7 +26,10 @@ from edgellm.engines.backends.cuda_kernel_engine import (
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, head_weight_name
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, shared_bytes
+from edgellm.kernels.decode.attention import attention_shared_bytes
+from edgellm.kernels.decode.contract import MAX_ROWS
+from edgellm.kernels.decode.linear import CudaDecodeKernels, linear_residual_shared_bytes, norm_linear_shared_bytes
+from edgellm.kernels.launch import Launch
 
 
 class CudaDecodeEngine(CudaKernelEngine):
@@ -61,7 +64,11 @@ class CudaDecodeEngine(CudaKernelEngine):
         reason = unsupported_layers(config, shape, dtype)
         if reason is not None or shared_limit is None:
             return reason
-        needed = shared_bytes(shape.batch, shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+        needed = max(
+            *(norm_linear_shared_bytes(rows(shape), [config.hidden_size], shared_limit, gated) for gated in (0, 1)),
+            linear_residual_shared_bytes(rows(shape), shared_limit),
+            attention_shared_bytes(shape.tokens, config.head_dim),
+        )
         return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
     @staticmethod

@@ -20,7 +20,10 @@ from edgellm.engines.backends.cuda_kernel_engine import (
 from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels, Launch, draft_shared_bytes
+from edgellm.kernels.decode.attention import attention_shared_bytes
+from edgellm.kernels.decode.contract import MAX_ROWS
+from edgellm.kernels.decode.linear import CudaDecodeKernels, linear_residual_shared_bytes, norm_linear_shared_bytes
+from edgellm.kernels.launch import Launch
 
 _LAYER = "layers.0."
 _ACCEPT, _PROPOSE = "accept", "propose"
@@ -55,7 +58,13 @@ class CudaDraftEngine(CudaKernelEngine):
         reason = unsupported_layers(decoder, shape, dtype)
         if reason is not None or shared_limit is None:
             return reason
-        needed = draft_shared_bytes(shape.batch, shape.tokens, config.hidden_size, decoder.head_dim, shared_limit)
+        hidden = config.hidden_size
+        needed = max(
+            norm_linear_shared_bytes(rows(shape), [hidden, hidden], shared_limit),
+            *(norm_linear_shared_bytes(rows(shape), [hidden], shared_limit, gated) for gated in (False, True)),
+            linear_residual_shared_bytes(rows(shape), shared_limit),
+            attention_shared_bytes(shape.tokens, decoder.head_dim),
+        )
         return too_much_memory(needed, shape, 2 * config.hidden_size, shared_limit)
 
     def _prepare(self) -> list[Launch]:

@@ -11,8 +11,9 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.decode_attention import attention_partials
-from edgellm.kernels.decode_kernels import CudaDecodeKernels, Launch
+from edgellm.kernels.decode.attention import attention_partials
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.launch import Launch
 
 #: Shape and dtype of arrays, by name.
 ArrayTable = dict[str, tuple[tuple[int, ...], str]]

@@ -24,14 +24,11 @@ from edgellm.engines.backends.cuda_kernel_engine import (
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import head_weight_name
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import (
-    MAX_ROWS,
-    CudaDecodeKernels,
-    Launch,
-    padded_columns,
-    streamed_shared_bytes,
-)
-from edgellm.kernels.tiled_decode_kernels import MAX_TILED_ROWS, CudaTiledKernels, tiled_shared_bytes
+from edgellm.kernels.decode.attention import attention_shared_bytes
+from edgellm.kernels.decode.contract import MAX_ROWS, MAX_TILED_ROWS, padded_columns
+from edgellm.kernels.decode.linear import CudaDecodeKernels, linear_residual_shared_bytes, norm_shared_bytes
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_shared_bytes
+from edgellm.kernels.launch import Launch
 
 
 class CudaTiledEngine(CudaDecodeEngine):
@@ -41,7 +38,7 @@ class CudaTiledEngine(CudaDecodeEngine):
         super().__init__(kernels, config, shape, dtype)
         self._tiled = CudaTiledKernels(kernels)
         count, limit = rows(shape), kernels.shared_limit
-        streams = count <= MAX_ROWS and streamed_shared_bytes(count, limit) <= limit
+        streams = count <= MAX_ROWS and linear_residual_shared_bytes(count, limit) <= limit
         # What needs no norm is faster by the kernels of few rows, as far as they go.
         self._residual_kernels: CudaDecodeKernels | CudaTiledKernels = kernels if streams else self._tiled
 
@@ -60,7 +57,11 @@ class CudaTiledEngine(CudaDecodeEngine):
         reason = unsupported_layers(config, shape, dtype)
         if reason is not None or shared_limit is None:
             return reason
-        needed = tiled_shared_bytes(shape.tokens, config.hidden_size, config.head_dim, shared_limit)
+        needed = max(
+            tiled_shared_bytes(shared_limit),
+            attention_shared_bytes(shape.tokens, config.head_dim),
+            norm_shared_bytes(config.hidden_size),
+        )
         return too_much_memory(needed, shape, config.hidden_size, shared_limit)
 
     @staticmethod

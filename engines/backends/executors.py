@@ -7,7 +7,7 @@ from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.descriptions import ModelConfig
-from edgellm.kernels.decode_kernels import MAX_ROWS
+from edgellm.kernels.decode.contract import MAX_ROWS
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {

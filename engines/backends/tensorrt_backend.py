@@ -28,7 +28,8 @@ from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.cuda_kernels import CudaKernels
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
+from edgellm.kernels.decode.contract import MAX_ROWS
+from edgellm.kernels.decode.linear import CudaDecodeKernels
 
 logger = logging.getLogger("edgellm.tensorrt")
 

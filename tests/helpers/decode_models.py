@@ -13,8 +13,9 @@ from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
-from edgellm.kernels import numpy_decode_kernels as twins
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.contract import AttentionStep, AttentionWeights, Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
 
@@ -88,13 +89,13 @@ def random_model(
 def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A step through the twins, in the engine's order; writes KV rows, returns logits, features and last scratch."""
     batch, tokens, _ = arrays["inputs_embeds"].shape
-    epsilon, layers = config.rms_norm_eps, config.feature_layers
+    epsilon, layers, twins = config.rms_norm_eps, config.feature_layers, NumpyDecodeKernels()
 
     def empty(width: int) -> np.ndarray:
         return np.full((batch * tokens, width), np.nan, np.float32)
 
-    def feature(layer: int) -> tuple[np.ndarray | None, int]:
-        return (result["hidden_states"], layers.index(layer)) if layer in layers else (None, 0)
+    def kept(layer: int) -> Kept | None:
+        return Kept(result["hidden_states"], layers.index(layer)) if layer in layers else None
 
     result = {
         "qkv": empty(config.query_size + 2 * config.kv_size),
@@ -106,37 +107,45 @@ def twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str,
     }
     hidden = arrays["inputs_embeds"]
     for index in range(config.num_layers):
-
-        def weight(name: str, index: int = index) -> np.ndarray | None:
-            return arrays.get(f"model.layers.{index}.{name}")
-
-        norm = weight("input_layernorm.weight")
-        qkv = weight("self_attn.qkv_proj.weight"), weight("self_attn.qkv_proj.bias")
-        twins.norm_linear(hidden, norm, epsilon, *qkv, result["qkv"])
-        twins.attention(
-            result["qkv"],
-            weight("self_attn.q_norm.weight"),
-            weight("self_attn.k_norm.weight"),
-            epsilon,
-            arrays["rope_rotary_cos_sin"],
-            arrays["kvcache_start_index"],
-            arrays["attention_mask"] if tokens > 1 else None,
-            arrays[f"k_cache_{index}"],
-            arrays[f"v_cache_{index}"],
-            result["context"],
-        )
-        o = weight("self_attn.o_proj.weight"), weight("self_attn.o_proj.bias")
-        twins.linear_residual(result["context"], *o, hidden, result["hidden"], *feature(index))
+        layer = f"model.layers.{index}."
+        qkv = linear_weights(arrays, f"{layer}self_attn.qkv_proj")
+        normed = NormedInput(hidden, arrays[f"{layer}input_layernorm.weight"], epsilon)
+        twins.norm_linear([normed], qkv, result["qkv"])()
+        step = attention_step(arrays, index, tokens > 1)
+        weights = attention_weights(config, arrays, layer)
+        twins.attention(result["qkv"], weights, step, None, result["context"])()
+        o = linear_weights(arrays, f"{layer}self_attn.o_proj")
+        twins.linear_residual(result["context"], o, hidden, result["hidden"], kept=kept(index))()
         hidden = result["hidden"]
-        norm = weight("post_attention_layernorm.weight")
-        gate_up = weight("mlp.gate_up_proj.weight"), weight("mlp.gate_up_proj.bias")
-        twins.norm_gate_up(hidden, norm, epsilon, *gate_up, result["activation"])
-        down = weight("mlp.down_proj.weight"), weight("mlp.down_proj.bias")
-        twins.linear_residual(result["activation"], *down, hidden, hidden)
-    head = arrays[head_weight_name(config)]
-    norm = arrays["model.norm.weight"]
-    twins.norm_linear(hidden, norm, epsilon, head, None, result["logits"], *feature(config.num_layers))
+        normed = NormedInput(hidden, arrays[f"{layer}post_attention_layernorm.weight"], epsilon)
+        gate_up = linear_weights(arrays, f"{layer}mlp.gate_up_proj")
+        twins.norm_gate_up(normed, gate_up, "silu", result["activation"])()
+        down = linear_weights(arrays, f"{layer}mlp.down_proj")
+        twins.linear_residual(result["activation"], down, hidden, hidden)()
+    normed = NormedInput(hidden, arrays["model.norm.weight"], epsilon)
+    head = LinearWeights(arrays[head_weight_name(config)])
+    twins.norm_linear([normed], head, result["logits"], kept=kept(config.num_layers))()
     return result
+
+
+def linear_weights(arrays: dict[str, np.ndarray], name: str) -> LinearWeights:
+    """The weight of that name, and its bias if there is one."""
+    return LinearWeights(arrays[f"{name}.weight"], arrays.get(f"{name}.bias"))
+
+
+def attention_weights(config: DecoderConfig, arrays: dict[str, np.ndarray], layer: str) -> AttentionWeights:
+    """Norms and scale of a layer whose weights' names begin with `layer`."""
+    norms = [arrays.get(f"{layer}self_attn.{name}.weight") for name in ("q_norm", "k_norm")]
+    return AttentionWeights(*norms, config.rms_norm_eps, 0.0, config.head_dim**-0.5)
+
+
+def attention_step(
+    arrays: dict[str, np.ndarray], index: int, masked: bool = True, masks_all: bool = False
+) -> AttentionStep:
+    """The step's tokens and the caches `index`."""
+    mask = arrays["attention_mask"] if masked else None
+    caches = arrays[f"k_cache_{index}"], arrays[f"v_cache_{index}"]
+    return AttentionStep(arrays["rope_rotary_cos_sin"], arrays["kvcache_start_index"], mask, *caches, masks_all)
 
 
 EAGLE3 = DraftConfig(
@@ -213,49 +222,35 @@ def random_draft(config: DraftConfig, shape: EngineShape, starts: list[int], see
 def draft_twin_step(config: DraftConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A step through the twins, in the engine's order; writes KV rows, returns logits and hidden states."""
     decoder, count, chosen = config.decoder, shape.batch * shape.tokens, shape.batch * shape.selected
-    hidden, epsilon, layer = config.hidden_size, decoder.rms_norm_eps, "layers.0."
+    hidden, epsilon, layer, twins = config.hidden_size, decoder.rms_norm_eps, "layers.0.", NumpyDecodeKernels()
 
     def empty(rows: int, width: int) -> np.ndarray:
         return np.full((rows, width), np.nan, np.float32)
 
-    def projection(name: str) -> tuple[np.ndarray, np.ndarray | None]:
-        return arrays[f"{layer}{name}.weight"], arrays.get(f"{layer}{name}.bias")
-
     feature = arrays.get("hidden_states_from_draft")
     if feature is None:
         feature = empty(count, hidden)
-        twins.linear_residual(arrays["hidden_states_input"], arrays["fc.weight"], arrays.get("fc.bias"), None, feature)
+        twins.linear_residual(arrays["hidden_states_input"], linear_weights(arrays, "fc"), None, feature)()
     qkv, normed = empty(count, decoder.query_size + 2 * decoder.kv_size), empty(count, hidden)
-    norms = arrays[f"{layer}input_layernorm.weight"], arrays[f"{layer}hidden_norm.weight"]
-    twins.norms_linear(
-        arrays["inputs_embeds"], norms[0], feature, norms[1], epsilon, *projection("self_attn.qkv_proj"), qkv, normed
-    )
+    inputs = [
+        NormedInput(arrays["inputs_embeds"], arrays[f"{layer}input_layernorm.weight"], epsilon),
+        NormedInput(feature, arrays[f"{layer}hidden_norm.weight"], epsilon),
+    ]
+    twins.norm_linear(inputs, linear_weights(arrays, f"{layer}self_attn.qkv_proj"), qkv, kept=Kept(normed))()
     context = empty(count, decoder.query_size)
-    twins.attention(
-        qkv,
-        arrays.get(f"{layer}self_attn.q_norm.weight"),
-        arrays.get(f"{layer}self_attn.k_norm.weight"),
-        epsilon,
-        arrays["rope_rotary_cos_sin"],
-        arrays["kvcache_start_index"],
-        arrays["attention_mask"],
-        arrays["k_cache_0"],
-        arrays["v_cache_0"],
-        context,
-        masks_all=True,
-    )
+    step = attention_step(arrays, 0, masks_all=True)
+    twins.attention(qkv, attention_weights(decoder, arrays, layer), step, None, context)()
     residual, stream = normed if config.norm_before_residual else feature, empty(chosen, hidden)
-    selected = arrays.get("last_token_ids")
-    twins.linear_residual(context, *projection("self_attn.o_proj"), residual, stream, selected=selected)
+    o, selected = linear_weights(arrays, f"{layer}self_attn.o_proj"), arrays.get("last_token_ids")
+    twins.linear_residual(context, o, residual, stream, selected=selected)()
     activation = empty(chosen, decoder.intermediate_size)
-    norm = arrays[f"{layer}post_attention_layernorm.weight"]
-    twins.norm_gate_up(stream, norm, epsilon, *projection("mlp.gate_up_proj"), activation)
-    twins.linear_residual(activation, *projection("mlp.down_proj"), stream, stream)
+    behind = NormedInput(stream, arrays[f"{layer}post_attention_layernorm.weight"], epsilon)
+    twins.norm_gate_up(behind, linear_weights(arrays, f"{layer}mlp.gate_up_proj"), "silu", activation)()
+    twins.linear_residual(activation, linear_weights(arrays, f"{layer}mlp.down_proj"), stream, stream)()
     result = {"logits": empty(chosen, config.draft_vocab_size), "hidden_states": empty(chosen, hidden)}
-    head, keeps_raw = arrays[config.head_name], not config.feed_back_normed
-    twins.norm_linear(
-        stream, arrays["norm.weight"], epsilon, head, None, result["logits"], result["hidden_states"], 0, keeps_raw
-    )
+    kept = Kept(result["hidden_states"], raw=not config.feed_back_normed)
+    final, head = NormedInput(stream, arrays["norm.weight"], epsilon), LinearWeights(arrays[config.head_name])
+    twins.norm_linear([final], head, result["logits"], kept=kept)()
     return result
 
 
@@ -266,11 +261,11 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
 @pytest.fixture(scope="module")
 def gpu():
-    """A CUDA context with a stream, and the decode kernel loaded into it."""
-    from edgellm.kernels.decode_kernels import CudaDecodeKernels
+    """A CUDA context with a stream, and a module for kernels in it."""
+    from edgellm.kernels.launch import KernelModule
 
     with cuda_device() as device:
-        device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
+        device.kernel_module = KernelModule(device.compute_capability, device.stream.handle)
         yield device
 
 
@@ -335,7 +330,7 @@ class Loaded:
             phase, selected, arrays = "prefill", 1, arrays | {"last_token_ids": np.array([[last]], np.int32)}
         self.gpu, self.dtype = gpu, dtype
         shape = EngineShape(phase, batch, tokens, rows, rows, selected)
-        kernels = gpu.decode_kernels
+        kernels = gpu.kernel_module
         kind = kind or decoder_engine_kind(config, shape, dtype, kernels.shared_limit)
         self.engine = kind(kernels, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")

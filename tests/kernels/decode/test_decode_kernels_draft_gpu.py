@@ -31,7 +31,7 @@ class Loaded:
         from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 
         self.gpu, self.dtype = gpu, dtype
-        self.engine = CudaDraftEngine(gpu.decode_kernels, config, shape, dtype)
+        self.engine = CudaDraftEngine(gpu.kernel_module, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)

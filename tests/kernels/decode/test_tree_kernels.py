@@ -6,14 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_models import FAMILIES, LLAMA, random_model, random_parents, twin_step
+from decode_models import (
+    FAMILIES,
+    LLAMA,
+    attention_step,
+    attention_weights,
+    linear_weights,
+    random_model,
+    random_parents,
+    twin_step,
+)
 
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import head_weight_name
-from edgellm.kernels import numpy_decode_kernels as single
-from edgellm.kernels import numpy_tiled_decode_kernels as twins
-from edgellm.kernels.decode_kernels import padded_columns
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 
 
 def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -24,41 +32,30 @@ def tiled_twin_step(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dic
     def empty(width: int) -> np.ndarray:
         return np.full((count, width), np.nan, np.float32)
 
-    def feature(layer: int) -> tuple[np.ndarray | None, int]:
-        return (features, layers.index(layer)) if layer in layers else (None, 0)
+    def kept(layer: int) -> Kept | None:
+        return Kept(features, layers.index(layer)) if layer in layers else None
 
+    def norm(weight: str, into: Kept | None = None) -> None:
+        few.norm(NormedInput(hidden, arrays[weight], epsilon), normed, kept=into)()
+
+    few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     features, logits = empty(len(layers) * hidden_size), empty(config.vocab_size)
     normed, qkv = empty(padded_columns(hidden_size)), empty(config.query_size + 2 * config.kv_size)
     context, activation, residual = empty(config.query_size), empty(config.intermediate_size), empty(hidden_size)
     hidden = arrays["inputs_embeds"]
     for index in range(config.num_layers):
-
-        def weight(name: str, index: int = index) -> np.ndarray | None:
-            return arrays.get(f"model.layers.{index}.{name}")
-
-        twins.norm(hidden, weight("input_layernorm.weight"), epsilon, normed)
-        twins.linear(normed, weight("self_attn.qkv_proj.weight"), weight("self_attn.qkv_proj.bias"), qkv)
-        single.attention(
-            qkv,
-            weight("self_attn.q_norm.weight"),
-            weight("self_attn.k_norm.weight"),
-            epsilon,
-            arrays["rope_rotary_cos_sin"],
-            arrays["kvcache_start_index"],
-            arrays["attention_mask"],
-            arrays[f"k_cache_{index}"],
-            arrays[f"v_cache_{index}"],
-            context,
-        )
-        o = weight("self_attn.o_proj.weight"), weight("self_attn.o_proj.bias")
-        twins.linear_residual(context, *o, hidden, residual, *feature(index))
+        layer = f"model.layers.{index}."
+        norm(f"{layer}input_layernorm.weight")
+        many.linear(normed, linear_weights(arrays, f"{layer}self_attn.qkv_proj"), qkv)()
+        few.attention(qkv, attention_weights(config, arrays, layer), attention_step(arrays, index), None, context)()
+        o = linear_weights(arrays, f"{layer}self_attn.o_proj")
+        many.linear_residual(context, o, hidden, residual, kept=kept(index))()
         hidden = residual
-        twins.norm(hidden, weight("post_attention_layernorm.weight"), epsilon, normed)
-        twins.gate_up(normed, weight("mlp.gate_up_proj.weight"), weight("mlp.gate_up_proj.bias"), activation)
-        down = weight("mlp.down_proj.weight"), weight("mlp.down_proj.bias")
-        twins.linear_residual(activation, *down, hidden, hidden)
-    twins.norm(hidden, arrays["model.norm.weight"], epsilon, normed, *feature(config.num_layers))
-    twins.linear(normed, arrays[head_weight_name(config)], None, logits)
+        norm(f"{layer}post_attention_layernorm.weight")
+        many.gate_up(normed, linear_weights(arrays, f"{layer}mlp.gate_up_proj"), "silu", activation)()
+        many.linear_residual(activation, linear_weights(arrays, f"{layer}mlp.down_proj"), hidden, hidden)()
+    norm("model.norm.weight", kept(config.num_layers))
+    many.linear(normed, LinearWeights(arrays[head_weight_name(config)]), logits)()
     return {"logits": logits, "hidden_states": features}
 
 

@@ -15,9 +15,9 @@ from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine, CudaVerifyPasses, decoder_engine_kind
 from edgellm.engines.model.config import DraftConfig, EngineShape
-from edgellm.kernels import decode_attention, decode_kernels, tiled_decode_kernels
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import CudaDecodeKernels
+from edgellm.kernels.decode import attention, linear, tiled_linear
+from edgellm.kernels.launch import Kernel
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -33,9 +33,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
 
     class Launch:
         def __init__(
-            self, kernels: Any, name: str, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Any
+            self, module: Any, kernel: Kernel, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Any
         ) -> None:
-            found.append((name, grid, shared))
+            assert kernel.expression in kernel.source.expressions
+            found.append((kernel.expression, grid, shared))
 
         def overlap_previous(self) -> None:
             pass
@@ -43,9 +44,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
         def __call__(self) -> None:
             pass
 
-    for module in (decode_attention, decode_kernels, tiled_decode_kernels):
+    for module in (attention, linear, tiled_linear):
         monkeypatch.setattr(module, "Launch", Launch)
-    monkeypatch.setattr(tiled_decode_kernels, "tensor_map", lambda *arguments: None)
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: None)
     return found
 
 
@@ -57,11 +58,10 @@ def enqueue(engine: CudaKernelEngine) -> None:
     engine.enqueue()
 
 
-def kernels_of(shared_limit: int, has_clusters: bool) -> CudaDecodeKernels:
-    kernels = object.__new__(CudaDecodeKernels)
-    kernels.multiprocessors, kernels.shared_limit = 100, shared_limit
-    kernels.has_clusters = kernels.can_overlap = has_clusters
-    return kernels
+def kernels_of(shared_limit: int, has_clusters: bool) -> Any:
+    """A module without a GPU."""
+    limits = {"multiprocessors": 100, "shared_limit": shared_limit}
+    return SimpleNamespace(**limits, has_clusters=has_clusters, can_overlap=has_clusters, load=lambda source: None)
 
 
 def base_shapes() -> Iterator[EngineShape]:

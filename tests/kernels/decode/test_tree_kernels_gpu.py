@@ -24,13 +24,12 @@ from gpu_device import device_copy
 from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.kernels import compiler
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_kernels import MAX_ROWS
+from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_source
+from edgellm.kernels.decode.tilings import tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.linear_tilings import tilings
-from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -224,20 +223,17 @@ def test_repeated_steps_of_real_widths_give_the_same_bits(gpu, tokens: int) -> N
 @pytest.fixture(scope="module")
 def older_module(gpu):
     """The tiled kernels as for sm_80, which the driver translates for this GPU."""
-    sources = compiler._sources()
-    own = {name: text for name, text in sources.items() if name.endswith(".cuh") or name == "decode_tiled_linear.cu"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_sources", lambda: own)
-        translated = compiler.compile_kernels("compute_80")
+    module = KernelModule("compute_80", gpu.stream.handle)
     try:
-        module = KernelModule("compute_80", gpu.stream.handle, translated)
+        module.load(tiled_source("float16", 32))
     except KernelError as error:
         if "UNSUPPORTED_PTX_VERSION" not in str(error):
             raise
         pytest.skip(f"the driver is older than NVRTC: {error}")
     module.can_overlap = module.has_clusters = False
     module.shared_limit = 101_376
-    return module
+    yield module
+    module.close()
 
 
 def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
@@ -247,13 +243,13 @@ def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 64])
 def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
-    kernels, output = CudaTiledKernels(gpu.decode_kernels), gpu.empty((rows, 330), "float32")
+    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, 330), "float32")
     for columns in (520, 4096):
         x, weight = normal(gpu, rows, columns), normal(gpu, 330, columns)
         expected = None
         for tiling in tilings(rows, kernels.gpu):
             gpu.upload(output, np.full(output.shape, np.nan, np.float32))
-            kernels.tiled_linear(tiling, x, weight, None, output)()
+            kernels.linear(x, LinearWeights(weight), output, tiling=tiling)()
             found = gpu.download(output)
             expected = found if expected is None else expected
             np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
@@ -267,12 +263,12 @@ def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -
         x, weight, bias = (normal(gpu, *shape) for shape in ((rows, columns), (width, columns), (width,)))
         residual = normal(gpu, rows, width, dtype="float32")
         results = []
-        for module in (gpu.decode_kernels, older_module):
-            kernels, sums = CudaTiledKernels(module), gpu.empty((rows, width), "float32")
+        for module in (gpu.kernel_module, older_module):
+            kernels, sums = CudaTiledKernels(module, "float16"), gpu.empty((rows, width), "float32")
             added, gated = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), "float16")
-            kernels.linear(x, weight, bias, sums)()
-            kernels.linear_residual(x, weight, None, residual, added)()
-            kernels.gate_up(x, weight, bias, gated)()
+            kernels.linear(x, LinearWeights(weight, bias), sums)()
+            kernels.linear_residual(x, LinearWeights(weight), residual, added)()
+            kernels.gate_up(x, LinearWeights(weight, bias), "silu", gated)()
             results.append([gpu.download(array) for array in (sums, added, gated)])
         for found, expected in zip(*results, strict=True):
             np.testing.assert_array_equal(found, expected)
