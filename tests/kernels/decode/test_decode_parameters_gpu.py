@@ -1,4 +1,4 @@
-"""Each kernel of linear layers on the GPU with each of its parameters: against its twin, few rows and many bit for bit."""
+"""Each parameter of linear layers on the GPU: against the twins, and few rows and many bit for bit."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class Bench:
     def empty(self, *shape: int, dtype: str = "float32") -> DeviceArray:
         """Not a number everywhere."""
         array = self.gpu.empty(shape, dtype)
-        self.gpu.upload(
-            array, to_bits(np.full(shape, np.nan, np.float32), dtype) if dtype != "float32" else nans(shape)
-        )
+        self.gpu.upload(array, nans(shape) if dtype == "float32" else to_bits(nans(shape), dtype))
         return array
 
     def check(self, array: DeviceArray, expected: np.ndarray) -> np.ndarray:
