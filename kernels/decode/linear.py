@@ -312,12 +312,12 @@ class CudaDecodeKernels:
     ) -> Launch:
         """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
         rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]
-        check_room("output", output, rows, column + width)
         if column % 8 or stride % 8 or not 0 <= column <= stride - width or output.dtype != self.dtype:
             raise KernelError(
                 f"columns {column} to {column + width} of {output.dtype} {list(output.shape)} take no normed input; "
                 f"expected {self.dtype} with columns in eights"
             )
+        check_room("output", output, rows, stride)
         arguments = _Norm(
             normed_argument(normed, self.dtype),
             kept_argument(kept, width),

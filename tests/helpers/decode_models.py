@@ -206,7 +206,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 def gpu():
     """A CUDA context with a stream, and a module for kernels."""
     with cuda_device() as device:
-        device.module = KernelModule(device.compute_capability, device.stream.handle)
+        device.kernel_module = KernelModule(device.compute_capability, device.stream.handle)
         yield device
 
 
@@ -277,11 +277,11 @@ class Loaded:
         executor: type[FewRows] | None = None,
     ) -> None:
         self.gpu, self.dtype = gpu, dtype
-        limit, program = gpu.module.shared_limit, model_program(config, shape)
+        limit, program = gpu.kernel_module.shared_limit, model_program(config, shape)
         fastest, reason = kernel_executor(config, shape, dtype, limit)
         executor = executor or fastest
         assert executor is not None, reason
-        kernels = step_kernels(gpu.module, dtype, program.attentions[0].heads[2])
+        kernels = step_kernels(gpu.kernel_module, dtype, program.attentions[0].heads[2])
         self.engine = KernelEngine(kernels, executor, config, shape, dtype, limit)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read

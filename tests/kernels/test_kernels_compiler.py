@@ -11,6 +11,9 @@ import pytest
 from edgellm.kernels import compiler
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.cuda_kernels import OTHER_KERNELS
+from edgellm.kernels.decode.attention import attention_source
+from edgellm.kernels.decode.linear import linear_source, norm_source, two_input_source
+from edgellm.kernels.decode.tiled_linear import tiled_source
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -46,22 +49,46 @@ def compiled(monkeypatch) -> list[str]:
     return found
 
 
-#: Of each source, the modules that a process can ask for.
-MODULES = [OTHER_KERNELS]
+def decode_sources(dtype: str) -> list[ModuleSource]:
+    """All modules of linear layers and attention for a dtype."""
+    one_of_each = [source(dtype) for source in (linear_source, two_input_source, norm_source)]
+    tiled = [tiled_source(dtype, rows) for rows in (32, 64)]
+    return [*one_of_each, *tiled, *(attention_source(dtype, size) for size in (64, 128, 256))]
 
 
-@pytest.mark.parametrize("source", MODULES, ids=lambda source: source.name)
+def every_source() -> list[ModuleSource]:
+    """All modules that a process can ask for."""
+    return [OTHER_KERNELS, *decode_sources("float16"), *decode_sources("bfloat16")]
+
+
 @pytest.mark.parametrize(
-    "architecture",
-    ["sm_87", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_90", "sm_110", "sm_120"))],
+    ("architecture", "sources"),
+    [
+        ("sm_87", [OTHER_KERNELS, *decode_sources("float16")]),
+        ("sm_90", decode_sources("bfloat16")),
+        *(
+            pytest.param(name, every_source(), marks=pytest.mark.slow)
+            for name in ("sm_87", "sm_90", "sm_110", "sm_120", "compute_80")
+        ),
+    ],
 )
-def test_compiles_for_jetson_and_pc(source, architecture):
-    assert architecture in SUPPORTED
-    module = compile_module(source, architecture)
-    assert module.code.startswith(b"\x7fELF")
-    assert set(module.lowered_names) == set(source.expressions)
-    for name in module.lowered_names.values():
-        assert b".text." + name.encode() + b"\0" in module.code
+def test_compiles_for_jetson_and_pc(architecture, sources):
+    assert architecture.replace("compute_", "sm_") in SUPPORTED
+    for source in sources:
+        module = compile_module(source, architecture)
+        is_ptx = architecture.startswith("compute_")
+        assert is_ptx or module.code.startswith(b"\x7fELF")
+        assert set(module.lowered_names) == set(source.expressions)
+        for name in module.lowered_names.values():
+            assert (name.encode() if is_ptx else b".text." + name.encode() + b"\0") in module.code
+
+
+def test_a_structure_that_the_device_lays_out_otherwise_is_refused():
+    source = linear_source("float16")
+    name = "HOST_NORM_LINEAR_BYTES"
+    wrong = replace(source, macros=(*(pair for pair in source.macros if pair[0] != name), (name, 8)))
+    with pytest.raises(KernelError, match="as the host's structure"):
+        compile_module(wrong, "sm_90")
 
 
 def test_an_expression_is_found_by_its_lowered_name():

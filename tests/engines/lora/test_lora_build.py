@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.backends.kernel_engine import kernel_refusal
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
@@ -115,11 +115,10 @@ def test_networks_without_adapters_are_what_they_were() -> None:
 
 def test_the_hand_written_kernels_leave_adapters_to_tensorrt() -> None:
     shape = EngineShape("decode", 1, 1, 1024, 1040)
-    assert CudaDecodeEngine.unsupported(LLAMA, shape, "float16") is None
-    assert (
-        CudaDecodeEngine.unsupported(LLAMA, LIMITS.with_adapters(shape), "float16")
-        == "decode kernels do not apply LoRA adapters"
-    )
+    assert kernel_refusal(LLAMA, shape, "float16", 232_448) is None
+    found = kernel_refusal(LLAMA, LIMITS.with_adapters(shape), "float16", 232_448)
+    assert found is not None
+    assert found.endswith("model.layers.0.self_attn.qkv_proj: LoRA adapters are not applied")
 
 
 def test_a_build_from_the_command_line(

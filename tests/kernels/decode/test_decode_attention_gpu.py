@@ -7,15 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from decode_models import ancestors, from_bits, random_parents, relative, to_bits
-from gpu_device import cuda_device, device_copy
+from gpu_device import device_copy
 
-from edgellm.kernels import numpy_decode_kernels as twins
-from edgellm.kernels.decode_attention import (
-    AttentionGeometry,
-    attention_launch,
-    attention_partials,
-)
-from edgellm.kernels.decode_kernels import CudaDecodeKernels
+from edgellm.kernels.decode.attention import AttentionGeometry, attention_launch, attention_partials
+from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +35,17 @@ class Case:
     rotary: int = 16
     norm: bool = False
     masks_all: bool = False
+    rotates: bool = True
+    scale: float | None = None
+    offset: float = 0.0
+
+    def bundles(self, arrays: dict, caches: tuple) -> tuple[AttentionWeights, AttentionStep]:
+        """The arguments as the kernels and their twins take them."""
+        norms = arrays.get("q_norm"), arrays.get("k_norm")
+        scale = self.size**-0.5 if self.scale is None else self.scale
+        weights = AttentionWeights(*norms, EPSILON, self.offset, scale, self.rotates)
+        step = AttentionStep(arrays["cos_sin"], arrays["starts"], arrays.get("mask"), *caches, self.masks_all)
+        return weights, step
 
     def arrays(self, dtype: str) -> dict[str, np.ndarray]:
         """The arguments, as the dtype holds them; rows behind the committed ones are not numbers."""
@@ -76,14 +83,6 @@ class Case:
         return mask
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    """A CUDA context with a stream, and the decode kernels loaded into it."""
-    with cuda_device() as device:
-        device.decode_kernels = CudaDecodeKernels(device.compute_capability, device.stream.handle)
-        yield device
-
-
 class Attention:
     """The kernel bound to device copies of arrays."""
 
@@ -97,23 +96,10 @@ class Attention:
         gpu.upload(self.arrays["context"], _as_held(np.full((rows, heads * case.size), 0xFFFF, np.uint16), kind))
         self.partial = gpu.zeros((attention_partials(rows, heads, case.kv_heads, case.rows, case.size),), "float32")
         self.counters = gpu.zeros((rows, case.kv_heads), "uint32")
-        self.launch = attention_launch(
-            gpu.decode_kernels,
-            self.arrays["qkv"],
-            self.arrays.get("q_norm"),
-            self.arrays.get("k_norm"),
-            EPSILON,
-            self.arrays["cos_sin"],
-            self.arrays["starts"],
-            self.arrays.get("mask"),
-            self.arrays["k_cache"],
-            self.arrays["v_cache"],
-            self.partial,
-            self.counters,
-            self.arrays["context"],
-            case.masks_all,
-            geometry,
-        )
+        weights, step = case.bundles(self.arrays, (self.arrays["k_cache"], self.arrays["v_cache"]))
+        scratch = AttentionScratch(self.partial, self.counters)
+        arguments = self.arrays["qkv"], weights, step, scratch, self.arrays["context"]
+        self.launch = attention_launch(gpu.kernel_module, *arguments, geometry)
         self.launch()
 
     def bits(self, name: str) -> np.ndarray:
@@ -136,6 +122,9 @@ CASES = {
     "trees": Case((0, 60, 1023, 250), 16, 2),
     "long": Case((9_000,), 32, 8, rows=9_100),
     "long_decode": Case((31_000,), 1, 8, rows=31_100),
+    "gemma": Case((190, 3), 1, 1, 8, 256, 300, rotary=256, scale=0.05),
+    "tree_of_gemma": Case((190,), 9, 1, 8, 256, 300, rotary=256, norm=True, offset=1.0),
+    "no_rotation": Case((100, 7), 6, 2, 4, 64, rotary=64, norm=True, rotates=False),
     "two_ways_to_divide": Case((2045,), 32, 8, rows=2_200, rotary=64),
 }
 
@@ -149,18 +138,7 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     wide = {key: from_bits(array, dtype) if array.dtype.itemsize == 2 else array for key, array in arrays.items()}
     caches = [np.nan_to_num(wide[key]) for key in ("k_cache", "v_cache")]
     expected = np.empty(attention.arrays["context"].shape, np.float32)
-    twins.attention(
-        wide["qkv"],
-        wide.get("q_norm"),
-        wide.get("k_norm"),
-        EPSILON,
-        wide["cos_sin"],
-        wide["starts"],
-        wide.get("mask"),
-        *caches,
-        expected,
-        case.masks_all,
-    )
+    NumpyDecodeKernels().attention(wide["qkv"], *case.bundles(wide, tuple(caches)), None, expected)()
     first = attention.bits("context")
     assert relative(from_bits(_as_held(first, dtype), dtype), expected) < TOLERANCE[dtype]
     for key, cache in zip(("k_cache", "v_cache"), caches, strict=True):
@@ -184,7 +162,7 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     case = CASES[name]
     arrays = case.arrays(dtype)
     expected = Attention(gpu, case, arrays).bits("context")
-    limit, tried = gpu.decode_kernels.shared_limit, 0
+    limit, tried = gpu.kernel_module.shared_limit, 0
     most_tiles = -(-case.tokens // (16 // case.group))
     for slots in (1, 2, 4):
         for row_tiles in {min(tiles, most_tiles) for tiles in (1, 2, 3, 4)}:
@@ -208,6 +186,8 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
         Case((61,), 20, 1, 7, 80, norm=True),
         Case((125,), 12, 2, 2, 128),
         Case((60,), 6, 1, 2, 256, 200),
+        Case((60,), 12, 1, 8, 256, 200, norm=True, offset=1.0, scale=0.1),
+        Case((60,), 12, 2, 4, 64, 200, rotates=False),
         Case((126,), 9, 1, 16, 24),
     ],
     ids=lambda case: f"{case.tokens} at {case.starts[0]}, {case.group} x {case.size}",

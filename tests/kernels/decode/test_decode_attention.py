@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode_attention import (
+from edgellm.kernels.decode.attention import (
     AttentionGeometry,
     attention_geometry,
     attention_partials,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.linear_tilings import TiledGpu, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import TiledGpu, fastest_tiling, tilings
 
 GPUS = {
     "H200": TiledGpu(132, 232_448, has_clusters=True),
