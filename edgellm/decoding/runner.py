@@ -27,7 +27,7 @@ class StepTokens(Protocol):
     """The tokens of a step on their way to the host."""
 
     def wait(self) -> np.ndarray | list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one; where none has several, also an array [B] with -1."""
+        """The tokens of each slot, in order: none for an idle one. Of one each, also as an array [B], idle ones -1."""
 
 
 class Runner(Protocol):

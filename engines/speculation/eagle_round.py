@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -156,26 +157,27 @@ class SlotProgress:
             self._latest = None
 
 
+@dataclass(eq=False)
 class StepReadback:
     """The tokens of a round or, without a `plan`, of a plain step of `batch` slots, on their way to the host.
 
-    `draft_accepted` says whether the step began with the draft taking its pending entries.
+    `emitted` reads them; `draft_accepted` says whether the step began with the draft taking its pending entries.
     """
 
-    def __init__(
-        self, progress: SlotProgress, batch: int, plan: DraftPlan | None, emitted: Readback, draft_accepted: bool
-    ) -> None:
-        self._progress, self._emitted = progress, emitted
-        self.batch, self.plan, self.draft_accepted = batch, plan, draft_accepted
-        self._tokens: list[list[int]] | None = None
+    progress: SlotProgress
+    batch: int
+    plan: DraftPlan | None
+    emitted: Readback
+    draft_accepted: bool
+    _tokens: list[list[int]] | None = None
 
     def wait(self) -> list[list[int]]:
         """The tokens of each slot, in order: none for an idle one, else at least one."""
         if self._tokens is None:
-            values = self._emitted.wait()[: self.batch].tolist()
+            values = self.emitted.wait()[: self.batch].tolist()
             if self.plan is None:
                 self._tokens = [[token] if token >= 0 else [] for token in values]
             else:
                 self._tokens = [row[1 : 1 + row[0]] for row in values]
-            self._progress.finish(self, [len(tokens) for tokens in self._tokens])
+            self.progress.finish(self, [len(tokens) for tokens in self._tokens])
         return self._tokens
