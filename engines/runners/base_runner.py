@@ -8,6 +8,7 @@ Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Protocol
 
@@ -355,9 +356,10 @@ class BaseEngineRunner(AdaptedRunner):
         shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
         if adapts:
             shape = self.limits.with_adapters(shape)
-        engine, inputs, kernels = self._engine(shape, slots), self._step_inputs(shape), self.backend.kernels
+        engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
         mask = inputs["attention_mask"]
-        step_inputs = (
+        prepare = partial(
+            self.backend.kernels.prepare_step,
             self.embedding,
             self._token_ids[slots],
             inputs["inputs_embeds"],
@@ -371,7 +373,7 @@ class BaseEngineRunner(AdaptedRunner):
         logits, tokens, state = self._logits[slots], self._tokens[slots], self.sequences(slots)
 
         def step() -> None:
-            kernels.prepare_step(*step_inputs)
+            prepare()
             engine.enqueue()
             sampling.select(slots, logits, tokens, state, plain)
             if user is not None:
