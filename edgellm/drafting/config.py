@@ -126,7 +126,8 @@ class FixedDrafting:
     """Always the same plan, shorter where there is less room."""
 
     def __init__(self, plan: DraftPlan) -> None:
-        self.plan, self.plans = plan, (plan,)
+        self.plan = plan
+        self.plans: Sequence[DraftPlan] = (plan,)
 
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """See `PlanChooser`."""
