@@ -13,6 +13,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
 from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
+from edgellm.engines.backends.executors import kernel_refusal
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
@@ -117,6 +118,11 @@ class TensorRTBackend(CudaDevice):
         for number, tensor in enumerate(tensors.values()):
             self.kernels.first_not_finite(tensor, found[number : number + 1])
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
+
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        """True for the hand-written kernels."""
+        config, limit = self._directory.model_config(shape.model), self._decode_kernels.shared_limit
+        return kernel_refusal(config, shape, self.compute_dtype, limit) is None
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""

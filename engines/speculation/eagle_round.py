@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,35 +15,34 @@ from edgellm.engines.speculation.tree_verification import GREEDY, SAMPLED, TreeV
 from edgellm.kernels.arrays import Array
 
 
-class EagleRound:
-    """A round of `plan` in the `batch` leading slots.
+class RoundKey(NamedTuple):
+    """What tells rounds apart, of `plan` in the `batch` leading slots.
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
     verify; `accept_tokens` are the tokens that the accept engine takes; the key ranges are those of the accept, propose
     and verify engines.
     """
 
+    batch: int
+    plan: DraftPlan
+    acceptance: str
+    adapts: bool
+    accept_tokens: int
+    accept_range: int
+    propose_range: int
+    verify_range: int
+
+
+class EagleRound:
+    """A round, with the arrays that it works on."""
+
     def __init__(
-        self,
-        base: BaseEngineRunner,
-        draft: EagleDraftEngineRunner,
-        verification: TreeVerification,
-        batch: int,
-        plan: DraftPlan,
-        acceptance: str,
-        adapts: bool,
-        accept_tokens: int,
-        accept_range: int,
-        propose_range: int,
-        verify_range: int,
+        self, base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
     ) -> None:
-        self.key = (batch, plan, acceptance, adapts, accept_tokens, accept_range, propose_range, verify_range)
-        self.plan = plan
+        self.key, self.plan = key, key.plan
         self._base, self._draft, self._verification = base, draft, verification
-        self._batch, self._acceptance = batch, acceptance
-        self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range
-        self._candidates = draft.candidates(batch, plan)
-        self._tree = verification.tree(batch, plan, verify_range)
+        self._candidates = draft.candidates(key.batch, key.plan)
+        self._tree = verification.tree(key.batch, key.plan, key.verify_range)
 
     @property
     def stages(self) -> dict[str, Callable[[], None]]:
@@ -70,31 +70,31 @@ class EagleRound:
         rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
         temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
-        return found if self._acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
+        return found if self.key.acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
 
     def _accept_draft(self) -> None:
-        self._draft.accept(self._batch, self._accept_tokens, self._accept_range)
+        self._draft.accept(self.key.batch, self.key.accept_tokens, self.key.accept_range)
 
     def _propose(self) -> None:
-        draft, batch, candidates = self._draft, self._batch, self._candidates
+        draft, batch, candidates = self._draft, self.key.batch, self._candidates
         committed = self._base.sequences(slice(0, batch)).kvcache_start_index
         self._extend(1)
         for level in range(1, self.plan.steps):
-            draft.propose(batch, level, candidates, committed, self._propose_range)
+            draft.propose(batch, level, candidates, committed, self.key.propose_range)
             self._extend(level + 1)
 
     def _extend(self, level: int) -> None:
         """The candidates of `level`, from the draft's latest logits."""
-        if self._acceptance == SAMPLED:
-            self._verification.draw_child(self._batch, level - 1, self._candidates)
+        if self.key.acceptance == SAMPLED:
+            self._verification.draw_child(self.key.batch, level - 1, self._candidates)
         else:
-            self._draft.expand(self._batch, level, self._candidates)
+            self._draft.expand(self.key.batch, level, self._candidates)
 
     def _verify(self) -> None:
         self._verification.verify(self._tree, self._candidates)
 
     def _accept(self) -> None:
-        self._verification.accept(self._tree, self._acceptance)
+        self._verification.accept(self._tree, self.key.acceptance)
         self._verification.advance(self._tree, self._draft.pending)
 
 

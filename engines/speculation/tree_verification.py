@@ -43,13 +43,17 @@ class TreeVerification:
             return plan.tree_size
         return next(size for size in self._sizes if size >= plan.tree_size)
 
+    def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
+        """The engine that `verify` runs; `adapts` says whether a slot has an adapter."""
+        shape = EngineShape("verify", batch, nodes, key_range, self._kv_rows, nodes)
+        return self._base.limits.with_adapters(shape) if adapts else shape
+
     def verify(self, tree: VerifiedTree, candidates: Candidates) -> None:
         """Choose the tree's nodes, lay it out behind the committed rows, and compute logits and features of all."""
         batch, nodes = tree.tokens.shape
         slots, base = slice(0, batch), self._base
         state = base.sequences(slots)
-        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], self._kv_rows, nodes)
-        shape = base.engine_shape(shape, slots)
+        shape = self.shape(batch, nodes, tree.attention_mask.shape[3], base.adapts(slots))
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
         self._backend.draft_tree.prepare_verification(
             not tree.plan.is_static,
