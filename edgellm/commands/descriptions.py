@@ -1,4 +1,4 @@
-"""LoRA adapters on the command line: `NAME=DIR`, and an engine directory's limits in words."""
+"""LoRA adapters on the command line: `NAME=DIR`, and an engine directory's limits and executors in words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.kernels.user_paths import user_path
 
 
@@ -78,3 +79,16 @@ def draft_limits_in_words(limits: dict[str, Any]) -> str:
         f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
         f"{limits['verify_tree_size']} nodes verified"
     )
+
+
+def executor_facts(directory: EngineDirectory, capability: str) -> list[dict[str, str | None]]:
+    """What runs which shapes on GPUs of a compute capability ("sm_90"), with the reason why not the kernels."""
+    from edgellm.engines.backends.executors import executors  # which most commands do without
+
+    found = executors(directory.models, directory.limits, directory.dtype, capability)
+    return [{"name": each.name, "shapes": each.shapes, "reason": each.reason} for each in found]
+
+
+def executors_in_words(facts: Sequence[Mapping[str, str | None]]) -> list[str]:
+    """`executor_facts`, a line each."""
+    return [f"{each['name']}: {each['shapes']}" + (f" ({each['reason']})" if each["reason"] else "") for each in facts]
