@@ -16,6 +16,8 @@ from edgellm.commands.console import ended_by_signals
 from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
+    executor_facts,
+    executors_in_words,
     lora_limits_in_words,
     named_directories,
     vision_in_words,
@@ -271,8 +273,10 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:
         yield f"  adapter limits    {lora_limits_in_words(asdict(limits))}"
-    for capability, shapes in report.on_kernels.items():
-        yield f"  {capability:<7} on kernels, without plans: {shapes}"
+    models = {"base": config, "draft": report.draft, "vision": report.vision}
+    for target in report.targets:
+        executors = executor_facts(models, limits, report.dtype, target)
+        yield from (f"  {target:<7} {line}" for line in executors_in_words(executors) if line.startswith("kernels"))
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

@@ -55,7 +55,8 @@ def doctor(
     directory = EngineDirectory.open(engine.chosen() or SHIPPED_MODEL)
     model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
     facts |= {"model": model, "plans": _plans(directory), "draft": _draft(directory)}
-    facts["executors"] = [] if gpu is None else executor_facts(directory, gpu.compute_capability)
+    described = directory.models, directory.limits, directory.dtype
+    facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability)
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
         *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),

@@ -78,6 +78,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     if vision is not None:
         vision_bytes = vision_memory(vision.config, limits.image_rows, directory.dtype)
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
+    described = directory.models, limits, directory.dtype
     capabilities = {platform.compute_capability for platform in _known_platforms(directory)}
     differences = directory.differences(verify, hash_weights=False)
     if verify:
@@ -91,7 +92,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "attention": directory.attention,
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
-        "executors": {name: executor_facts(directory, name) for name in sorted(capabilities)},
+        "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
         "plans": platforms,
         "memory": plan_memory(
             config,

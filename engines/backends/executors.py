@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
 from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
@@ -44,55 +43,6 @@ def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: 
 def planned_shapes(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str
 ) -> list[EngineShape]:
-    """The shapes that TensorRT runs on GPUs of a compute capability: those that need plans there.
-
-    `models` has the configuration by `EngineShape.model`.
-    """
+    """The shapes that need plans on GPUs of a compute capability; `models` are those of `EngineShape.model`."""
     shapes = limits.all_engine_shapes()
     return [shape for shape in shapes if refusal_on(models[shape.model], shape, dtype, capability) is not None]
-
-
-@dataclass(frozen=True)
-class Executor:
-    """What runs some `shapes` of a model: the kernels, or TensorRT for a `reason`."""
-
-    shapes: str
-    reason: str | None
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        return "kernels" if self.reason is None else "TensorRT"
-
-
-def executors(models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str) -> list[Executor]:
-    """What runs all shapes on GPUs of a compute capability: first the kernels, then TensorRT, a reason at a time.
-
-    Of the steps of one phase that TensorRT runs the reason is that of the first.
-    """
-    steps: dict[tuple[str, str], dict[str | None, list[EngineShape]]] = {}
-    for shape in limits.all_engine_shapes():
-        reason = refusal_on(models[shape.model], shape, dtype, capability)
-        found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
-        if reason is not None:
-            reason = next((known for known in found if known is not None), reason)
-        found.setdefault(reason, []).append(shape)
-    names: dict[str | None, list[str]] = {None: []}
-    for (model, phase), by_reason in steps.items():
-        every = {(shape.tokens, shape.batch) for shapes in by_reason.values() for shape in shapes}
-        for reason, shapes in by_reason.items():
-            names.setdefault(reason, []).append(f"{model} {phase} {_sizes(shapes, every)}")
-    return [Executor("; ".join(found), reason) for reason, found in names.items() if found]
-
-
-def _sizes(shapes: Sequence[EngineShape], every: Collection[tuple[int, int]]) -> str:
-    """The tokens of shapes, with their batch sizes where others of `every` (tokens, batch) run otherwise."""
-    batches: dict[int, list[int]] = {}
-    for tokens, batch in sorted({(shape.tokens, shape.batch) for shape in shapes}):
-        batches.setdefault(tokens, []).append(batch)
-    return ", ".join(
-        f"{tokens}"
-        if len(found) == sum(other == tokens for other, _ in every)
-        else f"{tokens} (batch {', '.join(map(str, found))})"
-        for tokens, found in batches.items()
-    )

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.engines.backends.executors import executors, planned_shapes
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.checks import (
     check_disk_space,
     check_image_rows,
@@ -190,14 +190,11 @@ def refresh_plans(
 def _choose_plans(
     report: BuildReport, models: Mapping[str, ModelConfig], platforms: Sequence[Platform], all_plans: bool
 ) -> dict[Platform, list[EngineShape]]:
-    """What each platform gets plans for; the report is told what runs without one."""
-    every, plans = report.limits.all_engine_shapes(), {}
-    for platform in platforms:
-        of_target = models, report.limits, report.dtype, platform.compute_capability
-        plans[platform] = every if all_plans else planned_shapes(*of_target)
-        if len(plans[platform]) < len(every):
-            report.on_kernels[platform.compute_capability] = executors(*of_target)[0].shapes
-    return plans
+    """What each platform gets plans for."""
+    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    if all_plans:
+        return dict.fromkeys(platforms, limits.all_engine_shapes())
+    return {each: planned_shapes(models, limits, report.dtype, each.compute_capability) for each in platforms}
 
 
 def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:

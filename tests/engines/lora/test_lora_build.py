@@ -148,7 +148,7 @@ def test_a_build_from_the_command_line(
         assert len(plan) > 10_000
         assert not was_built
         assert f" {shape.name} " in result.output
-    assert "on kernels, without plans: base decode 1\n" in result.output
+    assert "  sm_86   kernels: base decode 1\n" in result.output
     for words in ("wide, rank 12", "attention, rank 3", "3 at once, rank up to 12"):
         assert words in result.output
     listed = edgellm("info", target, "--verify")
