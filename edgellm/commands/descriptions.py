@@ -102,7 +102,7 @@ def executor_facts(
     for (model, phase), by_reason in steps.items():
         every = {(shape.tokens, shape.batch) for shapes in by_reason.values() for shape in shapes}
         for reason, shapes in by_reason.items():
-            names.setdefault(reason, []).append(f"{model} {phase} {_sizes_in_words(shapes, every)}")
+            names.setdefault(reason, []).append(f"{model} {phase} {sizes_in_words(shapes, every)}")
     return [
         {"name": "kernels" if reason is None else "TensorRT", "shapes": "; ".join(found), "reason": reason}
         for reason, found in names.items()
@@ -115,7 +115,7 @@ def executors_in_words(facts: Sequence[Mapping[str, str | None]]) -> list[str]:
     return [f"{each['name']}: {each['shapes']}" + (f" ({each['reason']})" if each["reason"] else "") for each in facts]
 
 
-def _sizes_in_words(shapes: Sequence[EngineShape], every: Collection[tuple[int, int]]) -> str:
+def sizes_in_words(shapes: Sequence[EngineShape], every: Collection[tuple[int, int]]) -> str:
     """The tokens of shapes, with their batch sizes where others of `every` (tokens, batch) run otherwise."""
     batches: dict[int, list[int]] = {}
     for tokens, batch in sorted({(shape.tokens, shape.batch) for shape in shapes}):

@@ -12,7 +12,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.model.config import EngineLimits
+from edgellm.commands.descriptions import executor_facts, sizes_in_words
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits, EngineShape
 
 
 def info(*arguments: object) -> Result:
@@ -56,6 +58,24 @@ def test_text_names_what_matters(built_directory: Path) -> None:
     plans = "1 of 1 and 1 that kernels make needless"
     for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", plans, "KV caches"):
         assert words in result.stdout
+
+
+def test_executors_are_told_by_phase_tokens_and_batch(tiny_draft_engines: Path) -> None:
+    models = EngineDirectory.open(tiny_draft_engines).models
+    limits = EngineLimits(8, 128, 4096, 70, 6, 60, max_lora_rank=8, lora_slots=2)
+    told = {line["shapes"]: line["reason"] for line in executor_facts(models, limits, "float16", "sm_90")}
+    kernels, *planned = told
+    assert told[kernels] is None and "base decode 1; " in kernels and "base verify 8, 16, 32, 64" in kernels
+    steps = [step for shapes in planned for step in shapes.split("; ")]
+    assert any(step.startswith("draft propose ") and step.endswith("70") for step in steps)
+    (adapted,) = [shapes for shapes, reason in told.items() if reason == "decode kernels do not apply LoRA adapters"]
+    assert {"base decode with adapters 1", "base verify with adapters 8, 16, 32, 64"} <= set(adapted.split("; "))
+    some = [EngineShape("decode", batch, tokens, 64, 64) for batch, tokens in ((1, 10), (2, 7), (1, 7))]
+    assert sizes_in_words(some, {(7, 1), (7, 2), (7, 4), (10, 1)}) == "7 (batch 1, 2), 10"
+    (line,) = executor_facts(models, limits, "float16", "sm_75")
+    assert (line["name"], line["reason"]) == ("TensorRT", "no kernels for sm_75")
+    (line, *_) = executor_facts(models, EngineLimits(8, 16, 96), "float32", "sm_90")
+    assert line["name"] == "TensorRT" and "not float32" in line["reason"]
 
 
 def test_directory_without_plans_says_how_they_come_to_be(plain_directory: Path) -> None:
