@@ -84,7 +84,8 @@ def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
 def test_signals_leave_nothing_behind(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The limits ask for some twenty plans, so that the build is under way for long enough."""
     command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(tmp_path / "engines"), "--max-batch", "8"]
-    targets = [word for target in ("sm_80", "sm_86", "sm_89", "sm_120") for word in ("--target", target)]
+    targets = ["--all-plans"]
+    targets += [word for target in ("sm_80", "sm_86", "sm_89", "sm_120") for word in ("--target", target)]
     process = subprocess.Popen([*command, *targets], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".engines.partial-*/plans")):
