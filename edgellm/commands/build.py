@@ -16,6 +16,8 @@ from edgellm.commands.console import ended_by_signals
 from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
+    executor_facts,
+    executors_in_words,
     lora_limits_in_words,
     named_directories,
     vision_in_words,
@@ -179,6 +181,14 @@ def build(
             help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
         ),
     ] = None,
+    all_plans: Annotated[
+        bool,
+        typer.Option(
+            "--all-plans",
+            rich_help_panel="Plans",
+            help="Build the plans of shapes, too, that the hand-written kernels run on the target.",
+        ),
+    ] = False,
     refresh: Annotated[
         Path | None,
         typer.Option(
@@ -201,7 +211,7 @@ def build(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
         with ended_by_signals(), display:
-            report = refresh_plans(refresh, target, display)
+            report = refresh_plans(refresh, target, display, all_plans)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
@@ -238,6 +248,7 @@ def build(
                 draft,
                 adapters,
                 vision,
+                all_plans,
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -262,6 +273,10 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:
         yield f"  adapter limits    {lora_limits_in_words(asdict(limits))}"
+    models = {"base": config, "draft": report.draft, "vision": report.vision}
+    for target in report.targets:
+        executors = executor_facts(models, limits, report.dtype, target)
+        yield from (f"  {target:<7} {line}" for line in executors_in_words(executors) if line.startswith("kernels"))
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

@@ -1,13 +1,14 @@
-"""LoRA adapters on the command line: `NAME=DIR`, and an engine directory's limits in words."""
+"""LoRA adapters on the command line: `NAME=DIR`, and an engine directory's limits and executors in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.kernels.user_paths import user_path
 
 
@@ -77,4 +78,51 @@ def draft_limits_in_words(limits: dict[str, Any]) -> str:
     return (
         f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
         f"{limits['verify_tree_size']} nodes verified"
+    )
+
+
+def executor_facts(
+    models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str
+) -> list[dict[str, str | None]]:
+    """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, with a
+    `reason` at a time; `models` has the configuration by `EngineShape.model`.
+
+    Where TensorRT runs several steps of one phase, the reason is that of the first.
+    """
+    from edgellm.engines.backends.executors import refusal_on  # which most commands do without
+
+    steps: dict[tuple[str, str], dict[str | None, list[EngineShape]]] = {}
+    for shape in limits.all_engine_shapes():
+        reason = refusal_on(models[shape.model], shape, dtype, capability)
+        found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
+        if reason is not None:
+            reason = next((known for known in found if known is not None), reason)
+        found.setdefault(reason, []).append(shape)
+    names: dict[str | None, list[str]] = {None: []}
+    for (model, phase), by_reason in steps.items():
+        every = {(shape.tokens, shape.batch) for shapes in by_reason.values() for shape in shapes}
+        for reason, shapes in by_reason.items():
+            names.setdefault(reason, []).append(f"{model} {phase} {sizes_in_words(shapes, every)}")
+    return [
+        {"name": "kernels" if reason is None else "TensorRT", "shapes": "; ".join(found), "reason": reason}
+        for reason, found in names.items()
+        if found
+    ]
+
+
+def executors_in_words(facts: Sequence[Mapping[str, str | None]]) -> list[str]:
+    """`executor_facts`, a line each."""
+    return [f"{each['name']}: {each['shapes']}" + (f" ({each['reason']})" if each["reason"] else "") for each in facts]
+
+
+def sizes_in_words(shapes: Sequence[EngineShape], every: Collection[tuple[int, int]]) -> str:
+    """The tokens of shapes, with their batch sizes where others of `every` (tokens, batch) run otherwise."""
+    batches: dict[int, list[int]] = {}
+    for tokens, batch in sorted({(shape.tokens, shape.batch) for shape in shapes}):
+        batches.setdefault(tokens, []).append(batch)
+    return ", ".join(
+        f"{tokens}"
+        if len(found) == sum(other == tokens for other, _ in every)
+        else f"{tokens} (batch {', '.join(map(str, found))})"
+        for tokens, found in batches.items()
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from edgellm.commands.descriptions import draft_in_words
+from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.drafting.config import DraftingConfig, default_drafting
@@ -55,8 +55,11 @@ def doctor(
     directory = EngineDirectory.open(engine.chosen() or SHIPPED_MODEL)
     model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
     facts |= {"model": model, "plans": _plans(directory), "draft": _draft(directory)}
+    described = directory.models, directory.limits, directory.dtype
+    facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability)
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
+        *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),
         f"{'plans':<12}{facts['plans']}",
         f"{'draft':<12}{facts['draft']}",
         "\nself-check",

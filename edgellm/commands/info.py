@@ -14,12 +14,15 @@ import typer
 from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
+    executor_facts,
+    executors_in_words,
     lora_limits_in_words,
     vision_in_words,
     vision_limits_in_words,
 )
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.plan_files import (
@@ -33,6 +36,7 @@ from edgellm.engines.directories.plan_files import (
 )
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
@@ -74,6 +78,8 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     if vision is not None:
         vision_bytes = vision_memory(vision.config, limits.image_rows, directory.dtype)
     platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
+    described = directory.models, limits, directory.dtype
+    capabilities = {platform.compute_capability for platform in _known_platforms(directory)}
     differences = directory.differences(verify, hash_weights=False)
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
@@ -86,6 +92,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "attention": directory.attention,
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
+        "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
         "plans": platforms,
         "memory": plan_memory(
             config,
@@ -132,27 +139,29 @@ def _known_platforms(directory: EngineDirectory) -> list[Platform]:
 
 
 def _platform_facts(directory: EngineDirectory, platform: Platform) -> dict[str, Any]:
-    sizes, problems = [], []
-    shapes = directory.limits.all_engine_shapes()
-    for shape in shapes:
+    needed = planned_shapes(directory.models, directory.limits, directory.dtype, platform.compute_capability)
+    sizes: dict[EngineShape, int] = {}
+    problems: list[str] = []
+    for shape in directory.limits.all_engine_shapes():
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:
-            sizes.append(len(plan))
-    present = present_platform()
+            sizes[shape] = len(plan)
+    found, present = sum(shape in sizes for shape in needed), present_platform()
     if platform != present:
         state = f"not for this machine ({present.describe() if present else 'no GPU with TensorRT'})"
-    elif len(sizes) == len(shapes):
+    elif found == len(needed):
         state = "usable here"
     else:
         state = f"made on first use, or by: {refresh_command(directory, platform)}"
     return {
         "platform": platform.folder,
-        "usable_here": platform == present and len(sizes) == len(shapes),
+        "usable_here": platform == present and found == len(needed),
         "state": state,
-        "plans": len(sizes),
-        "expected": len(shapes),
-        "bytes": sum(sizes),
+        "plans": found,
+        "expected": len(needed),
+        "needless": len(sizes) - found,
+        "bytes": sum(sizes.values()),
         "problems": problems,
     }
 
@@ -194,10 +203,14 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")
         yield _row("" if facts["lora"] else "adapters", lora_limits_in_words(limits))
     yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
+    for capability, found in facts["executors"].items():
+        for number, text in enumerate(executors_in_words(found)):
+            yield _row("" if number else capability, text)
     for platform in facts["plans"]:
+        needless = f" and {platform['needless']} that kernels make needless" if platform["needless"] else ""
         yield _row(
             "plans",
-            f"{platform['platform']}: {platform['plans']} of {platform['expected']}, "
+            f"{platform['platform']}: {platform['plans']} of {platform['expected']}{needless}, "
             f"{platform['bytes'] / MEBIBYTE:,.1f} MiB, {platform['state']}",
         )
         yield from (_row("", problem) for problem in platform["problems"])

@@ -135,6 +135,10 @@ class Backend(Protocol):
         """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all. Raises CheckpointError that
         names the tensor and the index of a value that is infinite or NaN."""
 
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        """True where the engine of a shape reads what the lengths of sequences ask for, not what the key range does, so
+        that one of the largest serves all. Asked where shapes are fixed."""
+
     def load_engine(self, shape: EngineShape) -> Engine:
         """The engine for a shape; all share one scratch buffer. Raises PlanError."""
 

@@ -13,60 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels, scratch_of
+from edgellm.engines.backends.kernel_executors import Executor, StepKernels, passes, scratch_of
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 
-#: The shared memory that a block may have, in bytes, by compute capability.
-SHARED_MEMORY = {
-    **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
-    **dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99 << 10),
-    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), 227 << 10),
-}
-#: Up to so many rows the kernels of few are the faster ones (`kernel_speed.py steps`, H200).
-_FEW_ROWS = 12
 _ALIGNMENT = 256
-
-Executor = type[FewRows]
-
-
-def kernel_executor(
-    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int
-) -> tuple[Executor | None, str]:
-    """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
-    memory, or None; and why no better one: the first step of the program that it cannot run, and the reason.
-
-    A verify step of more rows than one launch takes runs in passes of some of its sequences.
-    """
-    if dtype not in ("float16", "bfloat16"):
-        return None, f"kernels compute in float16 and bfloat16, not {dtype}"
-    if shape.phase in ("prefill", "encode") and shape.tokens > MAX_TILED_ROWS:
-        return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {shape.tokens}"
-    part = _passes(shape)[-1][1]
-    program = model_program(config, part)
-    few_first = part.batch * part.tokens <= _FEW_ROWS or part.model == "draft" or part.phase == "prefill"
-    reasons: list[str] = []
-    for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
-        reason = executor.refusal(program, shared_limit)
-        if reason is None:
-            return executor, reasons[0] if reasons else ""
-        reasons.append(reason)
-    return None, reasons[-1] if few_first else reasons[0]
-
-
-def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no executor by hand-written kernels runs a shape, None if one does."""
-    executor, reason = kernel_executor(config, shape, dtype, shared_limit)
-    return reason if executor is None else None
 
 
 class KernelEngine:
@@ -89,7 +46,7 @@ class KernelEngine:
         self.reads_attention_mask = shape.phase != "decode"
         self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
         self._program = model_program(config, shape)
-        self._passes = [(slots, model_program(config, part)) for slots, part in _passes(shape)]
+        self._passes = [(slots, model_program(config, part)) for slots, part in passes(shape)]
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in self._program.edge.items()}
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
@@ -203,12 +160,3 @@ class KernelEngine:
 def _before_attention(program: Program) -> list[tuple[int, Any]]:
     """The number of the step before each attention, and the attention."""
     return [(program.steps.index(step) - 1, step) for step in program.attentions]
-
-
-def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
-    """The slots of each pass, as even as they can be, and its shape: one pass but for large verify steps."""
-    count = 1
-    if shape.phase == "verify" and shape.tokens <= MAX_TILED_ROWS:
-        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
-    ends = [shape.batch * number // count for number in range(count + 1)]
-    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

@@ -8,8 +8,11 @@ all blocks of the linear layer that follows. Either gives a row the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import (
     Attention,
     Edge,
@@ -240,6 +243,10 @@ class ManyRows(FewRows):
         return super()._linear_residual(step, self._kernels.few if streams else self._kernels.many)
 
 
+#: A class of executors.
+Executor = type[FewRows]
+
+
 def _streams(rows: int, limit: int) -> bool:
     return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
 
@@ -310,3 +317,12 @@ def scratch_of(program: Program) -> Edge:
         if step.keep is not None and step.keep.target not in program.outputs:
             found[step.keep.target] = ((count, columns // len(step.inputs)), "compute")
     return found | {_PACKED: ((packed,), "compute")}
+
+
+def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large verify steps."""
+    count = 1
+    if shape.phase == "verify" and shape.tokens <= MAX_TILED_ROWS:
+        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
+    ends = [shape.batch * number // count for number in range(count + 1)]
+    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

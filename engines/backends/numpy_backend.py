@@ -173,6 +173,10 @@ class NumpyBackend:
         """All weights as float32."""
         return load_numpy_weights(checkpoint, specs, progress)
 
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        """False: attention computes with all of the rows that it is given."""
+        return False
+
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
         """An interpreter for the shape."""
         config = self._configs[shape.model]

@@ -10,8 +10,9 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.kernel_engine import Executor, KernelEngine, kernel_executor
-from edgellm.engines.backends.kernel_executors import ManyRows, StepKernels
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
@@ -120,6 +121,11 @@ class TensorRTBackend(CudaDevice):
         for number, tensor in enumerate(tensors.values()):
             self.kernels.first_not_finite(tensor, found[number : number + 1])
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
+
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        """True for the hand-written kernels."""
+        config, limit = self._directory.model_config(shape.model), self._module.shared_limit
+        return kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.checks import (
     check_disk_space,
     check_image_rows,
@@ -55,7 +56,8 @@ from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
@@ -72,13 +74,9 @@ class _Job:
     dtype: str
     attention: str
     limits: EngineLimits
-    platforms: tuple[Platform, ...]
+    plans: Mapping[Platform, Sequence[EngineShape]]
     weights: str
     replace: bool
-
-    @property
-    def plan_count(self) -> int:
-        return len(self.platforms) * len(self.limits.all_engine_shapes())
 
 
 def build_engine_directory(
@@ -95,6 +93,7 @@ def build_engine_directory(
     draft: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     vision: str | Path | None = None,
+    all_plans: bool = False,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
@@ -102,7 +101,8 @@ def build_engine_directory(
     where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
     the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
     encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
-    With `force` an existing engine directory is replaced, once the new one is complete.
+    Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
+    `force` an existing engine directory is replaced, once the new one is complete.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
@@ -122,12 +122,12 @@ def build_engine_directory(
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    job = _Job(target, inputs, dtype, attention, limits, platforms, weights, force)
-    copied = inputs.weight_bytes if weights == "copy" else 0
-    plans = plan_bytes_bound(config, limits.all_engine_shapes(), len(platforms), encoder)
-    check_disk_space(target.absolute().parent, copied + plans)
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
+    plans = _choose_plans(report, inputs.models, platforms, all_plans)
+    job = _Job(target, inputs, dtype, attention, limits, plans, weights, force)
+    copied = inputs.weight_bytes if weights == "copy" else 0
+    check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
     report.notes += [note] if note else []
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
@@ -144,9 +144,13 @@ def build_engine_directory(
 
 
 def refresh_plans(
-    engine_dir: str | Path, targets: Sequence[str] | None = None, progress: Progress | None = None
+    engine_dir: str | Path,
+    targets: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    all_plans: bool = False,
 ) -> BuildReport:
-    """Build the plans that an engine directory lacks, or whose own are refused, for `targets` or this machine's GPU.
+    """Build the plans that an engine directory lacks, or whose own are refused, for `targets` or this machine's GPU:
+    those of the shapes that the hand-written kernels do not run there, with `all_plans` all.
 
     They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
     EngineDirectoryError, MissingDependencyError.
@@ -160,11 +164,11 @@ def refresh_plans(
     draft = None if directory.draft is None else directory.draft.config
     report = BuildReport(directory.path, config, dtype, directory.limits, draft)
     report.vision = None if directory.vision is None else directory.vision.config
-    shapes = directory.limits.all_engine_shapes()
-    total = len(platforms) * len(shapes)
-    check_disk_space(directory.path, plan_bytes_bound(config, shapes, len(platforms), report.vision))
-    networks = {shape: directory_network(directory, shape) for shape in shapes}
-    for platform in platforms:
+    plans = _choose_plans(report, directory.models, platforms, all_plans)
+    needed = _shapes_of(plans)
+    check_disk_space(directory.path, plan_bytes_bound(config, needed, report.vision))
+    networks = {shape: directory_network(directory, shape) for shape in set(needed)}
+    for platform, shapes in plans.items():
         missing = []
         for shape in shapes:
             found, _ = find_plan(directory, shape, platform, networks[shape])
@@ -172,15 +176,29 @@ def refresh_plans(
                 missing.append(shape)
             else:
                 report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
-        progress("plans", len(report.plans), total)
+        progress("plans", len(report.plans), len(needed))
         with closing(build_plans(directory.models, missing, dtype, attention, platform.compute_capability)) as built:
             for plan in built:
                 if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
                     raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
                 report.add_plan(platform, plan)
-                progress("plans", len(report.plans), total)
+                progress("plans", len(report.plans), len(needed))
     report.seconds["plans"] = time.perf_counter() - started
     return _finished(report, started)
+
+
+def _choose_plans(
+    report: BuildReport, models: Mapping[str, ModelConfig], platforms: Sequence[Platform], all_plans: bool
+) -> dict[Platform, list[EngineShape]]:
+    """What each platform gets plans for."""
+    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    if all_plans:
+        return dict.fromkeys(platforms, limits.all_engine_shapes())
+    return {each: planned_shapes(models, limits, report.dtype, each.compute_capability) for each in platforms}
+
+
+def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:
+    return [shape for shapes in plans.values() for shape in shapes]
 
 
 def describe_in_place(
@@ -277,8 +295,8 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
 
 
 def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
-    shapes, models = job.limits.all_engine_shapes(), job.inputs.models
-    for platform in job.platforms:
+    models, count = job.inputs.models, len(_shapes_of(job.plans))
+    for platform, shapes in job.plans.items():
         target, has_failed = platform.compute_capability, transfer.has_failed
         with closing(build_plans(models, shapes, job.dtype, job.attention, target, has_failed)) as built:
             for plan in built:
@@ -286,7 +304,7 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
                 manifest = PlanManifest.of(plan.data, plan.shape, platform, network, job.dtype, job.attention)
                 write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
                 report.add_plan(platform, plan)
-                progress("plans", len(report.plans), job.plan_count)
+                progress("plans", len(report.plans), count)
 
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:

@@ -260,13 +260,11 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
     check_tokenizer_file(path, vocab_size, CheckpointError)
 
 
-def plan_bytes_bound(
-    config: DecoderConfig, shapes: Sequence[EngineShape], platforms: int, vision: VisionConfig | None = None
-) -> int:
-    """A generous estimate of the size of the plans of all shapes for so many platforms, in bytes."""
+def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], vision: VisionConfig | None = None) -> int:
+    """A generous estimate of the size of the plans of all shapes, in bytes."""
     depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
     layers = sum(depths[shape.model] for shape in shapes)
-    return platforms * (len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER)
+    return len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER
 
 
 def check_disk_space(folder: Path, needed: int) -> None:

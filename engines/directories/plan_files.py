@@ -183,7 +183,7 @@ def find_plan(
     `network` is the `network_digest`, where the caller has it.
     """
     network = network or directory_network(directory, shape)
-    advice = f"Build it again: {refresh_command(directory, platform)}"
+    advice = f"Build it again: {refresh_command(directory, platform, shape)}"
     refusals: list[str] = []
     for plan in plan_candidates(directory, shape, platform, network):
         if not plan.exists():
@@ -244,14 +244,17 @@ def platforms_with_plans(plans: Path) -> Iterator[tuple[Platform, list[Path]]]:
             yield platform, sorted(folder.glob("*.engine"))
 
 
-def refresh_command(directory: EngineDirectory, platform: Platform) -> str:
-    """The command that makes a directory's plans for `platform`."""
-    target = (
-        ""
-        if platform.compute_capability == current_compute_capability()
-        else f" --target {platform.compute_capability}"
-    )
-    return f"edgellm build --refresh-plans {directory.path}{target}"
+def refresh_command(directory: EngineDirectory, platform: Platform, shape: EngineShape | None = None) -> str:
+    """The command that makes the plans which a directory needs on `platform`, and that of `shape`."""
+    from edgellm.engines.backends.executors import refusal_on  # where plans are of use
+
+    capability = platform.compute_capability
+    command = f"edgellm build --refresh-plans {directory.path}"
+    if capability != current_compute_capability():
+        command += f" --target {capability}"
+    if shape is None or refusal_on(directory.model_config(shape.model), shape, directory.dtype, capability):
+        return command
+    return f"{command} --all-plans"
 
 
 def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform) -> str:
@@ -259,7 +262,7 @@ def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform)
     found = f"it has plans for {'; '.join(others)}" if others else "it has no plans"
     return (
         f"{directory.path} has no plan {shape.name} for {platform.describe()}: {found}. "
-        f"Build it: {refresh_command(directory, platform)}"
+        f"Build it: {refresh_command(directory, platform, shape)}"
     )
 
 

@@ -247,7 +247,8 @@ class EngineLimits:
 
     def engine_shapes(self) -> list[EngineShape]:
         """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
-        draft accept, propose, prefill; of the vision encoder encode."""
+        draft accept, propose, prefill; of the vision encoder encode. Shapes that differ in the key range alone come in
+        ascending order of it."""
         shapes = [
             EngineShape("decode", batch, 1, key_range, self.kv_rows)
             for batch in self.batches
@@ -285,14 +286,6 @@ def vision_shape(rows: int) -> EngineShape:
 
 def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
-
-
-def key_range_for(length: int, ranges: tuple[int, ...], fixed_shapes: bool, step: int = 64) -> int:
-    """How many KV rows an engine reads whose last query stands at row length - 1: one of `ranges`, or any multiple of
-    `step` where shapes are free."""
-    if not fixed_shapes:
-        return min(-(-length // step) * step, ranges[-1])
-    return next((size for size in ranges if size >= length), ranges[-1])
 
 
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.

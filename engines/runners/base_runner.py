@@ -8,6 +8,7 @@ Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Protocol
@@ -19,7 +20,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape, key_range_for
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.memory_plan import kv_cache_shape, plan_memory
 from edgellm.engines.model.rotary import rotary_table
@@ -191,7 +192,9 @@ class BaseEngineRunner(AdaptedRunner):
             )
         bucket = min(size for size in self.limits.batches if size >= batch)
         slots = slice(0, batch)
-        key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
+        adapts = self.adapts(slots)
+        key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
+        key = (bucket, key_range, self.sampling.plain(slots), adapts)
         self._steps.run(key, self._stages.get(key) or self._make_stages(key))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
@@ -203,12 +206,14 @@ class BaseEngineRunner(AdaptedRunner):
         No slot may have a sequence. It is for backends of fixed shapes: elsewhere there are too many kinds.
         """
         uncaptured = []
-        for key in product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds):
-            every = slice(0, key[0])
-            stages = self._make_stages(key)
-            self._steps.run(key, stages)
-            self._emitted.read(every, every).wait()
-            uncaptured += self._steps.capture(key, stages)
+        for batch, plain, adapts in product(self.limits.batches, (True, False), self.adapter_kinds):
+            every = slice(0, batch)
+            for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts)):
+                key = (batch, key_range, plain, adapts)
+                stages = self._make_stages(key)
+                self._steps.run(key, stages)
+                self._emitted.read(every, every).wait()
+                uncaptured += self._steps.capture(key, stages)
         return uncaptured
 
     def _make_stages(self, key: tuple[int, int, bool, bool]) -> Stages:
@@ -290,9 +295,10 @@ class BaseEngineRunner(AdaptedRunner):
             chunks.append((rest, fits if self.backend.fixed_shapes else rest))
         return chunks
 
-    def _key_range(self, length: int) -> int:
-        """How many KV rows the engine must read when the last query stands at row length - 1."""
-        return key_range_for(length, self.limits.key_ranges, self.backend.fixed_shapes)
+    def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
+        """The decode engine of the largest key range."""
+        shape = EngineShape("decode", batch, 1, self.limits.key_ranges[-1], self.limits.kv_rows)
+        return self.limits.with_adapters(shape) if adapts else shape
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""
@@ -329,8 +335,9 @@ class BaseEngineRunner(AdaptedRunner):
         self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         one = slice(slot, slot + 1)
-        plain = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
-        shape = self.engine_shape(plain, one)
+        plain = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows)
+        widest = self.engine_shape(plain, one)
+        shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
         engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
         kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
         kernels.prepare_attention(
@@ -353,9 +360,7 @@ class BaseEngineRunner(AdaptedRunner):
         """What enqueues one token for each of the leading slots, from device state to device state. All that it works
         on is looked up here, once."""
         slots = slice(0, batch)
-        shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
-        if adapts:
-            shape = self.limits.with_adapters(shape)
+        shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
         engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
         mask = inputs["attention_mask"]
         prepare = partial(

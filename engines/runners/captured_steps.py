@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from edgellm.engines.backends.base import Backend, Engine
 from edgellm.engines.model.config import EngineShape
 from edgellm.kernels.arrays import Array
+
+#: Where shapes are free, an engine reads a multiple of so many KV rows.
+_KEY_RANGE_STEP = 64
 
 #: Named parts of a step, in the order in which they run.
 Stages = Mapping[str, Callable[[], None]]
@@ -104,12 +108,36 @@ class CapturedSteps:
 
 
 class LoadedEngines:
-    """The engines of some shapes. Where engines exist for fixed shapes only, all are loaded at once."""
+    """The engines of some shapes. Where engines exist for fixed shapes only, all are loaded at once.
+
+    Shapes that differ in the key range alone do the same; the one of the largest stands for them here. It is the only
+    one that is loaded where the backend needs no other.
+    """
 
     def __init__(self, backend: Backend, shapes: Iterable[EngineShape]) -> None:
+        """`shapes` that differ in the key range alone come in ascending order of it."""
         self._backend = backend
-        self._engines = {shape: backend.load_engine(shape) for shape in shapes} if backend.fixed_shapes else {}
+        self._shapes: dict[EngineShape, tuple[EngineShape, ...]] = {}
+        if backend.fixed_shapes:
+            alike: dict[EngineShape, list[EngineShape]] = {}
+            for shape in shapes:
+                alike.setdefault(replace(shape, key_range=0), []).append(shape)
+            for found in alike.values():
+                serves_all = backend.takes_any_key_range(found[-1])
+                self._shapes[found[-1]] = (found[-1],) if serves_all else tuple(found)
+        self._engines = {shape: backend.load_engine(shape) for found in self._shapes.values() for shape in found}
         self._slots: dict[EngineShape, slice] = {}
+
+    def key_ranges(self, widest: EngineShape) -> tuple[int, ...]:
+        """The key ranges of the engines that do what the shape `widest` does, of the largest one; ascending."""
+        return tuple(shape.key_range for shape in self._shapes.get(widest, (widest,)))
+
+    def key_range(self, widest: EngineShape, length: int) -> int:
+        """How many KV rows the engine reads that does what `widest` does, where the last query stands at row
+        `length` - 1: the least that is enough."""
+        if not self._backend.fixed_shapes:
+            return min(-(-length // _KEY_RANGE_STEP) * _KEY_RANGE_STEP, widest.key_range)
+        return next((size for size in self.key_ranges(widest) if size >= length), widest.key_range)
 
     def bound(
         self,
@@ -140,11 +168,6 @@ class LoadedEngines:
     def loaded(self) -> Mapping[EngineShape, Engine]:
         """The engines that are held, by shape."""
         return self._engines
-
-    def replace(self, shape: EngineShape, engine: Engine) -> None:
-        """Hold another engine for a shape, as where several are compared; it is bound when it is next asked for."""
-        self._engines[shape] = engine
-        self._slots.pop(shape, None)
 
     def clear(self) -> None:
         """Let go of all engines."""

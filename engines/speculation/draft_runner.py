@@ -9,7 +9,7 @@ last (the root of the next tree).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineLimits, EngineShape, key_range_for
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
 from edgellm.engines.model.memory_plan import kv_cache_shape
 from edgellm.engines.model.rotary import rotary_table
@@ -67,7 +67,7 @@ class EagleDraftEngineRunner:
     ) -> None:
         self.backend, self.config = backend, config
         draft, limits = config.draft, config.limits
-        self._kv_rows, self._key_ranges = limits.kv_rows, limits.key_ranges
+        self._kv_rows = limits.kv_rows
         self._engines = engines
         own = backend.load_weights(checkpoint, draft_weights(draft), progress)
         self._weights = {
@@ -113,8 +113,8 @@ class EagleDraftEngineRunner:
         self.backend.upload(ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
         self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
-        key_range = key_range_for(position + count, self._key_ranges, self.backend.fixed_shapes)
-        shape = EngineShape("prefill", 1, chunk, key_range, self._kv_rows, model="draft")
+        widest = EngineShape("prefill", 1, chunk, self.config.limits.key_ranges[-1], self._kv_rows, model="draft")
+        shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.draft.feature_size))
 
@@ -135,7 +135,7 @@ class EagleDraftEngineRunner:
         `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
         """
         slots, pending = slice(0, batch), self.pending
-        shape = EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
+        shape = self.accept_shape(batch, tokens, key_range)
 
         def bindings() -> dict[str, Array]:
             features = leading(pending.features[slots].reshape(-1), (batch, tokens, self.config.draft.feature_size))
@@ -183,7 +183,7 @@ class EagleDraftEngineRunner:
     ) -> Callable[[], None]:
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), candidates.plan.top_k
-        shape = EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
+        shape = self.propose_shape(batch, width, key_range)
         views = self._views(shape)
 
         def bindings() -> dict[str, Array]:
@@ -216,6 +216,14 @@ class EagleDraftEngineRunner:
             engine.enqueue()
 
         return propose
+
+    def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
+        """The engine that `accept` runs."""
+        return EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
+
+    def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
+        """The engine that `propose` runs."""
+        return EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""

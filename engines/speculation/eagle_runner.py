@@ -18,7 +18,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, key_range_for
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prompt_images import PromptImages
@@ -30,6 +30,9 @@ from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED
 from edgellm.kernels.arrays import Array
 
 _TREE_PHASES = ("verify", "accept", "propose")
+
+#: An engine, and the rows behind the committed ones that it needs.
+_EngineRows = tuple[EngineShape, int]
 
 
 class EagleRunner:
@@ -71,7 +74,6 @@ class EagleRunner:
         self._rounds: dict[RoundKey, EagleRound] = {}
         self._latest_round: EagleRound | None = None
         self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
-        self._tree_ranges = limits.tree_key_ranges
         self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
@@ -157,12 +159,11 @@ class EagleRunner:
     def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
-        plan, acceptance = self._served(plan, self.base.sampling.plain(slice(0, batch)))
-        bucket = self._bucket(batch)
-        longest = max(self.base.lengths[:batch])
+        slots, bucket = slice(0, batch), self._bucket(batch)
+        plan, acceptance = self._served(plan, self.base.sampling.plain(slots))
+        longest, adapts = max(self.base.lengths[:batch]), self.base.adapts(slots)
         accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
-        ranges = [self._tree_key_range(longest + rows) for rows in self._new_rows(plan, accept_tokens)]
-        adapts = self.base.adapts(slice(0, batch))
+        ranges = self._key_ranges(longest, self._round_engines(bucket, plan, accept_tokens, adapts))
         return self._round(RoundKey(bucket, plan, acceptance, adapts, accept_tokens, *ranges))
 
     def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
@@ -171,30 +172,39 @@ class EagleRunner:
         failed = self.base.capture_steps()
         for bucket in self.limits.batches:
             tokens = self.draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
-            for key_range in self._tree_ranges:
+            widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
+            for key_range in self._engines.key_ranges(widest):
                 names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
                 failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
             for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
                 served, acceptance = self._served(plan, plain)
-                for ranges in self._round_ranges(served, tokens):
+                for ranges in self._round_ranges(served, self._round_engines(bucket, served, tokens, adapts)):
                     current = self._round(RoundKey(bucket, served, acceptance, adapts, tokens, *ranges))
                     names = self._steps.capture(current.key, current.stages)
                     kind = f"{served.name} of {bucket} sequences, {ranges[-1]} rows, {acceptance}"
                     failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
         return failed
 
-    def _new_rows(self, plan: DraftPlan, accept_tokens: int) -> tuple[int, int, int]:
-        """How many rows behind the committed ones accept, propose and verify need."""
-        return accept_tokens, (plan.steps - 1) * plan.top_k, self.verification.engine_nodes(plan)
+    def _round_engines(self, batch: int, plan: DraftPlan, accept_tokens: int, adapts: bool) -> list[_EngineRows]:
+        """The accept, propose and verify engine of a round, each of the largest key range, with the rows behind the
+        committed ones that it needs."""
+        widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(plan)
+        return [
+            (self.draft.accept_shape(batch, accept_tokens, widest), accept_tokens),
+            (self.draft.propose_shape(batch, plan.top_k, widest), (plan.steps - 1) * plan.top_k),
+            (self.verification.shape(batch, nodes, widest, adapts), nodes),
+        ]
 
-    def _round_ranges(self, plan: DraftPlan, accept_tokens: int) -> list[tuple[int, ...]]:
+    def _key_ranges(self, length: int, engines: Sequence[_EngineRows]) -> tuple[int, ...]:
+        """The key ranges that engines need behind `length` committed rows."""
+        return tuple(self._engines.key_range(widest, length + rows) for widest, rows in engines)
+
+    def _round_ranges(self, plan: DraftPlan, engines: Sequence[_EngineRows]) -> list[tuple[int, ...]]:
         """The key ranges that rounds of a plan come to have as sequences grow."""
-        new_rows = self._new_rows(plan, accept_tokens)
-        changes = {size - rows + 1 for size in self._tree_ranges for rows in new_rows}
+        changes = {size - rows + 1 for widest, rows in engines for size in self._engines.key_ranges(widest)}
         longest = self.limits.kv_capacity - plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
-        found = [tuple(self._tree_key_range(length + rows) for rows in new_rows) for length in lengths]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(self._key_ranges(length, engines) for length in lengths))
 
     def _round(self, key: RoundKey) -> EagleRound:
         if key.acceptance != GREEDY:
@@ -296,7 +306,8 @@ class EagleRunner:
         """Let the draft take the pending entries, so that there is room for more."""
         bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
-        key_range = self._tree_key_range(max(self.base.lengths[:batch]) + tokens)
+        widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
+        key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
         self._steps.run(*self._flush_step(bucket, tokens, key_range))
         counts = self.draft.pending.counts[:bucket]
         self.backend.upload(counts, np.zeros(bucket, np.int32))
@@ -318,6 +329,3 @@ class EagleRunner:
             drawn = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
             self._served_plans[key] = (served.deterministic(), GREEDY) if key[1] else (served, drawn)
         return self._served_plans[key]
-
-    def _tree_key_range(self, length: int) -> int:
-        return key_range_for(length, self._tree_ranges, self.backend.fixed_shapes)

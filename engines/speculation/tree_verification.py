@@ -44,6 +44,11 @@ class TreeVerification:
             return plan.tree_size
         return next(size for size in self._sizes if size >= plan.tree_size)
 
+    def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
+        """The engine that `verify` runs; `adapts` says whether a slot has an adapter."""
+        shape = EngineShape("verify", batch, nodes, key_range, self._kv_rows, nodes)
+        return self._base.limits.with_adapters(shape) if adapts else shape
+
     def verify_step(
         self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, adapts: bool
     ) -> Callable[[], None]:
@@ -51,9 +56,7 @@ class TreeVerification:
         all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
         batch, nodes = tree.tokens.shape
         slots, base = slice(0, batch), self._base
-        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], self._kv_rows, nodes)
-        if adapts:
-            shape = base.limits.with_adapters(shape)
+        shape = self.shape(batch, nodes, tree.attention_mask.shape[3], adapts)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
         prepare = partial(
             self._backend.draft_tree.prepare_verification,

@@ -32,18 +32,18 @@ def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "engines"
-    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_89", "--max-batch", "1", *SMALL)
+    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_80", "--max-batch", "1", *SMALL)
     assert result.returncode == 0, result.stderr
-    directory = EngineDirectory.open(target, verify=True)
-    assert directory.limits == EngineLimits(1, 16, 128)
-    for shape in directory.limits.engine_shapes():
-        rows = [line.split() for line in result.stdout.splitlines() if f" {shape.name} " in line]
-        assert [row[0] for row in rows] == ["sm_86", "sm_89"] or [row[0] for row in rows] == ["sm_89", "sm_86"]
-        assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
+    assert EngineDirectory.open(target, verify=True).limits == EngineLimits(1, 16, 128)
+    rows = [line.split() for line in result.stdout.splitlines() if " base." in line]
+    assert [row[:2] for row in rows] == [["sm_86", "base.prefill-b1-t16-l128"]]
+    assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
+    for name, shapes in (("sm_86", "base decode 1"), ("sm_80", "base decode 1; base prefill 16")):
+        assert f"  {name}   kernels: {shapes}\n" in result.stdout
     for word in ("weights", "total on disk", "time", "peak host memory"):
         assert word in result.stdout
     assert "\r" not in result.stderr
-    assert "plans: done 4 of 4" in result.stderr
+    assert "plans: done 1 of 1" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,11 @@ def test_wrong_use_ends_with_a_message_and_nothing_made(
 
 
 def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
-    result = edgellm("build", "--refresh-plans", plain_directory, "--target", "sm_89")
+    command = ("build", "--refresh-plans", plain_directory, "--target", "sm_89", "--all-plans")
+    result = edgellm(*command)
     assert result.returncode == 0, result.stderr
     assert len(list((plain_directory / "plans").rglob("sm_89-*/*.engine"))) == 2
-    again = edgellm("build", "--refresh-plans", plain_directory, "--target", "sm_89")
+    again = edgellm(*command)
     assert again.stdout.count("kept") == 2
 
 
@@ -83,7 +84,8 @@ def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
 def test_signals_leave_nothing_behind(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The limits ask for some twenty plans, so that the build is under way for long enough."""
     command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(tmp_path / "engines"), "--max-batch", "8"]
-    targets = [word for target in ("sm_80", "sm_86", "sm_89", "sm_120") for word in ("--target", target)]
+    targets = ["--all-plans"]
+    targets += [word for target in ("sm_80", "sm_86", "sm_89", "sm_120") for word in ("--target", target)]
     process = subprocess.Popen([*command, *targets], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".engines.partial-*/plans")):

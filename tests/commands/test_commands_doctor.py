@@ -71,5 +71,6 @@ def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
     assert said["ok"] and checks["numpy"]["tokens"] == 8
     assert checks["drafting on numpy"]["first_difference"] is None and checks["drafting on numpy"]["tokens"] == 32
     gpu = find_gpu()
+    assert bool(said["executors"]) is (gpu is not None)
     assert said["gpu"] == (None if gpu is None else json.loads(json.dumps(asdict(gpu))))
     assert checks["tensorrt"]["ok"] is (None if gpu is None else True)

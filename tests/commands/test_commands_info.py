@@ -12,7 +12,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.model.config import EngineLimits
+from edgellm.commands.descriptions import executor_facts, sizes_in_words
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits, EngineShape
 
 
 def info(*arguments: object) -> Result:
@@ -41,7 +43,11 @@ def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, l
     assert said["limits"] == {"max_batch": 1, "prefill_chunk": 16, "kv_capacity": 128}
     assert said["config"]["eos_token_ids"] == [1]
     (platform,) = [entry for entry in said["plans"] if entry["platform"].startswith("sm_86-rtx-")]
-    assert (platform["plans"], platform["expected"], platform["problems"]) == (2, 2, [])
+    assert [platform[name] for name in ("plans", "expected", "needless", "problems")] == [1, 1, 1, []]
+    kernels, planned = said["executors"]["sm_86"]
+    assert kernels == {"name": "kernels", "shapes": "base decode 1", "reason": None}
+    assert (planned["name"], planned["shapes"]) == ("TensorRT", "base prefill 16")
+    assert "bytes of shared memory for 16 tokens" in planned["reason"]
     assert platform["bytes"] == sum(path.stat().st_size for path in (built_directory / "plans").rglob("*.engine"))
     assert said["differences"] == []
 
@@ -49,8 +55,27 @@ def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, l
 def test_text_names_what_matters(built_directory: Path) -> None:
     result = info(built_directory)
     assert result.exit_code == 0, result.output
-    for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", "2 of 2", "KV caches"):
+    plans = "1 of 1 and 1 that kernels make needless"
+    for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", plans, "KV caches"):
         assert words in result.stdout
+
+
+def test_executors_are_told_by_phase_tokens_and_batch(tiny_draft_engines: Path) -> None:
+    models = EngineDirectory.open(tiny_draft_engines).models
+    limits = EngineLimits(8, 128, 4096, 70, 6, 60, max_lora_rank=8, lora_slots=2)
+    told = {line["shapes"]: line["reason"] for line in executor_facts(models, limits, "float16", "sm_90")}
+    kernels, *planned = told
+    assert told[kernels] is None and "base decode 1; " in kernels and "base verify 8, 16, 32, 64" in kernels
+    steps = [step for shapes in planned for step in shapes.split("; ")]
+    assert any(step.startswith("draft propose ") and step.endswith("70") for step in steps)
+    (adapted,) = [shapes for shapes, reason in told.items() if reason == "decode kernels do not apply LoRA adapters"]
+    assert {"base decode with adapters 1", "base verify with adapters 8, 16, 32, 64"} <= set(adapted.split("; "))
+    some = [EngineShape("decode", batch, tokens, 64, 64) for batch, tokens in ((1, 10), (2, 7), (1, 7))]
+    assert sizes_in_words(some, {(7, 1), (7, 2), (7, 4), (10, 1)}) == "7 (batch 1, 2), 10"
+    (line,) = executor_facts(models, limits, "float16", "sm_75")
+    assert (line["name"], line["reason"]) == ("TensorRT", "no kernels for sm_75")
+    (line, *_) = executor_facts(models, EngineLimits(8, 16, 96), "float32", "sm_90")
+    assert line["name"] == "TensorRT" and "not float32" in line["reason"]
 
 
 def test_directory_without_plans_says_how_they_come_to_be(plain_directory: Path) -> None:

@@ -1,7 +1,8 @@
 """A backend with the habits of the GPU's and the arithmetic of NumPy's: what lies between them runs without a GPU.
 
-Engines exist for the shapes of the limits only, arrays are `DeviceArray`, and a captured step repeats what was launched
-while it was captured, not what its Python code would launch now.
+Engines exist for the shapes of the limits only, and serve all key ranges where a GPU would run them on hand-written
+kernels; arrays are `DeviceArray`, and a captured step repeats what was launched while it was captured, not what its
+Python code would launch now.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
@@ -44,10 +46,12 @@ class FixedShapeBackend(NumpyBackend):
     fixed_shapes = True
     computes_at_once = False
 
-    def __init__(self, directory: EngineDirectory) -> None:
+    def __init__(self, directory: EngineDirectory, kernels_of: str | None = None) -> None:
+        """`kernels_of` is the compute capability whose kernels are imitated (None: TensorRT runs everything)."""
         draft = directory.model_config("draft") if directory.draft else None
         super().__init__(directory.config, draft, directory.vision.config if directory.vision else None)
         self._shapes = set(directory.limits.all_engine_shapes())
+        self._dtype, self._shared_limit = directory.dtype, SHARED_MEMORY.get(kernels_of or "")
         self._recording: list[Callable[[], None]] | None = None
         self.captures: list[str] = []
         self.kernels = _Kernels(self, self.kernels)
@@ -81,6 +85,11 @@ class FixedShapeBackend(NumpyBackend):
         return {
             name: _device(np.ascontiguousarray(values)) for name, values in super().load_weights(*arguments).items()
         }
+
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        if self._shared_limit is None:
+            return False
+        return kernel_refusal(self._configs[shape.model], shape, self._dtype, self._shared_limit) is None
 
     def load_engine(self, shape: EngineShape) -> FixedShapeEngine:
         assert shape in self._shapes, f"{shape.name} (selected {shape.selected}) is none of the limits' engines"

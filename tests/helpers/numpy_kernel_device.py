@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.kernel_engine import KernelEngine, kernel_executor
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.programs import ModelConfig

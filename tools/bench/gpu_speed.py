@@ -73,7 +73,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
                 runner.decode(1).wait()
 
         fill()
-        shape = next(shape for shape in directory.limits.engine_shapes() if shape.phase == "decode")
+        shape = next(shape for shape in runner.engines.loaded if shape.phase == "decode")
         engine = runner._engine(shape, slice(0, 1))
         results["decode_engine"] = type(engine).__name__
         bare = backend.capture(engine.enqueue, "the bare engine")

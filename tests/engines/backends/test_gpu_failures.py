@@ -15,8 +15,9 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
-from edgellm.engines.errors import EngineError, KernelError
+from edgellm.engines.errors import EngineError, KernelError, MissingDependencyError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.kernels import compiler
 from edgellm.kernels.arrays import DeviceArray
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)
@@ -83,6 +84,35 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     with pytest.raises(KernelError, match="NVRTC refused"):
         tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
     assert log == ["unloaded", "closed"]
+
+
+@pytest.mark.parametrize("missing", ["NVRTC", "headers"])
+def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tmp_path):
+    """Plans alone do not serve: sampling, trees and acceptance are kernels, too."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    log: list[str] = []
+
+    def open_device(device: CudaDevice) -> None:
+        device.compute_capability, device.stream = "sm_90", FailingStream()
+
+    def refuse() -> None:
+        raise RuntimeError("libnvrtc.so cannot be loaded")
+
+    monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
+    monkeypatch.setattr(CudaDevice, "__init__", open_device)
+    monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
+    if missing == "NVRTC":
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", refuse)
+    else:
+        monkeypatch.setattr(compiler, "_load_nvrtc", lambda: None)
+        monkeypatch.setattr(compiler, "_version", lambda nvrtc: (13, 0))
+        monkeypatch.setattr(compiler, "_wheel_headers", lambda major_version: [])
+        monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
+    wheel = "nvidia-cuda-nvrtc" if missing == "NVRTC" else "nvidia-cuda-runtime"
+    with pytest.raises(MissingDependencyError, match=f"pip install .*{wheel}"):
+        tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
+    assert log == ["closed"]
 
 
 def test_an_engine_without_an_execution_context_says_so():

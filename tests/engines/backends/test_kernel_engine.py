@@ -11,7 +11,7 @@ import pytest
 from decode_models import CHAIN, DRAFTS, EAGLE3, FAMILIES, LLAMA, SCALED, TREE, draft_shape, random_draft, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.kernel_engine import kernel_executor
+from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import DraftConfig, EngineShape

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from decode_models import DRAFTS, FAMILIES, LLAMA
 
-from edgellm.engines.backends.kernel_engine import KernelEngine, kernel_executor
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.programs import ModelConfig

@@ -19,33 +19,44 @@ from edgellm.engines.building.builder import build_engine_directory, refresh_pla
 from edgellm.engines.directories.digests import recall_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
-from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
+from edgellm.engines.errors import (
+    BuildError,
+    CheckpointError,
+    EngineDirectoryError,
+    PlanError,
+    UnsupportedModelError,
+)
 from edgellm.engines.model.config import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 
 
-def test_plans_for_several_gpus_without_any(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
+    """Prefill of 16 tokens fits into the shared memory of sm_80, not into that of sm_86 and sm_120."""
     stages: dict[str, list[tuple[int, int]]] = {}
     report = build_engine_directory(
         checkpoint,
         tmp_path / "engines",
         limits,
-        targets=["sm_86", "sm_120", "sm_86"],
+        targets=["sm_86", "sm_80", "sm_120", "sm_86"],
         progress=lambda stage, done, total: stages.setdefault(stage, []).append((done, total)),
     )
     library = load_tensorrt()
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    shapes = limits.engine_shapes()
+    decode, prefill = limits.engine_shapes()
     for target in ("sm_86", "sm_120"):
         platform = Platform(target, library.flavour, library.version)
-        for shape in shapes:
-            plan, was_built = load_or_build_plan(directory, shape, platform)
-            (entry,) = [built for built in report.plans if (built.platform, built.shape) == (platform, shape)]
-            assert not was_built
-            assert entry.size == len(plan) > 10_000
-            assert entry.seconds > 0
-    assert len(report.plans) == 2 * len(shapes)
+        plan, was_built = load_or_build_plan(directory, prefill, platform)
+        (entry,) = [built for built in report.plans if built.platform == platform]
+        assert not was_built and entry.shape == prefill
+        assert entry.size == len(plan) > 10_000
+        assert entry.seconds > 0
+        with pytest.raises(PlanError, match=f"no plan {decode.name} .* --refresh-plans"):
+            load_or_build_plan(directory, decode, platform)
+    assert len(report.plans) == 2
+    assert report.targets == ["sm_86", "sm_80", "sm_120"]
+    every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
+    assert [plan.shape for plan in every.plans if plan.seconds] == [decode, prefill]
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size
     assert stages["weights"][-1] == (weights, weights)
@@ -273,9 +284,11 @@ def test_refreshing_builds_only_what_is_missing_or_refused(
     first, second, *_ = sorted((target / "plans").rglob("*.engine"))
     first.unlink()
     second.write_bytes(b"damaged")
+    assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-l128")
     report = refresh_plans(target, ["sm_86"])
-    assert {plan.shape.name for plan in report.plans if plan.seconds} == {first.stem, second.stem}
+    assert [plan.shape.name for plan in report.plans] == [second.stem]  # kernels decode on sm_86
+    assert report.plans[0].seconds
+    report = refresh_plans(target, ["sm_86"], all_plans=True)
+    assert [plan.shape.name for plan in report.plans if plan.seconds] == [first.stem]
     assert len(report.plans) == len(limits.engine_shapes())
-    report = refresh_plans(target, ["sm_86", "sm_89"])
-    assert {plan.platform.compute_capability for plan in report.plans if plan.seconds} == {"sm_89"}
     EngineDirectory.open(target, verify=True)

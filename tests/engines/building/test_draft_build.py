@@ -65,7 +65,7 @@ def built(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory: pytest.Temp
     """An engine directory with the plans of base and draft for sm_86, not to be changed."""
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path_factory.mktemp("built") / "engines"
-    report = build_engine_directory(tiny_checkpoint, target, LIMITS, ["sm_86"], draft=tiny_draft)
+    report = build_engine_directory(tiny_checkpoint, target, LIMITS, ["sm_86"], draft=tiny_draft, all_plans=True)
     assert len(report.plans) == len(LIMITS.engine_shapes())
     assert report.weight_bytes == sum(
         (path / "model.safetensors").stat().st_size for path in (tiny_checkpoint, tiny_draft)
@@ -91,11 +91,12 @@ def test_build_makes_every_plan(built: Path, tiny_draft: Path) -> None:
 
 def test_refresh_builds_only_what_is_missing(built: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(built, tmp_path / "copy"))
-    (plan,) = (copy / "plans").rglob("draft.propose-b1-t4-*.engine")
-    plan.unlink()
+    lost = [next((copy / "plans").rglob(f"{name}.engine")) for name in ("draft.propose-b1-t4-*", "draft.prefill-*")]
+    for plan in lost:
+        plan.unlink()
     report = refresh_plans(copy, ["sm_86"])
-    assert [built.shape.name for built in report.plans if built.seconds] == ["draft.propose-b1-t4-l112"]
-    assert plan.exists()
+    assert [built.shape.name for built in report.plans if built.seconds] == ["draft.prefill-b1-t16-l96"]
+    assert [plan.exists() for plan in lost] == [False, True]
 
 
 def test_info_shows_the_draft(built: Path) -> None:
@@ -117,7 +118,10 @@ def test_info_shows_the_draft(built: Path) -> None:
         "layers 1, 2",
         "shares the base's embedding",
         "trees up to 4 wide",
-        "8 of 8",
+        "2 of 2 and 6 that kernels make needless",
+        "kernels: base decode 1; base verify 8, 16; draft accept 4; draft propose 1, 4",
+        "TensorRT: base prefill 16 (decode kernels ",
+        "TensorRT: draft prefill 16 (long prefill runs on TensorRT)",
     ):
         assert words in text
 

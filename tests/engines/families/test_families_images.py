@@ -252,7 +252,7 @@ def test_every_engine_is_built_with_vision_and_draft(
     checkpoint = make_checkpoint(tmp_path / "x", 0, **TINY[family])
     draft = make_draft(tmp_path / "draft", 0, rope_scaling=TINY[family]["rope_scaling"])
     limits = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=8, image_rows=(64,))
-    report = build_engine_directory(checkpoint, tmp_path / "engines", limits, ["sm_86"], draft=draft)
+    report = build_engine_directory(checkpoint, tmp_path / "engines", limits, ["sm_86"], draft=draft, all_plans=True)
     assert {plan.shape.name for plan in report.plans} == {
         "base.decode-b1-t1-l96",
         "base.prefill-b1-t16-l96",

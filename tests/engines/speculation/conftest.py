@@ -162,7 +162,10 @@ def make_tiny_pair(
 
 @contextmanager
 def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[EagleRunner]:
-    opened = FixedShapeBackend(directory) if backend == "fixed" else open_backend(backend, directory)
+    if backend.startswith("fixed"):
+        opened = FixedShapeBackend(directory, backend[len("fixed on ") :])
+    else:
+        opened = open_backend(backend, directory)
     try:
         runner = EagleRunner.open(opened, directory)
     except BaseException:
@@ -176,5 +179,6 @@ def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[
 
 @pytest.fixture(scope="session")
 def open_eagle() -> Callable[..., object]:
-    """(directory, backend="numpy") to a context manager that gives an `EagleRunner`; "fixed" is `FixedShapeBackend`."""
+    """(directory, backend="numpy") to a context manager that gives an `EagleRunner`; "fixed" is `FixedShapeBackend`,
+    "fixed on sm_90" the same with the choice of that GPU."""
     return _open_eagle

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model import config
+from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.runners.captured_steps import Stages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
 from edgellm.engines.speculation.eagle_runner import EagleRunner
@@ -61,3 +66,69 @@ def test_captured_rounds_of_fixed_shapes_equal_plain_decoding(
         assert answers(runner, values, [*PLANS, None, None]) == expected
         assert any("chain" in name for name in runner.backend.captures)
         assert len(runner.backend.captures) == len(set(runner.backend.captures))
+
+
+def test_kernels_run_every_key_range_with_the_largest(
+    make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine and one capture for all lengths, the same tokens; what TensorRT runs goes on having its ranges."""
+    monkeypatch.setattr(config, "_KEY_RANGES", (32, 64))
+    directory, values = make_engines(3), SAMPLINGS["greedy"]
+    plans, found = [chain(4), tree(4, 4, 16), None], {}
+    for backend in ("numpy", "fixed", "fixed on sm_90"):
+        with open_eagle(directory, backend) as runner:
+            tokens = answers(runner, values, plans)
+            loaded = [*runner.base.engines.loaded, *runner._engines.loaded]
+        found[backend] = tokens, {shape for shape in loaded if shape.batch == 4}
+    assert found["numpy"][0] == found["fixed"][0] == found["fixed on sm_90"][0]
+    for backend, fewer in (("fixed", False), ("fixed on sm_90", True)):
+        ranges: dict[str, set[int]] = {}
+        for shape in found[backend][1]:
+            ranges.setdefault(f"{shape.phase} {shape.tokens}", set()).add(shape.key_range)
+        assert ranges["decode 1"] == ({96} if fewer else {32, 64, 96})
+        assert ranges["verify 16"] == ranges["propose 4"] == ({112} if fewer else {32, 64, 112})
+        assert ranges["accept 5"] == {32, 64, 112}  # 20 tokens are more than the draft's kernels take
+
+
+class _Keys:
+    """Stands in for `CapturedSteps`: what would be captured, without running it."""
+
+    def __init__(self) -> None:
+        self.found: list[Hashable] = []
+
+    def run(self, key: Hashable, stages: Stages) -> None:
+        pass
+
+    def capture(self, key: Hashable, stages: Stages) -> list[str]:
+        self.found.append(key)
+        return []
+
+    def clear(self) -> None:
+        pass
+
+
+class _KernelsRunSteps(FixedShapeBackend):
+    """As a GPU whose kernels take every shape but long prefill."""
+
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        return shape.phase != "prefill"
+
+
+@pytest.mark.parametrize(
+    ("backend_type", "steps", "rounds"), [(FixedShapeBackend, 32 + 16, 640), (_KernelsRunSteps, 8 + 4, 64)]
+)
+def test_captures_of_a_long_context(
+    make_engines: Callable[..., EngineDirectory], backend_type: type[FixedShapeBackend], steps: int, rounds: int
+) -> None:
+    """At a context of 32,768 tokens, batch 8: one capture for each batch size, plan and way of drawing."""
+    directory = replace(make_engines(3), limits=EngineLimits(8, 16, 32768, 10, 6, 60))
+    plans = [chain(2), chain(3), chain(5), tree(10, 3, 8), tree(10, 3, 16), tree(10, 4, 16), tree(10, 5, 32)]
+    runner = EagleRunner.open(backend_type(directory), directory)
+    plain, drafted = runner.base._steps, runner._steps = _Keys(), _Keys()
+    try:
+        assert runner.capture_steps([*plans, tree(10, 6, 60)]) == []
+    finally:
+        runner.close()
+    kinds = [type(key).__name__ for key in drafted.found]
+    assert (len(plain.found) + kinds.count("tuple"), kinds.count("RoundKey")) == (steps, rounds)
+    assert len(set(plain.found)) == len(plain.found) and len(set(drafted.found)) == len(drafted.found)
