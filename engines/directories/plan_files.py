@@ -269,5 +269,6 @@ def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform)
 def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:
     """SHA-256, 64 hexadecimal digits, of all that a plan is built from: the program, the compute dtype, the attention
     setting and the version of the code that makes networks of programs."""
+    # As it prints: where its weights come from is no part of a network, and does not print.
     program = model_program(config, shape)
     return hashlib.sha256(f"{NETWORK_VERSION} {dtype} {attention} {program}".encode()).hexdigest()

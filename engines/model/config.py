@@ -104,7 +104,7 @@ class WeightSpec:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
