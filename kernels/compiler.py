@@ -72,7 +72,8 @@ def compile_module(source: ModuleSource, architecture: str) -> CompiledModule:
     _check(nvrtc, status, "creating a program")
     try:
         for expression in source.expressions:
-            _check(nvrtc, *nvrtc.nvrtcAddNameExpression(program, expression.encode()), f"asking for {expression}")
+            (status,) = nvrtc.nvrtcAddNameExpression(program, expression.encode())
+            _check(nvrtc, status, f"asking for {expression}")
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise _compilation_failure(nvrtc, program, source, architecture)

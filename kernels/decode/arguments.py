@@ -7,8 +7,11 @@ named HOST_...: a source that fits no longer is refused when it is compiled.
 from __future__ import annotations
 
 import ctypes
+import re
+from functools import cache
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
     SLICES,
@@ -18,6 +21,7 @@ from edgellm.kernels.decode.contract import (
     slice_steps,
 )
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel
 
 #: Threads of a block of the kernels of few rows and of norms.
 THREADS = 32 * SLICES
@@ -60,6 +64,13 @@ MACROS = (
     ("HOST_LINEAR_BYTES", ctypes.sizeof(LinearArgument)),
     ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
 )
+
+
+@cache
+def decode_kernel(file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+    """A kernel of decode/`file` that is compiled alone: what no step asks for is never compiled."""
+    name = re.sub(r"\W+", "-", expression).strip("-")
+    return Kernel(ModuleSource(name, (f"decode/{file}",), (expression,), (*MACROS, *macros)), expression)
 
 
 def kept_argument(kept: Kept | None, width: int) -> KeptArgument:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
+from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, decode_kernel
 from edgellm.kernels.decode.contract import (
     MAX_TOKENS,
     AttentionScratch,
@@ -70,8 +68,7 @@ class AttentionGeometry:
         return self.shared_bytes(tokens, size) + _TABLES_BYTES <= shared_limit
 
 
-@cache
-def attention_source(dtype: str, head_size: int) -> ModuleSource:
+def attention_kernel(dtype: str, head_size: int) -> Kernel:
     """The kernel for heads of so many elements (up to 64, 128 or 256)."""
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
@@ -85,15 +82,9 @@ def attention_source(dtype: str, head_size: int) -> ModuleSource:
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
         ("HOST_BLOCK_BYTES", AttentionGeometry(2, 3, 2).shared_bytes(5, 80)),
     )
-    steps, expression = _kernel(dtype, head_size)
-    name = f"decode-attention-{dtype}-{16 * steps}"
-    return ModuleSource(name, ("decode/attention.cu",), (expression,), (*MACROS, *macros))
-
-
-def _kernel(dtype: str, head_size: int) -> tuple[int, str]:
-    """Steps of 16 elements of a head, and the kernel's name expression."""
-    steps = 4 if head_size <= 64 else 8 if head_size <= 128 else 16
-    return steps, f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}>"
+    steps = 4 if head_size <= 64 else 8 if head_size <= 128 else 16  # of 16 elements
+    expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}>"
+    return decode_kernel("attention.cu", expression, macros)
 
 
 def attention_launch(
@@ -132,8 +123,7 @@ def attention_launch(
         *(tokens, token_blocks, mask_keys, step.masks_all, _span_bits(kv_heads)),
         *(groups, geometry.slots, geometry.row_tiles, geometry.stages),
     )
-    dtype = step.k_cache.dtype
-    kernel = Kernel(attention_source(dtype, size), _kernel(dtype, size)[1])
+    kernel = attention_kernel(step.k_cache.dtype, size)
     grid, threads = (groups, kv_heads, batch * token_blocks), _TEAM_THREADS * geometry.teams
     return Launch(module, kernel, grid, threads, geometry.shared_bytes(tokens, size), (arguments,))
 

@@ -9,25 +9,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
-    MACROS,
     THREADS,
     KeptArgument,
     LinearArgument,
     NormedArgument,
     addresses,
     check_room,
+    decode_kernel,
     kept_argument,
     linear_argument,
     normed_argument,
     rows_of,
 )
-from edgellm.kernels.decode.attention import attention_launch, attention_source
+from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.contract import (
     MAX_ROWS,
     SLICES,
@@ -129,7 +127,6 @@ class _Norm(ctypes.Structure):
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
-    *MACROS,
     ("HOST_NARROW_DEPTH", _NARROW.depth),
     ("HOST_WIDE_DEPTH", _WIDE.depth),
     ("HOST_NARROW_BYTES", _NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
@@ -141,53 +138,35 @@ _LINEAR_MACROS = (
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
-_NORM_MACROS = (*MACROS, ("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", _NORM_SUMS_BYTES))
+_NORM_MACROS = (("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", _NORM_SUMS_BYTES))
 
 
-@cache
-def linear_source(dtype: str) -> ModuleSource:
-    """The linear layers of one input."""
-    kind = CUDA_TYPES[dtype]
-    names = [f"{name}<{kind}, decode::{each}>" for name in ("norm_linear", "linear_residual") for each in _units(name)]
-    names += [f"norm_gate_up<{kind}, decode::{each}Pairs>" for each in ("Narrow", "Wide")]
-    expressions = tuple(f"decode::{name}" for name in names)
-    return ModuleSource(f"decode-linear-{dtype}", ("decode/linear.cu",), expressions, _LINEAR_MACROS)
+def linear_kernel(name: str, *types: str) -> Kernel:
+    """A kernel of linear.cu, with the arguments of its template."""
+    return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", _LINEAR_MACROS)
 
 
-def _units(name: str) -> tuple[str, str]:
-    return "Narrow", "WideTwice" if name == "linear_residual" else "Wide"
-
-
-@cache
-def two_input_source(dtype: str) -> ModuleSource:
-    """The linear layer of two inputs, the second of the compute dtype or of float32."""
-    kind = CUDA_TYPES[dtype]
-    expressions = tuple(f"decode::norms_linear<{kind}, {second}>" for second in (kind, "float"))
-    return ModuleSource(f"decode-two-inputs-{dtype}", ("decode/linear.cu",), expressions, _LINEAR_MACROS)
-
-
-@cache
-def norm_source(dtype: str) -> ModuleSource:
-    """Norms, copies and scaled rows."""
-    expressions = tuple(f"decode::{name}<{CUDA_TYPES[dtype]}>" for name in ("norm", "scale_rows"))
-    return ModuleSource(f"decode-norm-{dtype}", ("decode/norm.cu",), expressions, _NORM_MACROS)
+def norm_kernel(name: str, kind: str) -> Kernel:
+    """A kernel of norm.cu, for a dtype by its name on the device."""
+    return decode_kernel("norm.cu", f"decode::{name}<{kind}>", _NORM_MACROS)
 
 
 class CudaDecodeKernels:
     """The kernels for one GPU, stream and dtype; the GPU's primary context must be current."""
 
     def __init__(self, module: KernelModule, dtype: str, head_size: int) -> None:
-        """Have compiled and loaded what every decode step needs.
+        """Have compiled and loaded what steps of one token need; the rest is, when a launch is first prepared.
 
-        The linear layer of two inputs is loaded when it is first asked for. Raises MissingDependencyError or
-        KernelError.
+        Raises MissingDependencyError or KernelError.
         """
         if dtype not in CUDA_TYPES:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
-        self._type = CUDA_TYPES[dtype]
-        for source in (linear_source(dtype), norm_source(dtype), attention_source(dtype, head_size)):
-            module.load(source)
+        self._type = kind = CUDA_TYPES[dtype]
+        narrow = [linear_kernel(name, kind, "decode::Narrow") for name in ("norm_linear", "linear_residual")]
+        gated = linear_kernel("norm_gate_up", kind, "decode::NarrowPairs")
+        for kernel in (*narrow, gated, attention_kernel(dtype, head_size)):
+            module.load(kernel.source)
 
     def norm_linear(
         self,
@@ -215,13 +194,10 @@ class CudaDecodeKernels:
         )
         if len(inputs) == 1:
             geometry = _norm_geometry(batch, widths, self.module.shared_limit, False)
-            kernel = Kernel(linear_source(self.dtype), f"decode::norm_linear<{self._type}, decode::{geometry.name}>")
+            kernel = linear_kernel("norm_linear", self._type, f"decode::{geometry.name}")
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
-            kernel, geometry = (
-                Kernel(two_input_source(self.dtype), f"decode::norms_linear<{self._type}, {second}>"),
-                _WIDE,
-            )
+            kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
         shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths))
         return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
 
@@ -238,7 +214,7 @@ class CudaDecodeKernels:
             activation_number(activation),
         )
         geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True)
-        kernel = Kernel(linear_source(self.dtype), f"decode::norm_gate_up<{self._type}, decode::{geometry.name}Pairs>")
+        kernel = linear_kernel("norm_gate_up", self._type, f"decode::{geometry.name}Pairs")
         shared = geometry.norm_bytes(2, 1, batch, normed.columns)
         return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
 
@@ -271,7 +247,7 @@ class CudaDecodeKernels:
         )
         shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
         name = "WideTwice" if geometry.twice else "Narrow"
-        kernel = Kernel(linear_source(self.dtype), f"decode::linear_residual<{self._type}, decode::{name}>")
+        kernel = linear_kernel("linear_residual", self._type, f"decode::{name}")
         return self._launch(kernel, geometry, -(-rows // (8 * geometry.residual_tiles)), shared, arguments)
 
     def attention(
@@ -299,7 +275,7 @@ class CudaDecodeKernels:
             ctypes.c_void_p(output.pointer),
             ctypes.c_int(x.size),
         )
-        kernel = Kernel(norm_source(self.dtype), f"decode::scale_rows<{self._type}>")
+        kernel = norm_kernel("scale_rows", self._type)
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
 
     def norm(
@@ -324,7 +300,7 @@ class CudaDecodeKernels:
             output.pointer + 2 * column,
             *(stride, width, stride - column, slice_steps(width), next_early),
         )
-        kernel = Kernel(norm_source(self.dtype), f"decode::norm<{self._type}>")
+        kernel = norm_kernel("norm", self._type)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(width), (arguments,))
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:

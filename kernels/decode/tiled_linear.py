@@ -7,18 +7,16 @@ attention are those of `CudaDecodeKernels`. A row gets the bits that `CudaDecode
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
-    MACROS,
     KeptArgument,
     LinearArgument,
     addresses,
     check_room,
+    decode_kernel,
     kept_argument,
     linear_argument,
     rows_of,
@@ -46,9 +44,8 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-@cache
-def tiled_source(dtype: str, rows: int) -> ModuleSource:
-    """The linear layers of up to 32 or of up to 64 rows."""
+def tiled_kernel(name: str, dtype: str, tiling: Tiling) -> Kernel:
+    """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
     with_clusters, alone = (TiledGpu(1, 1 << 20, has_clusters) for has_clusters in (True, False))
     small, large = Tiling(32, 64, 1), Tiling(64, 128, 1)
     macros = (
@@ -61,18 +58,12 @@ def tiled_source(dtype: str, rows: int) -> ModuleSource:
         ("HOST_LARGE_BYTES_ALONE", large.shared_bytes(2, alone)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    every = [Tiling(rows, weight_rows, 1) for weight_rows in (64, 128)]
-    names = tuple(_expression(name, dtype, each) for name in ("linear", "gate_up", "linear_residual") for each in every)
-    return ModuleSource(f"decode-tiled-{dtype}-{rows}", ("decode/tiled_linear.cu",), names, (*MACROS, *macros))
-
-
-def _expression(name: str, dtype: str, tiling: Tiling) -> str:
     sizes = f"{tiling.rows}, {tiling.weight_rows}, {tiling.teams}, {tiling.resident}"
-    return f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>"
+    return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
 class CudaTiledKernels:
-    """The kernels for one GPU, stream and dtype; those of up to 32 and of up to 64 rows are loaded on demand."""
+    """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
         if dtype not in CUDA_TYPES:
@@ -141,7 +132,7 @@ class CudaTiledKernels:
             tensor_map(self.module, linear.weight, columns, tiling.weight_rows * arguments.linear.rows // every_row),
             tensor_map(self.module, x, columns, tiling.rows),
         )
-        kernel = Kernel(tiled_source(self.dtype, tiling.rows), _expression(name, self.dtype, tiling))
+        kernel = tiled_kernel(name, self.dtype, tiling)
         grid, cluster = (tiling.blocks(every_row) // tiling.splits, tiling.splits, 1), (1, tiling.splits, 1)
         shared = tiling.shared_bytes(arguments.stages, self.gpu)
         return Launch(self.module, kernel, grid, _THREADS, shared, (*maps, arguments), cluster)

@@ -11,9 +11,11 @@ import pytest
 from edgellm.kernels import compiler
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.cuda_kernels import OTHER_KERNELS
-from edgellm.kernels.decode.attention import attention_source
-from edgellm.kernels.decode.linear import linear_source, norm_source, two_input_source
-from edgellm.kernels.decode.tiled_linear import tiled_source
+from edgellm.kernels.decode.arguments import CUDA_TYPES
+from edgellm.kernels.decode.attention import attention_kernel
+from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
+from edgellm.kernels.decode.tiled_linear import tiled_kernel
+from edgellm.kernels.decode.tilings import Tiling
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -51,9 +53,17 @@ def compiled(monkeypatch) -> list[str]:
 
 def decode_sources(dtype: str) -> list[ModuleSource]:
     """All modules of linear layers and attention for a dtype."""
-    one_of_each = [source(dtype) for source in (linear_source, two_input_source, norm_source)]
-    tiled = [tiled_source(dtype, rows) for rows in (32, 64)]
-    return [*one_of_each, *tiled, *(attention_source(dtype, size) for size in (64, 128, 256))]
+    kind = CUDA_TYPES[dtype]
+    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "WideTwice")}
+    units["norm_gate_up"] = "NarrowPairs", "WidePairs"
+    kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
+    kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
+    kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
+    tilings = [Tiling(rows, weight_rows, 1) for rows in (32, 64) for weight_rows in (64, 128)]
+    names = ("linear", "gate_up", "linear_residual")
+    kernels += [tiled_kernel(name, dtype, tiling) for name in names for tiling in tilings]
+    return [kernel.source for kernel in kernels]
 
 
 def every_source() -> list[ModuleSource]:
@@ -84,7 +94,7 @@ def test_compiles_for_jetson_and_pc(architecture, sources):
 
 
 def test_a_structure_that_the_device_lays_out_otherwise_is_refused():
-    source = linear_source("float16")
+    source = linear_kernel("norm_linear", "__half", "decode::Narrow").source
     name = "HOST_NORM_LINEAR_BYTES"
     wrong = replace(source, macros=(*(pair for pair in source.macros if pair[0] != name), (name, 8)))
     with pytest.raises(KernelError, match="as the host's structure"):

@@ -29,15 +29,20 @@ from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode_attention import attention_partials
-from edgellm.kernels.decode_kernels import (
+from edgellm.kernels.decode.attention import attention_partials
+from edgellm.kernels.decode.contract import (
     MAX_ROWS,
-    CudaDecodeKernels,
+    AttentionScratch,
+    AttentionStep,
+    AttentionWeights,
+    LinearWeights,
+    NormedInput,
     padded_columns,
 )
-from edgellm.kernels.launch import Launch
-from edgellm.kernels.linear_tilings import tilings
-from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tilings import tilings
+from edgellm.kernels.launch import KernelModule, Launch
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 LAYERS = LLAMA.num_layers
@@ -52,8 +57,9 @@ class Bench:
     def __init__(self) -> None:
         self.device = CudaDevice()
         architecture, stream = self.device.compute_capability, self.device.stream.handle
-        self.kernels = CudaDecodeKernels(architecture, stream)
-        self.tiled = CudaTiledKernels(self.kernels)
+        self.module = KernelModule(architecture, stream)
+        self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
+        self.tiled = CudaTiledKernels(self.module, "float16")
         self.random = np.random.default_rng(0)
         self._noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
         self.results: dict[str, Any] = {}
@@ -122,16 +128,16 @@ def linear_launches(
     normed = bench.array((rows, padded_columns(LLAMA.hidden_size)), scale=50)
     x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
     activation = bench.device.empty((rows, width // 2), "float16")
-    normed_input = hidden, norm_weight, EPSILON
+    normed_input, layers = NormedInput(hidden, norm_weight, EPSILON), [LinearWeights(weight) for weight in weights]
     if name == "gate_up":
-        few = [lambda w=w: kernels.norm_gate_up(*normed_input, w, None, activation) for w in weights]
-        many = [tiled.gate_up(normed, w, None, activation) for w in weights]
+        few = [lambda w=w: kernels.norm_gate_up(normed_input, w, "silu", activation) for w in layers]
+        many = [tiled.gate_up(normed, w, "silu", activation) for w in layers]
     elif name in ("qkv", "head"):
-        few = [lambda w=w: kernels.norm_linear(*normed_input, w, None, out) for w in weights]
-        many = [tiled.linear(normed, w, None, out) for w in weights]
+        few = [lambda w=w: kernels.norm_linear([normed_input], w, out) for w in layers]
+        many = [tiled.linear(normed, w, out) for w in layers]
     else:
-        few = [lambda w=w: kernels.linear_residual(x, w, None, hidden, out) for w in weights]
-        many = [tiled.linear_residual(x, w, None, hidden, out) for w in weights]
+        few = [lambda w=w: kernels.linear_residual(x, w, hidden, out) for w in layers]
+        many = [tiled.linear_residual(x, w, hidden, out) for w in layers]
     few = [make() for make in few] if rows <= MAX_ROWS else []
     return few, many, (hidden, normed, x, out, activation)
 
@@ -144,7 +150,7 @@ def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
             x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
             expected = None
             for tiling in tilings(rows, bench.tiled.gpu):
-                launches = [bench.tiled.tiled_linear(tiling, x, weight, None, out) for weight in weights]
+                launches = [bench.tiled.linear(x, LinearWeights(weight), out, tiling=tiling) for weight in weights]
                 bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
                 launches[0]()
                 found = bench.device.download(out)
@@ -169,12 +175,14 @@ def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
         context = bench.device.empty((rows, heads * size), "float16")
         partial = bench.device.empty((attention_partials(rows, heads, kv_heads, KV_ROWS, size),), "float32")
         counters = bench.device.zeros((rows, kv_heads), "uint32")
-        before = (qkv, None, None, EPSILON, rotations, start, mask if rows > 1 else None)
-        launches = [bench.kernels.attention(*before, *cache, partial, counters, context) for cache in caches]
+        layer = AttentionWeights(None, None, EPSILON, 0.0, size**-0.5)
+        before, scratch = (rotations, start, mask if rows > 1 else None), AttentionScratch(partial, counters)
+        steps = [AttentionStep(*before, *cache) for cache in caches]
+        launches = [bench.kernels.attention(qkv, layer, step, scratch, context) for step in steps]
         bench.report("attention", rows, bench.microseconds(launches, "attention"))
         hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
         normed = bench.device.empty((rows, padded_columns(LLAMA.hidden_size)), "float16")
-        norms = [bench.tiled.norm(hidden, weight, EPSILON, normed) for _ in range(LAYERS)]
+        norms = [bench.kernels.norm(NormedInput(hidden, weight, EPSILON), normed) for _ in range(LAYERS)]
         bench.report("norm", rows, bench.microseconds(norms, "norm"))
 
 
@@ -195,7 +203,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             if kind is CudaDecodeEngine and rows > MAX_ROWS:
                 continue
             name = "step" if kind is CudaDecodeEngine else "tiled step"
-            engine = kind(bench.kernels, LLAMA, shape, "float16")
+            engine = kind(bench.module, LLAMA, shape, "float16")
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
             bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
@@ -211,7 +219,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             launches = engine._launches
             whole = bench.microseconds([engine.enqueue], "step")
             bench.report(name, rows, whole)
-            for left_out in ("attention", "norm_float16", "residual", "gate_up"):
+            for left_out in ("attention", "decode::norm<", "residual", "gate_up"):
                 rest = [launch for launch in launches if left_out not in launch.name]
                 if len(rest) == len(launches):
                     continue
@@ -239,7 +247,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     bench = Bench()
-    print(bench.device.name, bench.kernels.multiprocessors, "multiprocessors")
+    print(bench.device.name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)
     results = {**provenance(), "gpu": bench.device.name, "microseconds": bench.results}

@@ -28,10 +28,11 @@ FILES = (
     "tests/kernels/test_kernels_cuda.py",
     "tests/kernels/test_acceptance_gpu.py",
     "tests/kernels/test_draft_tree_gpu.py",
-    "tests/kernels/test_decode_kernels_gpu.py",
-    "tests/kernels/test_decode_kernels_draft_gpu.py",
-    "tests/kernels/test_decode_attention_gpu.py",
-    "tests/kernels/test_tree_kernels_gpu.py",
+    "tests/kernels/decode/test_decode_kernels_gpu.py",
+    "tests/kernels/decode/test_decode_kernels_draft_gpu.py",
+    "tests/kernels/decode/test_decode_attention_gpu.py",
+    "tests/kernels/decode/test_decode_parameters_gpu.py",
+    "tests/kernels/decode/test_tree_kernels_gpu.py",
     "tests/kernels/test_image_kernels_gpu.py",
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")

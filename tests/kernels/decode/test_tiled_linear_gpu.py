@@ -9,8 +9,8 @@ from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_source
-from edgellm.kernels.decode.tilings import tilings
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_kernel
+from edgellm.kernels.decode.tilings import TiledGpu, tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 
@@ -22,7 +22,7 @@ def older_module(gpu):
     """The tiled kernels as for sm_80, which the driver translates for this GPU."""
     module = KernelModule("compute_80", gpu.stream.handle)
     try:
-        module.load(tiled_source("float16", 32))
+        module.load(tiled_kernel("linear", "float16", tilings(1, TiledGpu(1, 101_376, False))[0]).source)
     except KernelError as error:
         if "UNSUPPORTED_PTX_VERSION" not in str(error):
             raise
