@@ -3,7 +3,7 @@
 
 #include "acceptance.cuh"
 #include "filter_workspace.cuh"
-#include "philox.cuh"
+#include "shared/philox.cuh"
 
 namespace acceptance {
 

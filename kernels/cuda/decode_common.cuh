@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "programmatic_launch.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace decode {
 

@@ -6,7 +6,7 @@
 // reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a
 // tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
 // where the blocks of the cluster read them and add them in order.
-#include "clusters.cuh"
+#include "shared/clusters.cuh"
 #include "decode_outputs.cuh"
 #include "decode_tiled_ring.cuh"
 

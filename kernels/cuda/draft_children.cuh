@@ -3,8 +3,8 @@
 #pragma once
 
 #include "draft_tree.cuh"
-#include "log_softmax.cuh"
-#include "reductions.cuh"
+#include "shared/log_softmax.cuh"
+#include "shared/reductions.cuh"
 
 namespace draft {
 

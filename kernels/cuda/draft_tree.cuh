@@ -2,7 +2,7 @@
 #pragma once
 
 #include "embedding_lookup.cuh"
-#include "ordered_keys.cuh"
+#include "shared/ordered_keys.cuh"
 #include "prepare_attention.cuh"
 
 namespace draft {

@@ -1,19 +1,93 @@
-#include "filter_workspace.cuh"
+// The bounds of top-k, top-p and min-p, in three launches:
+//
+// 1. filter_range: the row's largest and smallest value.
+// 2. filter_histogram: how many values, and how much probability, lie in each bin of distance from the maximum.
+// 3. filter_select: from the histogram, the bins in which the bounds of top-k and top-p lie; their values are gathered,
+//    and the row's last block selects the exact bounds among them by radix selection.
+//
+// All sums are of integers, so their order does not matter.
+#include "sampling/arguments.cuh"
+#include "shared/groups.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/portable_math.cuh"
+#include "shared/reductions.cuh"
 
-// First launch. Grid of all three: (blocks of a row, rows), FILTER_THREADS threads.
-extern "C" __global__ void filter_range(
-    const float* processed, const int* top_k, const float* top_p, const float* min_p, FilterRow* rows,
-    unsigned vocabulary) {
+constexpr unsigned BINS = 1024;
+constexpr float BINS_PER_UNIT = 16.0f;  // of logits, at least; the last bin takes everything 64 and more below the maximum
+static_assert(ROW_THREADS == BINS / 2, "a thread has two bins");
+constexpr unsigned LIST_CAPACITY = 4096;
+
+// One row's memory; zeroed before the first call and again at the end of each.
+struct FilterRow {
+    unsigned long long weights[BINS];  // fixed-point probabilities
+    unsigned counts[BINS];
+    unsigned maximum;           // ordered key
+    unsigned inverted_minimum;  // ~ordered key, of the values above -inf; so 0 stands for "none" here too
+    unsigned finished;
+    unsigned gathered[2];
+    unsigned padding[3];
+    float lists[2][LIST_CAPACITY];  // values in the bin of the k-th largest; values where top-p may end
+};
+static_assert(sizeof(FilterRow) == FILTER_ROW_BYTES, "the host allocates rows of another size");
+
+struct FilterSettings {
+    bool filters_k, filters_p, filters_min;
+    unsigned top_k;
+    float top_p, min_p;
+};
+
+__device__ inline FilterSettings row_settings(const FilterThresholdArguments& a) {
+    unsigned slot = blockIdx.y / (a.B / a.S);
+    int k = a.rows.top_k[slot];
+    float p = a.rows.top_p[slot], least = a.rows.min_p[slot];
+    return {k > 0 && unsigned(k) < a.V, p < 1.0f, least > 0.0f, unsigned(k), p, least};
+}
+
+// How values of a row are put into bins. A narrow row has narrow bins, so that few values share one.
+struct Bins {
+    float maximum, per_unit;
+};
+
+__device__ inline Bins row_bins(const FilterRow& row) {
+    float maximum = key_value(row.maximum), minimum = key_value(~row.inverted_minimum);
+    return {maximum, fmaxf(BINS_PER_UNIT, float(BINS - 1) / (maximum - minimum))};
+}
+
+// Bin of a value, 0 for the largest; rounding is monotonic, so a larger value never has a higher bin.
+__device__ inline unsigned bin_of(float value, Bins bins) {
+    value = without_nan(value);
+    if (value == bins.maximum) return 0;
+    return unsigned(fminf((bins.maximum - value) * bins.per_unit, float(BINS - 1)));
+}
+
+// Adds `amount` to sums[index], in shared memory, for all lanes of a warp at once; 0 adds nothing. Where all lanes that
+// add have the same index, as in a row of equal values, one of them adds for all: else they would wait in line.
+template <class Amount, class Add>
+__device__ inline void warp_add(unsigned index, Amount amount, Add add) {
+    unsigned adding = __ballot_sync(ALL_LANES, amount != 0);
+    if (adding == 0) return;
+    unsigned first = __ffs(adding) - 1;
+    unsigned common = __shfl_sync(ALL_LANES, index, first);
+    if (__all_sync(ALL_LANES, amount == 0 || index == common)) {
+        Amount total = warp_sum(amount);
+        if (threadIdx.x % 32 == first) add(common, total);
+    } else if (amount != 0) {
+        add(index, amount);
+    }
+}
+
+// First launch. Grid of all three: (blocks of a row, rows), ROW_THREADS threads.
+__global__ void filter_range(FilterThresholdArguments a, FilterRow* rows) {
     __shared__ unsigned partial[MAXIMUM_WARPS];
-    FilterSettings settings = row_settings(top_k, top_p, min_p, vocabulary);
+    FilterSettings settings = row_settings(a);
     if (!settings.filters_k && !settings.filters_p && !settings.filters_min) return;
-    const float* row = processed + (size_t)blockIdx.y * vocabulary;
+    const float* row = a.processed + (size_t)blockIdx.y * a.V;
     bool aligned = aligned_16(row);
     const unsigned nothing = ordered_key(minus_infinity());
     unsigned maximum = 0, inverted_minimum = 0;
-    for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
+    for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(a.V);
          group += gridDim.x * blockDim.x) {
-        Group values = load_group(row, vocabulary, group, aligned);
+        Group values = load_group(row, a.V, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
             unsigned key = ordered_key(values.value[i]);
             maximum = max(maximum, key);
@@ -29,13 +103,11 @@ extern "C" __global__ void filter_range(
 }
 
 // Second launch.
-extern "C" __global__ void filter_histogram(
-    const float* processed, const int* top_k, const float* top_p, const float* min_p, FilterRow* rows,
-    unsigned vocabulary) {
+__global__ void filter_histogram(FilterThresholdArguments a, FilterRow* rows) {
     // Weights are summed in two halves, as shared memory adds 32 bits at once but 64 only in a loop. A block has fewer
     // than 2^16 values, so neither half overflows.
     __shared__ unsigned low_weights[BINS], high_weights[BINS], counts[BINS];
-    FilterSettings settings = row_settings(top_k, top_p, min_p, vocabulary);
+    FilterSettings settings = row_settings(a);
     if (!settings.filters_k && !settings.filters_p) return;
     for (unsigned bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
         low_weights[bin] = 0, high_weights[bin] = 0, counts[bin] = 0;
@@ -43,14 +115,14 @@ extern "C" __global__ void filter_histogram(
     __syncthreads();
     FilterRow& shared_row = rows[blockIdx.y];
     Bins bins = row_bins(shared_row);
-    const float* row = processed + (size_t)blockIdx.y * vocabulary;
+    const float* row = a.processed + (size_t)blockIdx.y * a.V;
     bool aligned = aligned_16(row);
-    unsigned groups = group_count(vocabulary);
+    unsigned groups = group_count(a.V);
     for (unsigned start = blockIdx.x * blockDim.x; start < groups; start += gridDim.x * blockDim.x) {
         unsigned group = start + threadIdx.x;  // beyond the end in the last warps, which must stay whole
-        Group values = load_group(row, vocabulary, group, aligned);
+        Group values = load_group(row, a.V, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
-            bool valid = 4 * group + i < vocabulary;
+            bool valid = 4 * group + i < a.V;
             unsigned bin = bin_of(values.value[i], bins);
             warp_add(bin, valid ? 1u : 0u, [&](unsigned index, unsigned amount) {
                 atomicAdd(counts + index, amount);
@@ -189,21 +261,19 @@ __device__ inline unsigned select_key(Source source, BinRange range, Bins bins, 
 }
 
 // Third launch.
-extern "C" __global__ void filter_select(
-    const float* processed, const int* top_k, const float* top_p, const float* min_p, FilterRow* rows,
-    float* thresholds, unsigned vocabulary) {
+__global__ void filter_select(FilterThresholdArguments a, FilterRow* rows) {
     __shared__ unsigned long long weights[BINS];  // sums up to and with each bin
     __shared__ unsigned counts[BINS];
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ unsigned bin_k, first_p, last_p, is_last;
-    FilterSettings settings = row_settings(top_k, top_p, min_p, vocabulary);
+    FilterSettings settings = row_settings(a);
     FilterRow& shared_row = rows[blockIdx.y];
     Bins bins = row_bins(shared_row);
     unsigned bound = ordered_key(minus_infinity());
     if (settings.filters_min) bound = ordered_key(bins.maximum + portable_log(settings.min_p));
     if (!settings.filters_k && !settings.filters_p) {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
-            thresholds[blockIdx.y] = key_value(bound);
+            a.thresholds[blockIdx.y] = key_value(bound);
             shared_row.maximum = 0, shared_row.inverted_minimum = 0;
         }
         return;
@@ -232,14 +302,14 @@ extern "C" __global__ void filter_select(
     __syncthreads();
     BinRange range_p = {first_p, last_p, first_p == 0 ? 0 : weights[first_p - 1]};
 
-    const float* row = processed + (size_t)blockIdx.y * vocabulary;
+    const float* row = a.processed + (size_t)blockIdx.y * a.V;
     bool aligned = aligned_16(row);
-    unsigned groups = group_count(vocabulary);
+    unsigned groups = group_count(a.V);
     for (unsigned start = blockIdx.x * blockDim.x; start < groups; start += gridDim.x * blockDim.x) {
         unsigned group = start + threadIdx.x;
-        Group values = load_group(row, vocabulary, group, aligned);
+        Group values = load_group(row, a.V, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
-            bool valid = 4 * group + i < vocabulary;
+            bool valid = 4 * group + i < a.V;
             unsigned bin = bin_of(values.value[i], bins);
             bool wanted_k = valid && settings.filters_k && bin == range_k.first;
             bool wanted_p = valid && settings.filters_p && bin >= range_p.first && bin <= range_p.last;
@@ -254,7 +324,7 @@ extern "C" __global__ void filter_select(
     if (!is_last) return;
 
     unsigned gathered_k = __ldcg(shared_row.gathered), gathered_p = __ldcg(shared_row.gathered + 1);
-    Source whole_row = {row, vocabulary};
+    Source whole_row = {row, a.V};
     Source source_k = gathered_k <= LIST_CAPACITY ? Source{shared_row.lists[0], gathered_k} : whole_row;
     Source source_p = gathered_p <= LIST_CAPACITY ? Source{shared_row.lists[1], gathered_p} : whole_row;
     unsigned long long total = most;
@@ -281,6 +351,6 @@ extern "C" __global__ void filter_select(
     if (threadIdx.x < 2) shared_row.gathered[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         shared_row.maximum = 0, shared_row.inverted_minimum = 0;
-        thresholds[blockIdx.y] = key_value(bound);
+        a.thresholds[blockIdx.y] = key_value(bound);
     }
 }

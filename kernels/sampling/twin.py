@@ -1,4 +1,4 @@
-"""The kernels in NumPy: they define what `CudaKernels` computes, and run where there is no GPU."""
+"""The kernels of a plain step in NumPy: they define what `CudaSampling` computes, and run where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import math
 
 import numpy as np
 
-from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.checks import IN_PROMPT, check_host_arguments
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.portable_math import fixed_point_exp, gumbel, log
 from edgellm.kernels.random_numbers import philox_4x32
+from edgellm.kernels.sampling.contract import (
+    IN_PROMPT,
+    ModelTables,
+    SamplingKernels,
+    SamplingRows,
+    SequenceState,
+    StepInputs,
+)
 
+_check = Contracts(SamplingKernels, np.ndarray)
 _COUNT_BITS = IN_PROMPT - 1
 _MINUS_INFINITY = np.float32(-np.inf)
 #: How many of the largest values are tried as the set that top-p keeps before all are sorted.
@@ -22,172 +30,90 @@ _INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "uint16": 0x7F80}
 _LOOKED_AT = 1 << 17
 
 
-class NumpyKernels:
-    """See `edgellm.kernels.interface.Kernels`; arrays are NumPy arrays, bfloat16 ones hold its bits as uint16.
+class NumpySampling:
+    """See `edgellm.kernels.sampling.contract.SamplingKernels`; bfloat16 arrays hold its bits as uint16."""
 
-    A NaN among logits counts as -inf; a row without any larger value selects id 0.
-    """
-
-    def embedding_lookup(self, table: np.ndarray, token_ids: np.ndarray, inputs_embeds: np.ndarray) -> None:
-        """Copy rows of `table` [V, H] named by `token_ids` [B, T] to `inputs_embeds` [B, T, H]; zeros for others."""
-        sizes = check_host_arguments("embedding_lookup", table, token_ids, inputs_embeds)
-        # take with mode="clip" writes straight into `out`; its checking mode would go through a buffer
-        np.take(table, token_ids, axis=0, out=inputs_embeds, mode="clip")
-        unknown = (token_ids < 0) | (token_ids >= sizes["V"])
-        if unknown.any():
-            inputs_embeds[unknown] = 0
-
-    def prepare_attention(
-        self,
-        kvcache_start_index: np.ndarray,
-        position_offsets: np.ndarray,
-        rotary_table: np.ndarray,
-        rope_rotary_cos_sin: np.ndarray,
-        attention_mask: np.ndarray,
-    ) -> None:
-        """Rotary rows [B, T, R] and causal mask [B, 1, T, L] of T tokens after `kvcache_start_index` [B] rows."""
-        sizes = check_host_arguments(
-            "prepare_attention",
-            kvcache_start_index,
-            position_offsets,
-            rotary_table,
-            rope_rotary_cos_sin,
-            attention_mask,
-        )
-        rows = kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
-        np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=attention_mask)
-        store_rounded(rotary_table.take(rows + position_offsets[:, None], axis=0, mode="clip"), rope_rotary_cos_sin)
-
-    def prepare_step(
-        self,
-        table: np.ndarray,
-        token_ids: np.ndarray,
-        inputs_embeds: np.ndarray,
-        kvcache_start_index: np.ndarray,
-        position_offsets: np.ndarray,
-        rotary_table: np.ndarray,
-        rope_rotary_cos_sin: np.ndarray,
-        attention_mask: np.ndarray,
-    ) -> None:
-        """`embedding_lookup` and `prepare_attention` at once."""
-        embedding = (table, token_ids, inputs_embeds)
-        attention = (kvcache_start_index, position_offsets, rotary_table, rope_rotary_cos_sin, attention_mask)
-        check_host_arguments("prepare_step", *embedding, *attention)
-        self.embedding_lookup(*embedding)
-        self.prepare_attention(*attention)
-
-    def insert_image_rows(
-        self,
-        image_rows: np.ndarray,
-        token_ids: np.ndarray,
-        target: np.ndarray,
-        inserted: np.ndarray,
-        image_token_id: int,
-        first_row: int,
-    ) -> None:
-        """Rows of `image_rows` [M, H] from `first_row` on at the image tokens among `token_ids` [1, T]."""
-        sizes = check_host_arguments("insert_image_rows", image_rows, token_ids, target, inserted)
-        places = np.flatnonzero(token_ids[0] == image_token_id)
-        rows = first_row + np.arange(len(places))
-        known = (rows >= 0) & (rows < sizes["M"])
-        target[0, places[known]] = image_rows[rows[known]]
-        inserted += known.sum(dtype=np.int32)
-
-    def mrope_rotary_rows(
-        self, positions: np.ndarray, axes: np.ndarray, rotary_table: np.ndarray, rope_rotary_cos_sin: np.ndarray
-    ) -> None:
-        """Rotary rows [1, T, R] of tokens at `positions` [3, T]: column i follows the axis axes[i]."""
-        sizes = check_host_arguments("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
-        rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
-        store_rounded(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)
+    def prepare_step(self, tables: ModelTables, token_ids: np.ndarray, inputs: StepInputs) -> None:
+        """Embeddings, rotary rows and mask of tokens that follow the committed ones; see the contract."""
+        sizes = _check("prepare_step", tables, token_ids, inputs)
+        rows = inputs.kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
+        np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=inputs.attention_mask)
+        look_up(tables, token_ids, rows + tables.position_offsets[:, None], inputs)
 
     def argmax(self, logits: np.ndarray, tokens: np.ndarray, state: SequenceState | None = None) -> None:
-        """`tokens` [B]: the lowest id of the largest of `logits` [B, V]; a `state` takes them."""
-        check_host_arguments("argmax" if state is None else "argmax_and_advance", logits, tokens, *(state or ()))
+        """The lowest id of the largest logits of each row; a `state` takes them. See the contract."""
+        _check("argmax", logits, tokens, state)
         for row, values in enumerate(logits):
             tokens[row] = _argmax(values)
         if state is not None:
             _advance(tokens, state)
 
     def process_logits(
-        self,
-        logits: np.ndarray,
-        token_counts: np.ndarray,
-        repetition_penalty: np.ndarray,
-        presence_penalty: np.ndarray,
-        frequency_penalty: np.ndarray,
-        temperature: np.ndarray,
-        processed: np.ndarray,
+        self, logits: np.ndarray, token_counts: np.ndarray, rows: SamplingRows, processed: np.ndarray
     ) -> None:
-        """Penalties, then temperature, `logits` [B, V] to `processed` [B, V]; neutral settings cost nothing."""
-        check_host_arguments(
-            "process_logits",
-            logits,
-            token_counts,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            temperature,
-            processed,
-        )
+        """Penalties, then temperature; neutral settings cost nothing. See the contract."""
+        sizes = _check("process_logits", logits, token_counts, rows, processed)
         if processed is not logits:
             np.copyto(processed, logits)
         for row, values in enumerate(processed):
-            repetition, presence, frequency = repetition_penalty[row], presence_penalty[row], frequency_penalty[row]
+            slot = row // (sizes["B"] // sizes["S"])
+            repetition, presence, frequency, temperature = (setting[slot] for setting in rows[:4])
             if repetition != 1 or presence != 0 or frequency != 0:
                 _penalize(values, token_counts[row], repetition, presence, frequency)
-            if temperature[row] not in (0, 1):
-                np.divide(values, temperature[row], out=values)
+            if temperature not in (0, 1):
+                np.divide(values, temperature, out=values)
 
-    def filter_threshold(
-        self,
-        processed: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        thresholds: np.ndarray,
-    ) -> None:
-        """`thresholds` [B]: exactly the values of `processed` [B, V] that are at least this pass; -inf where all do."""
-        check_host_arguments("filter_threshold", processed, top_k, top_p, min_p, thresholds)
+    def filter_threshold(self, processed: np.ndarray, rows: SamplingRows, thresholds: np.ndarray) -> None:
+        """The bound of top-k, top-p and min-p of each row; see the contract."""
+        sizes = _check("filter_threshold", processed, rows, thresholds)
         for row, values in enumerate(processed):
-            thresholds[row] = _threshold(values, int(top_k[row]), top_p[row], min_p[row])
+            slot = row // (sizes["B"] // sizes["S"])
+            thresholds[row] = _threshold(values, int(rows.top_k[slot]), rows.top_p[slot], rows.min_p[slot])
 
     def sample(
         self,
         processed: np.ndarray,
         thresholds: np.ndarray,
-        temperature: np.ndarray,
-        seeds: np.ndarray,
-        sequences: np.ndarray,
+        rows: SamplingRows,
         positions: np.ndarray,
         tokens: np.ndarray,
         state: SequenceState | None = None,
     ) -> None:
-        """Draw `tokens` [B] by Gumbel-max from `processed` [B, V] where >= `thresholds` [B]; a `state` takes them."""
-        arrays = (processed, thresholds, temperature, seeds, sequences, positions, tokens)
-        check_host_arguments("sample" if state is None else "sample_and_advance", *arrays, *(state or ()))
+        """Draw a token of each row by Gumbel-max; a `state` takes them. See the contract."""
+        sizes = _check("sample", processed, thresholds, rows, positions, tokens, state)
         for row, values in enumerate(processed):
+            slot = row // (sizes["B"] // sizes["S"])
             ids = np.flatnonzero(_without_nan(values) >= thresholds[row])
             if not ids.size:
                 tokens[row] = 0
                 continue
             scores = _without_nan(values[ids])
-            if temperature[row] != 0:
-                scores += _gumbel_of_ids(ids, int(seeds[row]), int(sequences[row]), int(positions[row]))
+            if rows.temperature[slot] != 0:
+                scores += _gumbel_of_ids(ids, int(rows.seeds[slot]), int(rows.sequences[slot]), int(positions[row]))
             tokens[row] = ids[scores.argmax()]
         if state is not None:
             _advance(tokens, state)
 
     def count_tokens(self, token_ids: np.ndarray, token_counts: np.ndarray) -> None:
-        """Clear `token_counts` [V] and mark those of `token_ids` [N] that are ids of it as `IN_PROMPT`."""
-        sizes = check_host_arguments("count_tokens", token_ids, token_counts)
+        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
+        sizes = _check("count_tokens", token_ids, token_counts)
         token_counts.fill(0)
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
 
     def first_not_finite(self, values: np.ndarray, index: np.ndarray) -> None:
-        """`index` [1]: that of the first of `values` [N] that is infinite or NaN; -1 where none is."""
-        check_host_arguments("first_not_finite", values, index)
+        """The index of the first value that is infinite or NaN; see the contract."""
+        _check("first_not_finite", values, index)
         index[0] = first_not_finite(values)
+
+
+def look_up(tables: ModelTables, token_ids: np.ndarray, places: np.ndarray, inputs: StepInputs) -> None:
+    """Rows of `token_ids` [B, T] (zeros for unknown ids) and of the rotary `places` [B, T or 1], clamped, to `inputs`."""
+    # take with mode="clip" writes straight into `out`; its checking mode would go through a buffer
+    np.take(tables.embedding, token_ids, axis=0, out=inputs.inputs_embeds, mode="clip")
+    unknown = (token_ids < 0) | (token_ids >= len(tables.embedding))
+    if unknown.any():
+        inputs.inputs_embeds[unknown] = 0
+    store_rounded(tables.rotary.take(places, axis=0, mode="clip"), inputs.rope_rotary_cos_sin)
 
 
 def first_not_finite(values: np.ndarray) -> int:
@@ -205,14 +131,6 @@ def first_not_finite(values: np.ndarray) -> int:
             found = (unsigned[piece] & (sign - 1)) >= infinity
             return start + int(found.argmax())
     return -1
-
-
-def store_rounded(values: np.ndarray, target: np.ndarray) -> None:
-    """Set `target` of a compute dtype (uint16: bfloat16) from float32 values of its shape, or that broadcast to it."""
-    if target.dtype == np.uint16:
-        target[...] = bfloat16_bits(values)
-    else:
-        np.copyto(target, values, casting="same_kind")
 
 
 def _advance(tokens: np.ndarray, state: SequenceState) -> None:
@@ -259,7 +177,7 @@ def _penalize(
 
 
 def _threshold(values: np.ndarray, top_k: int, top_p: np.float32, min_p: np.float32) -> np.float32:
-    """The bound of top-k, top-p and min-p on one row; see the interface for their meaning."""
+    """The bound of top-k, top-p and min-p on one row; see the contract for their meaning."""
     filters_k, filters_p, filters_min = 0 < top_k < values.size, top_p < 1, min_p > 0
     if not (filters_k or filters_p or filters_min):
         return _MINUS_INFINITY

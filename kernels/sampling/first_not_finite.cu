@@ -1,4 +1,8 @@
 // Where a tensor of any length, from any element of memory on, is first infinite or NaN.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "sampling/arguments.cuh"
 
 // Whether any of the values in a word has every bit of its exponent set. EXPONENT has those of one value; one of 16 bits
 // stands in each half of the word.
@@ -9,11 +13,20 @@ __device__ inline bool has_not_finite(unsigned word) {
     return (word & EXPONENT) == EXPONENT || (PAIR && (word & UPPER) == UPPER);
 }
 
+template <class Compute> struct Format;
+template <> struct Format<float> { using Bits = unsigned; static constexpr unsigned EXPONENT = 0x7f800000u; };
+template <> struct Format<__half> { using Bits = unsigned short; static constexpr unsigned EXPONENT = 0x7c00u; };
+template <> struct Format<__nv_bfloat16> { using Bits = unsigned short; static constexpr unsigned EXPONENT = 0x7f80u; };
+
 // Each thread looks at groups of 16 bytes whose addresses allow one load, in ascending order, so that the first that it
 // finds is its lowest; the values before the first group and behind the last are the first threads' besides. `index`
 // is all ones, which is more than any index, or what an earlier thread found.
-template <class Bits, unsigned EXPONENT>
-__device__ inline void find_not_finite(const Bits* values, unsigned long long* index, size_t count) {
+template <class Compute>
+__global__ void first_not_finite(FirstNotFiniteArguments a) {
+    using Bits = typename Format<Compute>::Bits;
+    constexpr unsigned EXPONENT = Format<Compute>::EXPONENT;
+    const Bits* values = reinterpret_cast<const Bits*>(a.values);
+    size_t count = a.N;
     constexpr unsigned PER_GROUP = 16 / sizeof(Bits);
     constexpr size_t NONE = ~size_t(0);
     size_t head = min(count, size_t((16 - (size_t(values) & 15)) % 16 / sizeof(Bits)));
@@ -33,14 +46,5 @@ __device__ inline void find_not_finite(const Bits* values, unsigned long long* i
         }
     }
     if (thread < count - tail) look_at(tail + thread);
-    if (found != NONE) atomicMin(index, (unsigned long long)found);
+    if (found != NONE) atomicMin(reinterpret_cast<unsigned long long*>(a.index), (unsigned long long)found);
 }
-
-#define FIRST_NOT_FINITE(NAME, BITS, EXPONENT)                                                                        \
-    extern "C" __global__ void NAME(const BITS* values, unsigned long long* index, size_t count) {                    \
-        find_not_finite<BITS, EXPONENT>(values, index, count);                                                        \
-    }
-
-FIRST_NOT_FINITE(first_not_finite_float32, unsigned, 0x7f800000u)
-FIRST_NOT_FINITE(first_not_finite_float16, unsigned short, 0x7c00u)
-FIRST_NOT_FINITE(first_not_finite_bfloat16, unsigned short, 0x7f80u)

@@ -2,8 +2,8 @@
 // holds only while the compiler may not fuse multiplications with additions (--fmad=false).
 #pragma once
 
-#include "ordered_keys.cuh"
-#include "portable_math.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/portable_math.cuh"
 
 namespace draft {
 

@@ -1,7 +1,7 @@
 // Rows of the vocabulary in groups of four neighbouring tokens: one vector load where the address allows it.
 #pragma once
 
-#include "ordered_keys.cuh"
+#include "shared/ordered_keys.cuh"
 
 struct Group {
     float value[4];

@@ -1,14 +1,20 @@
 // Penalties and temperature of one row of logits, spread over the blocks of a row (blockIdx.x).
 #pragma once
 
-#include "groups.cuh"
+#include "sampling/arguments.cuh"
+#include "shared/groups.cuh"
 
-constexpr int COUNT_BITS = 0x3fffffff;
+constexpr int COUNT_BITS = IN_PROMPT - 1;
 
 struct LogitSettings {
     float repetition, presence, frequency, temperature;
     __device__ bool penalizes() const { return repetition != 1.0f || presence != 0.0f || frequency != 0.0f; }
 };
+
+__device__ inline LogitSettings logit_settings(const SamplingRows& rows, unsigned slot) {
+    return {rows.repetition_penalty[slot], rows.presence_penalty[slot], rows.frequency_penalty[slot],
+            rows.temperature[slot]};
+}
 
 // A token seen in the prompt or generated; `seen` is its count as of Kernels.process_logits, not 0.
 __device__ inline float penalized(float value, int seen, const LogitSettings& settings) {
