@@ -6,8 +6,9 @@ import ctypes
 from dataclasses import dataclass
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 
 #: The most new tokens of a sequence.
 MAX_TOKENS = 64
@@ -108,7 +109,7 @@ def attention_launch(
     steps = 4 if size <= 64 else 8 if size <= 128 else 16
     grid = (groups, kv_heads, batch * token_blocks)
     name, shared = f"decode_attention_{steps}_{k_cache.dtype}", geometry.shared_bytes(tokens, size)
-    return Launch(kernels, name, grid, _TEAM_THREADS * geometry.teams, shared, arguments)
+    return Launch(kernels, Kernel(OTHER_KERNELS, name), grid, _TEAM_THREADS * geometry.teams, shared, arguments)
 
 
 def attention_geometry(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.decode_attention import attention_launch, attention_shared_bytes
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 
 #: The most rows of a step (its tokens, of all sequences together): the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
@@ -207,7 +208,7 @@ class CudaDecodeKernels(KernelModule):
         self, name: str, geometry: _Geometry, rows: int, unit: int, shared_bytes: int, arguments: Sequence[Any]
     ) -> Launch:
         blocks = min(-(-rows // unit), self.multiprocessors * geometry.blocks_per_multiprocessor)
-        return Launch(self, name, (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
+        return Launch(self, Kernel(OTHER_KERNELS, name), (blocks, 1, 1), 32 * _WARPS, shared_bytes, arguments)
 
     attention = attention_launch
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.decode_attention import attention_shared_bytes
 from edgellm.kernels.decode_kernels import check_room, feature_arguments, padded_columns, slice_steps
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 from edgellm.kernels.linear_tilings import TiledGpu, Tiling, fastest_tiling, tilings
 from edgellm.kernels.tensor_maps import tensor_map
 
@@ -60,7 +61,8 @@ class CudaTiledKernels:
             ctypes.c_int(keeps_raw),
         )
         shared = 8 * (_NORM_SLICES + 1) * 4 + 2 * padded_columns(columns)
-        return Launch(self._module, f"decode_norm_{output.dtype}", (1, rows, 1), _NORM_THREADS, shared, arguments)
+        kernel = Kernel(OTHER_KERNELS, f"decode_norm_{output.dtype}")
+        return Launch(self._module, kernel, (1, rows, 1), _NORM_THREADS, shared, arguments)
 
     def linear(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, output: DeviceArray) -> Launch:
         """See `numpy_tiled_decode_kernels.linear`."""
@@ -128,7 +130,15 @@ class CudaTiledKernels:
         )
         grid, cluster = (tiling.blocks(every_row) // tiling.splits, tiling.splits, 1), (1, tiling.splits, 1)
         name = f"decode_tiled_{name}_{tiling.rows}_{tiling.weight_rows}_{weight.dtype}"
-        return Launch(module, name, grid, _THREADS, tiling.shared_bytes(stages, self.gpu), arguments, cluster)
+        return Launch(
+            module,
+            Kernel(OTHER_KERNELS, name),
+            grid,
+            _THREADS,
+            tiling.shared_bytes(stages, self.gpu),
+            arguments,
+            cluster,
+        )
 
 
 def tiled_shared_bytes(tokens: int, hidden_size: int, head_size: int, shared_limit: int) -> int:

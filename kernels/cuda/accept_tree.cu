@@ -1,4 +1,4 @@
-#include "acceptance.cuh"
+#include "cuda/acceptance.cuh"
 #include "shared/groups.cuh"
 #include "shared/ordered_keys.cuh"
 #include "shared/programmatic_launch.cuh"

@@ -1,7 +1,7 @@
 // How the activations of decode_linear.cu come into shared memory: normalized or as they are, once for all units of weights
 // or in a ring beside them.
 #pragma once
-#include "decode_common.cuh"
+#include "cuda/decode_common.cuh"
 
 namespace decode {
 

@@ -11,9 +11,9 @@
 // The 16 rows of an instruction are tokens times the query heads of one key-value head. Four warps, a team, compute a tile
 // for them: each the scores of 16 keys, then a quarter of the head. Where new keys stand, each token has keys of its own:
 // those 16 are then multiplied once for every token, whose rows alone are kept.
-#include "decode_attention_heads.cuh"
-#include "decode_attention_parts.cuh"
-#include "decode_attention_tile.cuh"
+#include "cuda/decode_attention_heads.cuh"
+#include "cuda/decode_attention_parts.cuh"
+#include "cuda/decode_attention_tile.cuh"
 
 namespace decode {
 namespace keys_by_position {

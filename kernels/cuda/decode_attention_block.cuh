@@ -1,6 +1,6 @@
 // What a block of the attention kernel works on: its arguments, its place in the grid, its memory.
 #pragma once
-#include "decode_fragments.cuh"
+#include "cuda/decode_fragments.cuh"
 
 namespace decode {
 namespace keys_by_position {

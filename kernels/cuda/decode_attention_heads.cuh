@@ -1,6 +1,6 @@
 // Which keys a block's tokens have, and their queries, keys and values made ready: norm, rotary embedding, KV rows.
 #pragma once
-#include "decode_attention_block.cuh"
+#include "cuda/decode_attention_block.cuh"
 
 namespace decode {
 namespace keys_by_position {

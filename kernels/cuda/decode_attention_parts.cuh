@@ -1,6 +1,6 @@
 // What attention over some keys leaves of a row, and how such parts are merged.
 #pragma once
-#include "decode_attention_block.cuh"
+#include "cuda/decode_attention_block.cuh"
 
 namespace decode {
 namespace keys_by_position {

@@ -1,6 +1,6 @@
 // Attention of 16 rows over a tile of keys, on tensor cores: scores, softmax, weighted values.
 #pragma once
-#include "decode_attention_block.cuh"
+#include "cuda/decode_attention_block.cuh"
 
 namespace decode {
 namespace keys_by_position {

@@ -1,6 +1,6 @@
 // Fragments of the tensor-core instruction, read from shared memory and made of scores.
 #pragma once
-#include "decode_common.cuh"
+#include "cuda/decode_common.cuh"
 
 namespace decode {
 

@@ -7,8 +7,8 @@
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
 // activations half as often) and from those of decode_tiled_linear.cu.
-#include "decode_activations.cuh"
-#include "decode_outputs.cuh"
+#include "cuda/decode_activations.cuh"
+#include "cuda/decode_outputs.cuh"
 
 namespace decode {
 

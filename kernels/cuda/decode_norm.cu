@@ -1,6 +1,6 @@
 // RMS norm of many rows, once for all blocks of the linear layer that follows; the same bits as where the layer norms its
 // own activations.
-#include "decode_activations.cuh"
+#include "cuda/decode_activations.cuh"
 
 namespace decode {
 

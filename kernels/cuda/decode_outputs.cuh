@@ -1,6 +1,6 @@
 // What becomes of the sums of the linear layers in decode_linear.cu and decode_tiled_linear.cu.
 #pragma once
-#include "decode_common.cuh"
+#include "cuda/decode_common.cuh"
 
 namespace decode {
 

@@ -7,8 +7,8 @@
 // tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
 // where the blocks of the cluster read them and add them in order.
 #include "shared/clusters.cuh"
-#include "decode_outputs.cuh"
-#include "decode_tiled_ring.cuh"
+#include "cuda/decode_outputs.cuh"
+#include "cuda/decode_tiled_ring.cuh"
 
 namespace decode {
 namespace tiled {

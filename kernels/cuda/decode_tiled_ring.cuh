@@ -1,7 +1,7 @@
 // How weights and activations of decode_tiled_linear.cu come into shared memory: a ring for each team of warps, a stage of
 // which holds one or two steps of 32 columns of a tile's weight rows, then of all rows of activations.
 #pragma once
-#include "decode_common.cuh"
+#include "cuda/decode_common.cuh"
 
 namespace decode {
 namespace tiled {

@@ -2,7 +2,7 @@
 // the kernel that follows puts the chunks together, every block for itself.
 #pragma once
 
-#include "draft_tree.cuh"
+#include "cuda/draft_tree.cuh"
 #include "shared/log_softmax.cuh"
 #include "shared/reductions.cuh"
 

@@ -1,4 +1,4 @@
-#include "draft_children.cuh"
+#include "cuda/draft_children.cuh"
 #include "shared/groups.cuh"
 #include "shared/programmatic_launch.cuh"
 

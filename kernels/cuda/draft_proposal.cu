@@ -1,5 +1,5 @@
-#include "draft_children.cuh"
-#include "draft_tree.cuh"
+#include "cuda/draft_children.cuh"
+#include "cuda/draft_tree.cuh"
 #include "shared/programmatic_launch.cuh"
 
 namespace draft {
