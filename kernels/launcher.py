@@ -8,7 +8,10 @@ from typing import Any
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+
+#: The type of a template's instantiation for arrays of a compute dtype.
+CUDA_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
 class Launcher:
@@ -20,7 +23,7 @@ class Launcher:
 
     def _launch(
         self,
-        name: str,
+        kernel: Kernel,
         grid: tuple[int, ...],
         threads: int,
         arguments: tuple[Any, ...],
@@ -35,7 +38,7 @@ class Launcher:
         one have written there what this one would have cleared.
         """
         try:
-            launch = Launch(self._module, name, (*grid, 1, 1)[:3], threads, shared_bytes, [*map(_argument, arguments)])
+            launch = Launch(self._module, kernel, (*grid, 1, 1)[:3], threads, shared_bytes, [*map(_argument, arguments)])
             if early:
                 launch.overlap_previous()
             launch()

@@ -1,41 +1,56 @@
-"""The image kernels in NumPy: they define what `CudaImageKernels` computes, and run where there is no GPU."""
+"""The image kernels in NumPy: they define what `CudaImages` computes, and run where there is no GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.checks import check_host_arguments
-from edgellm.kernels.image_interface import WEIGHT_BITS, check_patches, check_resampling
-from edgellm.kernels.numpy_kernels import store_rounded
+from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.contracts import Contracts
+from edgellm.kernels.images.contract import WEIGHT_BITS, ImageKernels, PatchGrid, ResamplingTables
+
+_check = Contracts(ImageKernels, np.ndarray)
 
 
-class NumpyImageKernels:
-    """See `edgellm.kernels.image_interface.ImageKernels`; bfloat16 arrays hold its bits as uint16."""
+class NumpyImages:
+    """See `edgellm.kernels.images.contract.ImageKernels`; bfloat16 arrays hold its bits as uint16."""
 
-    def resample(
-        self, pixels: np.ndarray, starts: np.ndarray, weights: np.ndarray, resampled: np.ndarray, axis: int
-    ) -> None:
-        """Resample along one axis; see the interface."""
-        sizes = check_host_arguments("resample", pixels, starts, weights, resampled)
-        check_resampling(sizes, axis)
-        resampled[...] = _resampled(pixels, starts, weights, axis)
+    def resample(self, pixels: np.ndarray, tables: ResamplingTables, resampled: np.ndarray) -> None:
+        """Resample along one axis; see the contract."""
+        _check("resample", pixels, tables, resampled)
+        resampled[...] = _resampled(pixels, tables)
 
     def resample_to_patches(
-        self,
-        pixels: np.ndarray,
-        starts: np.ndarray,
-        weights: np.ndarray,
-        table: np.ndarray,
-        patches: np.ndarray,
-        axis: int,
-        patch_size: int,
-        merge_size: int,
+        self, pixels: np.ndarray, tables: ResamplingTables, table: np.ndarray, grid: PatchGrid, patches: np.ndarray
     ) -> None:
-        """Resample along one axis, normalize, cut into patches; see the interface."""
-        sizes = check_host_arguments("resample_to_patches", pixels, starts, weights, table, patches)
-        frames = check_patches(sizes, axis, patch_size, merge_size)
-        rows = _resampled(pixels, starts, weights, axis)
-        store_rounded(normalized_patches(rows, table, patch_size, merge_size, frames), patches)
+        """Resample along one axis, normalize, cut into patches; see the contract."""
+        sizes = _check("resample_to_patches", pixels, tables, table, grid, patches)
+        frames = sizes["E"] // (3 * grid.patch_size**2)
+        store_rounded(normalized_patches(_resampled(pixels, tables), table, *grid, frames), patches)
+
+    def insert_image_rows(
+        self,
+        image_rows: np.ndarray,
+        token_ids: np.ndarray,
+        target: np.ndarray,
+        inserted: np.ndarray,
+        image_token_id: int,
+        first_row: int,
+    ) -> None:
+        """Rows of images in the place of their tokens' embeddings; see the contract."""
+        sizes = _check("insert_image_rows", image_rows, token_ids, target, inserted, image_token_id, first_row)
+        places = np.flatnonzero(token_ids[0] == image_token_id)
+        rows = first_row + np.arange(len(places))
+        known = (rows >= 0) & (rows < sizes["M"])
+        target[0, places[known]] = image_rows[rows[known]]
+        inserted += known.sum(dtype=np.int32)
+
+    def mrope_rotary_rows(
+        self, positions: np.ndarray, axes: np.ndarray, rotary_table: np.ndarray, rope_rotary_cos_sin: np.ndarray
+    ) -> None:
+        """Rotary rows of tokens with three positions; see the contract."""
+        sizes = _check("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
+        rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
+        store_rounded(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)
 
 
 def normalized_patches(
@@ -55,8 +70,9 @@ def normalized_patches(
     return result.reshape(rows * columns, -1)
 
 
-def _resampled(pixels: np.ndarray, starts: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
-    """`pixels` uint8 with K of them along `axis` made into each new one."""
+def _resampled(pixels: np.ndarray, tables: ResamplingTables) -> np.ndarray:
+    """`pixels` uint8 with K of them along the axis made into each new one."""
+    starts, weights, axis = tables
     shape = [1, 1, 1]
     shape[axis] = len(starts)
     total = np.array(1 << (WEIGHT_BITS - 1), np.int32)

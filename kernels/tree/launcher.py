@@ -1,28 +1,35 @@
-"""The draft tree's kernels on the GPU: compiled by NVRTC, launched through `cuda.bindings`."""
+"""The draft tree's kernels on the GPU.
+
+Each kernel may start while the one before it in the stream still runs, and waits for it before it reads anything.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from functools import lru_cache
 
-from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.checks import check_device_arguments
-from edgellm.kernels.cuda_kernels import OTHER_KERNELS
-from edgellm.kernels.draft_tree_checks import (
-    check_draft_vocabulary,
-    check_expansion,
-    check_proposal,
-    check_top_k,
-    check_verification,
-    check_workspace,
-)
-from edgellm.kernels.draft_tree_interface import Expansion
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
-from edgellm.kernels.log_softmax import CHUNK
+from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.tree.contract import (
+    MAXIMUM_DRAFT_VOCABULARY,
+    MAXIMUM_TOP_K,
+    MAXIMUM_TREE_TOKENS,
+    Candidates,
+    Expansion,
+    HiddenRows,
+    Level,
+    TreeKernels,
+    TreeNodes,
+    candidate_count,
+)
+from edgellm.kernels.tree.log_softmax import CHUNK
 
 _KEY_BYTES = 8
-_THREADS, _EXPAND_THREADS = 512, 1024  # as the kernels' sources say
+_THREADS, _EXPAND_THREADS = 512, 1024
 #: Threads that share one maximum in `draft_expand`, for few and for many of the best keys.
 _LANES_OF_FEW, _LANES_OF_MANY, _FEW = 32, 4, 16
 #: Shared memory for the lists that warps merge.
@@ -31,176 +38,101 @@ _LIST_BYTES = 32 << 10
 _KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 
-class CudaDraftTree:
-    """See `edgellm.kernels.draft_tree_interface.DraftTreeKernels`; arrays are `DeviceArray`, on the stream of `module`.
+@lru_cache
+def tree_source(dtype: str) -> ModuleSource:
+    """What drafting needs for a model of `dtype`."""
+    compute = CUDA_TYPES[dtype]
+    verifications = (f"draft_verification<{compute}, {kept}>" for kept in ("true", "false"))
+    return ModuleSource(
+        f"tree_{dtype}",
+        ("tree/expand.cu", "tree/proposal.cu", "tree/verification.cu"),
+        ("draft_expand", f"draft_proposal<{compute}>", *verifications),
+        (
+            ("CHUNK", CHUNK),
+            ("EXPAND_THREADS", _EXPAND_THREADS),
+            ("TREE_THREADS", _THREADS),
+            ("MAXIMUM_TOP_K", MAXIMUM_TOP_K),
+            ("MAXIMUM_TREE_TOKENS", MAXIMUM_TREE_TOKENS),
+        ),
+        (("tree/arguments.cuh", cuda_header(TreeKernels)),),
+    )
 
-    Each kernel may start while the one before it in the stream still runs, and waits for it before it reads anything.
-    """
 
-    def __init__(self, module: KernelModule) -> None:
-        self._module = module
+class CudaTree(Launcher):
+    """See `edgellm.kernels.tree.contract.TreeKernels`; arrays are `DeviceArray`."""
+
+    def __init__(self, module: KernelModule, dtype: str) -> None:
+        """For a model of `dtype`."""
+        super().__init__(module, TreeKernels)
+        self._dtype = dtype
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
         """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
-        check_top_k("expand_workspace_size", top_k)
-        check_draft_vocabulary("expand_workspace_size", draft_vocab_size)
+        if not 1 <= top_k <= MAXIMUM_TOP_K or draft_vocab_size > MAXIMUM_DRAFT_VOCABULARY:
+            raise KernelError(
+                f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected 1 "
+                f"to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
+            )
         return _workspace_bytes(batch, draft_vocab_size, top_k)
 
     def expand_frontier(
-        self,
-        level: int,
-        score: bool,
-        logits: DeviceArray,
-        draft_to_target: DeviceArray,
-        frontiers: DeviceArray,
-        candidate_tokens: DeviceArray,
-        candidate_scores: DeviceArray,
-        candidate_parents: DeviceArray,
-        workspace: DeviceArray,
+        self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion
     ) -> None:
-        """The K likeliest continuations of the root (level 1) or of each frontier node; see the interface."""
-        candidates = (candidate_tokens, candidate_scores, candidate_parents)
-        sizes = check_device_arguments("expand_frontier", logits, draft_to_target, frontiers, *candidates, workspace)
-        check_expansion(level, sizes)
-        _check_workspace("expand_frontier", workspace, sizes["B"], sizes["V"], sizes["K"])
-        rows, top_k = sizes["B"] * sizes["n"], sizes["K"]
-        lanes = _LANES_OF_FEW if top_k <= _FEW else _LANES_OF_MANY
-        arguments = (
-            pointer(logits),
-            *_partial_results(workspace, rows, _chunks(sizes["V"]), top_k),
-            *_unsigned(score, sizes["V"], top_k, lanes),
-        )
-        shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * top_k
-        self._launch("draft_expand", (_chunks(sizes["V"]), rows, 1), shared_bytes, arguments, _EXPAND_THREADS)
+        """The likeliest continuations of the root or of each frontier node; see the contract."""
+        arguments = (level, logits, candidates, expansion)
+        sizes = self._check("expand_frontier", *arguments)
+        _check_workspace("expand_frontier", sizes, expansion)
+        lanes = _LANES_OF_FEW if sizes["K"] <= _FEW else _LANES_OF_MANY
+        packed = self._check.pack("expand_frontier", sizes, *arguments)
+        shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * sizes["K"]
+        grid = (_chunks(sizes["U"]), sizes["B"] * sizes["n"])
+        kernel = Kernel(tree_source(self._dtype), "draft_expand")
+        self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes, early=True)
 
     def prepare_proposal(
         self,
-        level: int,
-        select: bool,
+        level: Level,
         committed: DeviceArray,
-        position_offsets: DeviceArray,
-        rotary_table: DeviceArray,
-        embedding: DeviceArray,
-        hidden_in: DeviceArray,
-        candidate_tokens: DeviceArray,
-        candidate_scores: DeviceArray,
-        candidate_parents: DeviceArray,
-        frontiers: DeviceArray,
-        inputs_embeds: DeviceArray,
-        hidden_out: DeviceArray,
-        kvcache_start_index: DeviceArray,
-        rope_rotary_cos_sin: DeviceArray,
-        attention_mask: DeviceArray,
+        tables: ModelTables,
+        candidates: Candidates,
+        hidden: HiddenRows,
+        inputs: StepInputs,
         expansion: Expansion | None,
     ) -> None:
-        """What the draft model reads in propose step `level`; see the interface."""
-        arrays = (
-            committed,
-            position_offsets,
-            rotary_table,
-            embedding,
-            hidden_in,
-            candidate_tokens,
-            candidate_scores,
-            candidate_parents,
-            frontiers,
-            inputs_embeds,
-            hidden_out,
-            kvcache_start_index,
-            rope_rotary_cos_sin,
-            attention_mask,
-        )
-        sizes = check_device_arguments("prepare_proposal", *arrays)
-        check_proposal(level, sizes, expansion)
-        item_size, top_k = ITEM_SIZES[embedding.dtype], sizes["K"]
-        rows = 1 if level == 1 else top_k
-        expanded, list_bytes = _expansion_arguments("prepare_proposal", expansion, sizes["B"], top_k)
-        arguments = (
-            *map(pointer, arrays),
-            *expanded,
-            *_unsigned(select, level, *(sizes[axis] for axis in "FCnPRLV")),
-            *map(ctypes.c_size_t, (sizes["H"] * item_size, sizes["G"] * item_size)),
-        )
-        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level - 1) * top_k)
-        name = f"draft_proposal_{embedding.dtype}"
-        self._launch(name, (top_k, sizes["B"], 1), shared_bytes, arguments)
+        """What the draft model reads in the propose step of a level; see the contract."""
+        arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
+        sizes = self._check("prepare_proposal", *arguments)
+        top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
+        mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion)
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level.number - 1) * top_k)
+        packed = self._check.pack("prepare_proposal", sizes, *arguments)
+        dtype = tables.embedding.dtype
+        kernel = Kernel(tree_source(dtype), f"draft_proposal<{CUDA_TYPES[dtype]}>")
+        self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes, early=True)
 
     def prepare_verification(
         self,
-        select: bool,
-        candidates: int,
-        token_ids: DeviceArray,
-        positions: DeviceArray,
-        committed: DeviceArray,
-        position_offsets: DeviceArray,
-        rotary_table: DeviceArray,
-        embedding: DeviceArray,
-        candidate_tokens: DeviceArray,
-        candidate_scores: DeviceArray,
-        candidate_parents: DeviceArray,
-        frontiers: DeviceArray,
-        selected: DeviceArray,
-        tree_tokens: DeviceArray,
-        tree_parents: DeviceArray,
-        tree_depths: DeviceArray,
-        tree_ancestors: DeviceArray,
-        draw_positions: DeviceArray,
-        inputs_embeds: DeviceArray,
-        rope_rotary_cos_sin: DeviceArray,
-        attention_mask: DeviceArray,
+        level: Level,
+        state: SequenceState,
+        tables: ModelTables,
+        candidates: Candidates,
+        tree: TreeNodes,
+        inputs: StepInputs,
         expansion: Expansion | None,
     ) -> None:
-        """The tree to verify and what the base model reads of it; see the interface."""
-        arrays = (
-            token_ids,
-            positions,
-            committed,
-            position_offsets,
-            rotary_table,
-            embedding,
-            candidate_tokens,
-            candidate_scores,
-            candidate_parents,
-            frontiers,
-            selected,
-            tree_tokens,
-            tree_parents,
-            tree_depths,
-            tree_ancestors,
-            draw_positions,
-            inputs_embeds,
-            rope_rotary_cos_sin,
-            attention_mask,
-        )
-        sizes = check_device_arguments("prepare_verification", *arrays)
-        check_verification(candidates, sizes, expansion)
-        top_k, keeps = sizes["K"], candidates <= _KEPT_CANDIDATES
-        level = 1 if expansion is None else expansion.level
-        expanded, list_bytes = _expansion_arguments("prepare_verification", expansion, sizes["B"], top_k)
-        rows = 0 if expansion is None else 1 if level == 1 else top_k
-        arguments = (
-            *map(pointer, arrays),
-            *expanded,
-            *_unsigned(level, sizes["F"], top_k, select, candidates),
-            *_unsigned(*(sizes[axis] for axis in "CSPRLV")),
-            ctypes.c_size_t(sizes["H"] * ITEM_SIZES[embedding.dtype]),
-        )
-        name = f"draft_verification_{'' if keeps else 'large_'}{embedding.dtype}"
-        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows
-        shared_bytes += _KEPT_BYTES * candidates if keeps else 0
-        self._launch(name, (sizes["T"], sizes["B"], 1), shared_bytes, arguments)
-
-    def _launch(
-        self,
-        name: str,
-        grid: tuple[int, int, int],
-        shared_bytes: int,
-        arguments: tuple[Any, ...],
-        threads: int = _THREADS,
-    ) -> None:
-        launch = Launch(self._module, Kernel(OTHER_KERNELS, name), grid, threads, shared_bytes, arguments)
-        launch.overlap_previous()
-        launch()
+        """The tree to verify and what the base model reads of it; see the contract."""
+        arguments = (level, state, tables, candidates, tree, inputs, expansion)
+        sizes = self._check("prepare_verification", *arguments)
+        top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
+        mergers, list_bytes = _mergers("prepare_verification", sizes, expansion)
+        rows = 0 if expansion is None else 1 if level.number == 1 else top_k
+        keeps = count <= _KEPT_CANDIDATES
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows + (_KEPT_BYTES * count if keeps else 0)
+        packed = self._check.pack("prepare_verification", sizes, *arguments)
+        dtype = tables.embedding.dtype
+        name = f"draft_verification<{CUDA_TYPES[dtype]}, {'true' if keeps else 'false'}>"
+        kernel, grid = Kernel(tree_source(dtype), name), (sizes["T"], sizes["B"])
+        self._launch(kernel, grid, _THREADS, (packed, mergers), shared_bytes, early=True)
 
 
 def _chunks(draft_vocab_size: int) -> int:
@@ -212,37 +144,24 @@ def _workspace_bytes(batch: int, draft_vocab_size: int, top_k: int) -> int:
     return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
 
 
-def _check_workspace(kernel: str, workspace: DeviceArray, batch: int, draft_vocab_size: int, top_k: int) -> None:
-    check_workspace(kernel, workspace.size, _workspace_bytes(batch, draft_vocab_size, top_k))
-    if workspace.pointer % 8:
-        raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 8 bytes")
+def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion) -> None:
+    needed = _workspace_bytes(sizes["B"], sizes["U"], sizes["K"])
+    if sizes["N"] < needed:
+        raise KernelError(
+            f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} (expand_workspace_size)"
+        )
+    if expansion.workspace.pointer % 8:
+        raise KernelError(
+            f"{kernel}: workspace starts at {expansion.workspace.pointer:#x}; expected a multiple of 8 bytes"
+        )
 
 
-def _partial_results(workspace: DeviceArray, rows: int, chunks: int, top_k: int) -> tuple[ctypes.c_void_p, ...]:
-    """Best keys, sums and maxima of the chunks of all rows."""
-    sums = workspace.pointer + _KEY_BYTES * rows * chunks * top_k
-    return tuple(map(ctypes.c_void_p, (workspace.pointer, sums, sums + 8 * rows * chunks)))
-
-
-def _expansion_arguments(
-    kernel: str, expansion: Expansion | None, batch: int, top_k: int
-) -> tuple[tuple[Any, ...], int]:
-    """What a kernel needs to finish an expansion, and its bytes of shared memory for lists to merge."""
+def _mergers(kernel: str, sizes: dict[str, int], expansion: Expansion | None) -> tuple[int, int]:
+    """How many warps finish an expansion, and bytes of shared memory for the lists that they merge."""
     if expansion is None:
-        return (*(ctypes.c_void_p(0) for _ in range(4)), *_unsigned(0, 0, 0)), 0
-    sizes = check_device_arguments("expansion", expansion.draft_to_target, expansion.workspace)
-    check_draft_vocabulary(kernel, sizes["V"])
-    _check_workspace(kernel, expansion.workspace, batch, sizes["V"], top_k)
-    chunks, rows = _chunks(sizes["V"]), 1 if expansion.level == 1 else top_k
-    list_bytes = _KEY_BYTES * chunks * top_k
+        return 0, 0
+    _check_workspace(kernel, sizes, expansion)
+    rows = 1 if sizes["level.number"] == 1 else sizes["K"]
+    list_bytes = _KEY_BYTES * _chunks(sizes["U"]) * sizes["level.width"]
     mergers = min(rows, _THREADS // 32, max(1, _LIST_BYTES // list_bytes))
-    arguments = (
-        *_partial_results(expansion.workspace, batch * rows, chunks, top_k),
-        pointer(expansion.draft_to_target),
-        *_unsigned(chunks, expansion.score, mergers),
-    )
-    return arguments, mergers * list_bytes
-
-
-def _unsigned(*values: int) -> tuple[ctypes.c_uint, ...]:
-    return tuple(map(ctypes.c_uint, values))
+    return mergers, mergers * list_bytes

@@ -1,14 +1,14 @@
-"""Frontiers, trees and masks of drafting for one sequence; `NumpyDraftTree` puts them together.
+"""Frontiers, trees and masks of drafting for one sequence; `NumpyTree` puts them together.
 
 Trees are small, so what follows their links is plain Python: a NumPy call costs as much as a dozen of its steps.
-Numbering of candidates, frontiers and padding: `edgellm.kernels.draft_tree_interface`.
+Numbering of candidates, frontiers and padding: `edgellm.kernels.tree.contract`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.draft_tree_interface import level_start
+from edgellm.kernels.tree.contract import Candidates, Level, TreeNodes, level_start
 
 
 def best_candidates(scores: np.ndarray, count: int) -> np.ndarray:
@@ -19,11 +19,11 @@ def best_candidates(scores: np.ndarray, count: int) -> np.ndarray:
     return places[scores[places] > -np.inf]
 
 
-def select_frontier(scores: np.ndarray, level: int, frontier: np.ndarray) -> None:
-    """Write the K best candidates of `level` by `scores` [C] float32, best first, to `frontier` [K]; -1 behind."""
+def select_frontier(scores: np.ndarray, level: Level, frontier: np.ndarray) -> None:
+    """Write the best candidates of `level` by `scores` [C] float32, best first, to `frontier` [K]; -1 behind."""
     top_k = frontier.size
-    start = level_start(level, top_k)
-    places = best_candidates(scores[start : level_start(level + 1, top_k)], top_k)
+    start = level_start(level.number, top_k)
+    places = best_candidates(scores[start : level_start(level.number + 1, top_k)], level.width)
     frontier[: places.size] = places + start
     frontier[places.size :] = -1
 
@@ -71,39 +71,28 @@ def write_mask(mask: np.ndarray, committed: int, rows: list[list[int]]) -> None:
     mask.reshape(-1)[flat] = True
 
 
-def build_tree(
-    root: int,
-    selected: np.ndarray,
-    candidate_tokens: np.ndarray,
-    candidate_parents: np.ndarray,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    depths: np.ndarray,
-    ancestors: np.ndarray,
-) -> list[list[int]]:
-    """Lay out the root and the `selected` [S] candidates as `tokens`, `parents`, `depths` [T], `ancestors` [T, T].
+def build_tree(root: int, candidates: Candidates, count: int, tree: TreeNodes) -> list[list[int]]:
+    """Lay out the root and the selected ones of the first `count` candidates of one sequence, as its `tree`.
 
-    `selected` is ascending, -1 behind; `candidate_tokens` and `candidate_parents` are [n] int32, and only indices
-    below n are candidates. Returns the places on the way from the root to each token. See
-    `DraftTreeKernels.prepare_verification`.
+    Returns the places on the way from the root to each token. See `TreeKernels.prepare_verification`.
     """
-    size = tokens.size
+    size = tree.tokens.size
     places = {-1: 0}  # of the candidates in the tree
     ways = [[place] for place in range(size)]
-    chosen = selected[: _candidates_at_start(selected, candidate_tokens.size)]
-    tokens[0] = root
-    tokens[1:] = -1
-    parents[...] = -1
-    found = zip(chosen.tolist(), candidate_tokens[chosen].tolist(), candidate_parents[chosen].tolist(), strict=True)
-    for place, (candidate, token, parent) in enumerate(found, 1):
+    chosen = candidates.selected[: _candidates_at_start(candidates.selected, count)]
+    tree.tokens[0] = root
+    tree.tokens[1:] = -1
+    tree.parents[...] = -1
+    tokens, parents = candidates.tokens[chosen].tolist(), candidates.parents[chosen].tolist()
+    for place, (candidate, token, parent) in enumerate(zip(chosen.tolist(), tokens, parents, strict=True), 1):
         above = places.get(parent)
         if token >= 0 and above is not None:
             places[candidate] = place
             ways[place] = [*ways[above], place]
-            tokens[place], parents[place] = token, above
-    depths[...] = [len(way) - 1 for way in ways]
-    ancestors[...] = False
-    ancestors.reshape(-1)[[row * size + place for row, way in enumerate(ways) for place in way]] = True
+            tree.tokens[place], tree.parents[place] = token, above
+    tree.depths[...] = [len(way) - 1 for way in ways]
+    tree.ancestors[...] = False
+    tree.ancestors.reshape(-1)[[row * size + place for row, way in enumerate(ways) for place in way]] = True
     return ways
 
 

@@ -1,4 +1,4 @@
-"""The normalizer of a log-softmax in NumPy, the same bits as `cuda/log_softmax.cuh` computes on every GPU.
+"""The normalizer of a log-softmax in NumPy, the same bits as log_softmax.cuh computes on every GPU.
 
 Floating-point sums depend on their order, which on a GPU is the schedule's. So exponentials are truncated to fixed
 point, 32 bits after the point, and summed exactly; the operations that make them are those that IEEE 754 rounds alike

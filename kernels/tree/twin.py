@@ -1,15 +1,23 @@
-"""The draft tree's kernels in NumPy: they define what `CudaDraftTree` computes, and run where there is no GPU."""
+"""The draft tree's kernels in NumPy: they define what `CudaTree` computes, and run where there is no GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.checks import check_host_arguments
-from edgellm.kernels.draft_tree_checks import check_expansion, check_proposal, check_verification
-from edgellm.kernels.draft_tree_interface import Expansion, level_start
-from edgellm.kernels.log_softmax import LogSoftmax
-from edgellm.kernels.numpy_kernels import NumpyKernels, store_rounded
-from edgellm.kernels.numpy_tree_layout import (
+from edgellm.kernels.contracts import Contracts
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.twin import look_up
+from edgellm.kernels.tree.contract import (
+    Candidates,
+    Expansion,
+    HiddenRows,
+    Level,
+    TreeKernels,
+    TreeNodes,
+    candidate_count,
+    level_start,
+)
+from edgellm.kernels.tree.layout import (
     ancestor_rows,
     build_tree,
     frontier_parents,
@@ -17,69 +25,54 @@ from edgellm.kernels.numpy_tree_layout import (
     select_nodes,
     write_mask,
 )
-from edgellm.kernels.top_values import largest
+from edgellm.kernels.tree.log_softmax import LogSoftmax
+from edgellm.kernels.tree.top_values import largest
 
 _MINUS_INFINITY = np.float32(-np.inf)
+_check = Contracts(TreeKernels, np.ndarray)
 
 
-class NumpyDraftTree:
-    """See `edgellm.kernels.draft_tree_interface.DraftTreeKernels`; bfloat16 arrays hold its bits as uint16."""
+class NumpyTree:
+    """See `edgellm.kernels.tree.contract.TreeKernels`; bfloat16 arrays hold its bits as uint16. No expansion waits."""
 
     def __init__(self) -> None:
         self._log_softmax = LogSoftmax()
-        self._kernels = NumpyKernels()
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
         """0: NumPy needs none."""
         return 0
 
     def expand_frontier(
-        self,
-        level: int,
-        score: bool,
-        logits: np.ndarray,
-        draft_to_target: np.ndarray,
-        frontiers: np.ndarray,
-        candidate_tokens: np.ndarray,
-        candidate_scores: np.ndarray,
-        candidate_parents: np.ndarray,
-        workspace: np.ndarray,
+        self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion
     ) -> None:
-        """The K likeliest continuations of the root (level 1) or of each frontier node; see the interface."""
-        sizes = check_host_arguments(
-            "expand_frontier",
-            logits,
-            draft_to_target,
-            frontiers,
-            candidate_tokens,
-            candidate_scores,
-            candidate_parents,
-            workspace,
-        )
-        check_expansion(level, sizes)
+        """The likeliest continuations of the root or of each frontier node; see the contract."""
+        sizes = _check("expand_frontier", level, logits, candidates, expansion)
         batch, rows, top_k = sizes["B"], sizes["n"], sizes["K"]
-        values = logits.reshape(batch * rows, sizes["V"])
+        values = logits.reshape(batch * rows, sizes["U"])
         if np.isnan(values.max()):
             values = np.where(np.isnan(values), _MINUS_INFINITY, values)
-        ids, found = largest(values, top_k)
-        parents, parent_scores = _parents(level, frontiers, candidate_scores)
-        scores = self._log_probabilities(values, found) if score else np.zeros_like(found)
+        ids, found = largest(values, level.width)
+        parents, parent_scores = _parents(level.number, candidates)
+        scores = self._log_probabilities(values, found) if level.dynamic else np.zeros_like(found)
         with np.errstate(over="ignore"):
             scores += parent_scores.reshape(-1, 1)
         exists = scores > _MINUS_INFINITY
         exists &= found > _MINUS_INFINITY
-        tokens = draft_to_target[ids]
-        parents = np.repeat(parents, top_k).reshape(tokens.shape)
+        tokens = expansion.draft_to_target[ids]
+        parents = np.repeat(parents, level.width).reshape(tokens.shape)
         if not exists.all():
             missing = ~exists
             tokens[missing], scores[missing], parents[missing] = -1, _MINUS_INFINITY, -1
-        start = level_start(level, top_k)
-        entries = slice(start, start + rows * top_k)
-        for target, source in ((candidate_tokens, tokens), (candidate_scores, scores), (candidate_parents, parents)):
-            target[:, entries] = source.reshape(batch, -1)
+        start = level_start(level.number, top_k)
+        own = slice(start, start + rows * top_k)
+        for target, source, missing in zip(candidates, (tokens, scores, parents), (-1, _MINUS_INFINITY, -1)):
+            entries = target[:, own].reshape(batch, rows, top_k)
+            entries[:, :, level.width :] = missing
+            entries[:, :, : level.width] = source.reshape(batch, rows, level.width)
+            target[:, own] = entries.reshape(batch, -1)
 
     def _log_probabilities(self, values: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """Those of the logits `found` [n, K] of the rows `values` [n, Vd]."""
+        """Those of the logits `found` [n, k] of the rows `values` [n, U]."""
         maxima, log_sums = self._log_softmax.normalizers(values)
         maxima = maxima[:, None]
         with np.errstate(invalid="ignore", over="ignore"):
@@ -90,140 +83,68 @@ class NumpyDraftTree:
 
     def prepare_proposal(
         self,
-        level: int,
-        select: bool,
+        level: Level,
         committed: np.ndarray,
-        position_offsets: np.ndarray,
-        rotary_table: np.ndarray,
-        embedding: np.ndarray,
-        hidden_in: np.ndarray,
-        candidate_tokens: np.ndarray,
-        candidate_scores: np.ndarray,
-        candidate_parents: np.ndarray,
-        frontiers: np.ndarray,
-        inputs_embeds: np.ndarray,
-        hidden_out: np.ndarray,
-        kvcache_start_index: np.ndarray,
-        rope_rotary_cos_sin: np.ndarray,
-        attention_mask: np.ndarray,
+        tables: ModelTables,
+        candidates: Candidates,
+        hidden: HiddenRows,
+        inputs: StepInputs,
         expansion: Expansion | None,
     ) -> None:
-        """What the draft model reads in propose step `level`; see the interface. No expansion waits here."""
-        sizes = check_host_arguments(
-            "prepare_proposal",
-            committed,
-            position_offsets,
-            rotary_table,
-            embedding,
-            hidden_in,
-            candidate_tokens,
-            candidate_scores,
-            candidate_parents,
-            frontiers,
-            inputs_embeds,
-            hidden_out,
-            kvcache_start_index,
-            rope_rotary_cos_sin,
-            attention_mask,
-        )
-        check_proposal(level, sizes, expansion)
-        tokens = np.full(frontiers.shape[::2], -1, np.int32)
-        for row, entries in enumerate(frontiers):
-            if select:
-                select_frontier(candidate_scores[row], level, entries[level - 1])
-            parents = [frontier_parents(frontier, i) for i, frontier in enumerate(entries[:level].tolist(), 1)]
+        """What the draft model reads in the propose step of a level; see the contract."""
+        sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion)
+        number = level.number
+        tokens = np.full(candidates.frontiers.shape[::2], -1, np.int32)
+        for row, entries in enumerate(candidates.frontiers):
+            if level.dynamic:
+                select_frontier(candidates.scores[row], level, entries[number - 1])
+            parents = [frontier_parents(frontier, i) for i, frontier in enumerate(entries[:number].tolist(), 1)]
             slots = parents[-1]
             busy = [slot for slot, parent in enumerate(slots) if parent >= 0]
-            tokens[row, busy] = candidate_tokens[row, entries[level - 1, busy]]
-            np.take(hidden_in[row], slots, axis=0, out=hidden_out[row], mode="clip")  # idle: the first
-            write_mask(attention_mask[row, 0], int(committed[row]), ancestor_rows(parents))
-        self._kernels.embedding_lookup(embedding, tokens, inputs_embeds)
-        np.add(committed, (level - 1) * sizes["K"], out=kvcache_start_index)
-        places = committed.astype(np.int64) + position_offsets + (level - 1)
-        _write_rotary(rotary_table, places[:, None], rope_rotary_cos_sin)
+            tokens[row, busy] = candidates.tokens[row, entries[number - 1, busy]]
+            np.take(hidden.put_out[row], slots, axis=0, out=hidden.fed[row], mode="clip")  # idle: the first
+            write_mask(inputs.attention_mask[row, 0], int(committed[row]), ancestor_rows(parents))
+        np.add(committed, (number - 1) * sizes["K"], out=inputs.kvcache_start_index)
+        places = committed.astype(np.int64) + tables.position_offsets + (number - 1)
+        look_up(tables, tokens, places[:, None], inputs)
 
     def prepare_verification(
         self,
-        select: bool,
-        candidates: int,
-        token_ids: np.ndarray,
-        positions: np.ndarray,
-        committed: np.ndarray,
-        position_offsets: np.ndarray,
-        rotary_table: np.ndarray,
-        embedding: np.ndarray,
-        candidate_tokens: np.ndarray,
-        candidate_scores: np.ndarray,
-        candidate_parents: np.ndarray,
-        frontiers: np.ndarray,
-        selected: np.ndarray,
-        tree_tokens: np.ndarray,
-        tree_parents: np.ndarray,
-        tree_depths: np.ndarray,
-        tree_ancestors: np.ndarray,
-        draw_positions: np.ndarray,
-        inputs_embeds: np.ndarray,
-        rope_rotary_cos_sin: np.ndarray,
-        attention_mask: np.ndarray,
+        level: Level,
+        state: SequenceState,
+        tables: ModelTables,
+        candidates: Candidates,
+        tree: TreeNodes,
+        inputs: StepInputs,
         expansion: Expansion | None,
     ) -> None:
-        """The tree to verify and what the base model reads of it; see the interface."""
-        sizes = check_host_arguments(
-            "prepare_verification",
-            token_ids,
-            positions,
-            committed,
-            position_offsets,
-            rotary_table,
-            embedding,
-            candidate_tokens,
-            candidate_scores,
-            candidate_parents,
-            frontiers,
-            selected,
-            tree_tokens,
-            tree_parents,
-            tree_depths,
-            tree_ancestors,
-            draw_positions,
-            inputs_embeds,
-            rope_rotary_cos_sin,
-            attention_mask,
-        )
-        check_verification(candidates, sizes, expansion)
+        """The tree to verify and what the base model reads of it; see the contract."""
+        sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion)
+        count, start = candidate_count(level.number, sizes["K"]), state.kvcache_start_index
         for row in range(sizes["B"]):
-            if select:
-                select_nodes(candidate_scores[row, :candidates], selected[row])
-            ways = build_tree(
-                token_ids[row, 0],
-                selected[row],
-                candidate_tokens[row, :candidates],
-                candidate_parents[row, :candidates],
-                tree_tokens[row],
-                tree_parents[row],
-                tree_depths[row],
-                tree_ancestors[row],
-            )
-            write_mask(attention_mask[row, 0], int(committed[row]), ways)
-        np.add(tree_depths, positions[:, None], out=draw_positions)
-        self._kernels.embedding_lookup(embedding, tree_tokens, inputs_embeds)
-        places = committed.astype(np.int64) + position_offsets
-        _write_rotary(rotary_table, places[:, None] + tree_depths, rope_rotary_cos_sin)
+            if level.dynamic:
+                select_nodes(candidates.scores[row, :count], candidates.selected[row])
+            root, first = int(state.token_ids[row, 0]), int(start[row])
+            ways = build_tree(root, _row(candidates, row), count, _row(tree, row))
+            write_mask(inputs.attention_mask[row, 0], first, ways)
+        np.add(tree.depths, state.positions[:, None], out=tree.draw_positions)
+        places = start.astype(np.int64) + tables.position_offsets
+        look_up(tables, tree.tokens, places[:, None] + tree.depths, inputs)
 
 
-def _parents(level: int, frontiers: np.ndarray, candidate_scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _row(bundle: Candidates | TreeNodes, row: int) -> Candidates | TreeNodes:
+    """The arrays of one sequence."""
+    return type(bundle)(*[array[row] for array in bundle])
+
+
+def _parents(level: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
     """Candidate indices and scores [B, n] of the nodes that `level` extends; the root is -1 and has score 0."""
-    batch, _, top_k = frontiers.shape
+    batch, _, top_k = candidates.frontiers.shape
     if level == 1:
         return np.full((batch, 1), -1, np.int32), np.zeros((batch, 1), np.float32)
-    parents = frontiers[:, level - 2]
+    parents = candidates.frontiers[:, level - 2]
     start, end = level_start(level - 1, top_k), level_start(level, top_k)
     scores = np.full(parents.shape, _MINUS_INFINITY)
     rows, slots = np.nonzero((parents >= start) & (parents < end))
-    scores[rows, slots] = candidate_scores[rows, parents[rows, slots]]
+    scores[rows, slots] = candidates.scores[rows, parents[rows, slots]]
     return parents, scores
-
-
-def _write_rotary(table: np.ndarray, places: np.ndarray, target: np.ndarray) -> None:
-    """Rows `places` [B, T or 1] of `table` [P, R], clamped to it, to `target` [B, T, R]."""
-    store_rounded(table.take(places, axis=0, mode="clip"), target)

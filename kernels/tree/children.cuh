@@ -2,9 +2,9 @@
 // the kernel that follows puts the chunks together, every block for itself.
 #pragma once
 
-#include "cuda/draft_tree.cuh"
-#include "shared/log_softmax.cuh"
 #include "shared/reductions.cuh"
+#include "tree/levels.cuh"
+#include "tree/log_softmax.cuh"
 
 namespace draft {
 
@@ -53,21 +53,33 @@ __device__ inline void merge_lists(
     }
 }
 
-// What draft_expand left, and how it becomes candidates of `level`: `chunks` of each of a sequence's `rows`.
-struct Expansion {
-    const unsigned long long* best;  // [sequences, rows, chunks, top_k]
-    const unsigned long long* sums;  // [sequences, rows, chunks]
-    const float* maxima;             // [sequences, rows, chunks]
-    const int* draft_to_target;
-    unsigned chunks, score_children, mergers;  // no chunks: the candidates are there already
+// What draft_expand leaves in a workspace for the rows of all sequences, and how it becomes candidates of a level: the best
+// of each chunk, as many as the tree is wide, then the sum and the maximum of each chunk.
+struct ChunkResults {
+    unsigned long long* best;  // [sequences, rows, chunks, width]
+    unsigned long long* sums;  // [sequences, rows, chunks]
+    float* maxima;             // [sequences, rows, chunks]
+    unsigned chunks, width;
 };
 
-// The candidates of one sequence, and the frontiers that they come from.
-struct Candidates {
-    int* tokens;
-    float* scores;
-    int* parents;
-    const int* frontiers;  // [levels, top_k]
+__device__ inline unsigned chunk_count(unsigned vocabulary) { return (vocabulary + CHUNK - 1) / CHUNK; }
+
+__device__ inline ChunkResults chunk_results(unsigned char* workspace, size_t rows, unsigned chunks, unsigned width) {
+    unsigned long long* best = reinterpret_cast<unsigned long long*>(workspace);
+    unsigned long long* sums = best + rows * chunks * width;
+    return {best, sums, reinterpret_cast<float*>(sums + rows * chunks), chunks, width};
+}
+
+// What puts the chunks of one sequence's rows together; the candidates are there already where there are no chunks.
+struct Merge {
+    ChunkResults results;
+    const int* draft_to_target;
+    size_t sequence;
+    unsigned level, top_k, mergers;  // warps that merge
+    bool scores;
+    SequenceCandidates candidates;
+
+    __device__ unsigned rows() const { return level == 1 ? 1 : top_k; }
 };
 
 // The level's candidates in shared memory, `top_k` of each row.
@@ -77,22 +89,33 @@ struct Children {
     int* parents;              // of each row
 };
 
+__device__ inline Merge merge_of(
+    const Expansion& expansion, const Level& level, const SequenceCandidates& candidates, unsigned vocabulary,
+    unsigned top_k, unsigned mergers) {
+    unsigned rows = level.number == 1 ? 1 : top_k, chunks = chunk_count(vocabulary);
+    ChunkResults results = chunk_results(expansion.workspace, size_t(gridDim.y) * rows, chunks, level.width);
+    return {results, expansion.draft_to_target, blockIdx.y, unsigned(level.number), top_k, mergers, level.dynamic != 0,
+            candidates};
+}
+
 // Puts the chunks of one row together, by one warp. `lists` is shared memory for the row's keys. Loads come first: each
 // takes longer than all that follows.
 __device__ inline void finish_row(
-    const Expansion& expansion, const Candidates& candidates, const Children& children, size_t sequence, unsigned row,
-    unsigned rows, unsigned level, unsigned top_k, unsigned long long* lists) {
+    const Merge& merge, const Children& children, unsigned row, unsigned long long* lists) {
     constexpr unsigned AT_ONCE = 3;
-    unsigned lane = threadIdx.x % 32, chunks = expansion.chunks, entries = chunks * top_k;
-    size_t first = (sequence * rows + row) * chunks;
-    const unsigned long long* best = expansion.best + first * top_k;
+    const ChunkResults& results = merge.results;
+    const SequenceCandidates& candidates = merge.candidates;
+    unsigned level = merge.level, top_k = merge.top_k, width = results.width;
+    unsigned lane = threadIdx.x % 32, chunks = results.chunks, entries = chunks * width;
+    size_t first = (merge.sequence * merge.rows() + row) * chunks;
+    const unsigned long long* best = results.best + first * width;
     unsigned long long keys[AT_ONCE], sum = 0;
 #pragma unroll
     for (unsigned i = 0; i < AT_ONCE; ++i) keys[i] = lane + 32 * i < entries ? __ldcg(best + lane + 32 * i) : 0;
     float own_maximum = minus_infinity();
-    if (expansion.score_children && lane < chunks) {
-        sum = __ldcg(expansion.sums + first + lane);
-        own_maximum = __ldcg(expansion.maxima + first + lane);
+    if (merge.scores && lane < chunks) {
+        sum = __ldcg(results.sums + first + lane);
+        own_maximum = __ldcg(results.maxima + first + lane);
     }
     int parent = level == 1 ? -1 : __ldcg(candidates.frontiers + (level - 2) * top_k + row);
 #pragma unroll
@@ -105,25 +128,26 @@ __device__ inline void finish_row(
     if (level > 1 && of_level(parent, level - 1, top_k)) parent_score = __ldcg(candidates.scores + parent);
 
     float maximum = own_maximum, log_sum = 0.0f;
-    if (expansion.score_children) {
+    if (merge.scores) {
 #pragma unroll 1
-        for (unsigned i = lane + 32; i < chunks; i += 32) maximum = fmaxf(maximum, __ldcg(expansion.maxima + first + i));
+        for (unsigned i = lane + 32; i < chunks; i += 32) maximum = fmaxf(maximum, __ldcg(results.maxima + first + i));
         maximum = key_value(__reduce_max_sync(ALL_LANES, ordered_key(maximum)));
         sum = scaled_sum(sum, own_maximum, maximum);
 #pragma unroll 1
         for (unsigned i = lane + 32; i < chunks; i += 32) {
-            sum += scaled_sum(__ldcg(expansion.sums + first + i), __ldcg(expansion.maxima + first + i), maximum);
+            sum += scaled_sum(__ldcg(results.sums + first + i), __ldcg(results.maxima + first + i), maximum);
         }
         log_sum = log_of_sum(warp_sum(sum));
     }
     __syncwarp();
-    merge_lists(lists, chunks, top_k, children.keys + row * top_k);
+    merge_lists(lists, chunks, width, children.keys + row * top_k);
     __syncwarp();
 #pragma unroll 1
-    for (unsigned child = row * top_k + lane; child < (row + 1) * top_k; child += 32) {
-        unsigned long long key = children.keys[child];
+    for (unsigned rank = lane; rank < top_k; rank += 32) {
+        unsigned child = row * top_k + rank;
+        unsigned long long key = rank < width ? children.keys[child] : 0;
         float value = key_value(unsigned(key >> 32));
-        float score = parent_score + (expansion.score_children ? below_maximum(value, maximum) - log_sum : 0.0f);
+        float score = parent_score + (merge.scores ? below_maximum(value, maximum) - log_sum : 0.0f);
         bool exists = key != 0 && score > minus_infinity();
         children.keys[child] = exists ? value_and_id(score, level_start(level, top_k) + child) : 0;
         children.tokens[child] = exists ? int(key_id(key)) : -1;
@@ -133,34 +157,29 @@ __device__ inline void finish_row(
 }
 
 // All children of the sequence's frontier; every warp calls it, the block synchronizes afterwards.
-__device__ inline void finish_children(
-    const Expansion& expansion, const Candidates& candidates, const Children& children, size_t sequence, unsigned level,
-    unsigned top_k, unsigned long long* lists) {
-    unsigned warp = threadIdx.x / 32, rows = level == 1 ? 1 : top_k;
-    if (warp >= expansion.mergers) return;
-    lists += warp * expansion.chunks * top_k;
+__device__ inline void finish_children(const Merge& merge, const Children& children, unsigned long long* lists) {
+    unsigned warp = threadIdx.x / 32;
+    if (warp >= merge.mergers) return;
+    lists += warp * merge.results.chunks * merge.results.width;
 #pragma unroll 1
-    for (unsigned row = warp; row < rows; row += expansion.mergers) {
-        finish_row(expansion, candidates, children, sequence, row, rows, level, top_k, lists);
-    }
+    for (unsigned row = warp; row < merge.rows(); row += merge.mergers) finish_row(merge, children, row, lists);
 }
 
 // The draft's ids become tokens; those of the rows from `first` on, `count` of them, are written as candidates. By
 // `threads` threads.
 __device__ inline void map_tokens(
-    const Expansion& expansion, const Candidates& candidates, const Children& children, unsigned level, unsigned top_k,
-    unsigned first, unsigned count, unsigned thread, unsigned threads) {
-    unsigned children_count = (level == 1 ? 1 : top_k) * top_k;
+    const Merge& merge, const Children& children, unsigned first, unsigned count, unsigned thread, unsigned threads) {
+    unsigned top_k = merge.top_k, start = level_start(merge.level, top_k);
 #pragma unroll 1
-    for (unsigned child = thread; child < children_count; child += threads) {
+    for (unsigned child = thread; child < merge.rows() * top_k; child += threads) {
         unsigned long long key = children.keys[child];
         int id = children.tokens[child];
-        int token = id < 0 ? -1 : __ldg(expansion.draft_to_target + id);
-        unsigned row = child / top_k, candidate = level_start(level, top_k) + child;
+        int token = id < 0 ? -1 : __ldg(merge.draft_to_target + id);
+        unsigned row = child / top_k;
         if (row >= first && row < first + count) {
-            candidates.scores[candidate] = key == 0 ? minus_infinity() : key_value(unsigned(key >> 32));
-            candidates.parents[candidate] = key == 0 ? -1 : children.parents[row];
-            candidates.tokens[candidate] = token;
+            merge.candidates.scores[start + child] = key == 0 ? minus_infinity() : key_value(unsigned(key >> 32));
+            merge.candidates.parents[start + child] = key == 0 ? -1 : children.parents[row];
+            merge.candidates.tokens[start + child] = token;
         }
         children.tokens[child] = token;
     }

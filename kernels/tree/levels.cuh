@@ -1,13 +1,11 @@
 // What the kernels of the draft tree share: numbering of candidates, rows of one token.
 #pragma once
 
-#include "cuda/embedding_lookup.cuh"
 #include "shared/ordered_keys.cuh"
-#include "cuda/prepare_attention.cuh"
+#include "shared/token_rows.cuh"
+#include "tree/arguments.cuh"
 
 namespace draft {
-
-constexpr unsigned MAXIMUM_TOP_K = 64;
 
 // Index of the first candidate of a level.
 __device__ inline unsigned level_start(unsigned level, unsigned top_k) {
@@ -16,6 +14,20 @@ __device__ inline unsigned level_start(unsigned level, unsigned top_k) {
 
 __device__ inline bool of_level(int candidate, unsigned level, unsigned top_k) {
     return candidate >= int(level_start(level, top_k)) && candidate < int(level_start(level + 1, top_k));
+}
+
+// The candidates of one sequence, and the frontiers that they come from.
+struct SequenceCandidates {
+    int* tokens;
+    float* scores;
+    int* parents;
+    int* frontiers;  // [levels, top_k]
+};
+
+__device__ inline SequenceCandidates of_sequence(
+    const Candidates& all, size_t sequence, unsigned count, unsigned levels, unsigned top_k) {
+    size_t first = sequence * count;
+    return {all.tokens + first, all.scores + first, all.parents + first, all.frontiers + sequence * levels * top_k};
 }
 
 // A score with its candidate as one key, 0 for one that does not exist.
@@ -41,17 +53,6 @@ __device__ inline void copy_fresh_row(
         copy_fresh_row(
             reinterpret_cast<short*>(target), reinterpret_cast<const short*>(source), row_bytes / 2, thread, threads);
     }
-}
-
-// A token's row of the rotary table, clamped to it, by `threads` threads.
-template <class Compute>
-__device__ inline void write_rotary_row(
-    const float* rotary_table, long long position, Compute* target, unsigned positions, unsigned rotary_size,
-    unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
-    position = min(max(position, 0ll), (long long)positions - 1);
-    const float* source = rotary_table + position * rotary_size;
-#pragma unroll 1
-    for (unsigned i = thread; i < rotary_size; i += threads) target[i] = Compute(source[i]);
 }
 
 // Lets a token see a key, counted from the first one behind the committed ones, if it is in the range.

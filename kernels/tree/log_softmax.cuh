@@ -1,4 +1,4 @@
-// The normalizer of a log-softmax, operation for operation as in ../log_softmax.py, so that both give the same bits. This
+// The normalizer of a log-softmax, operation for operation as in log_softmax.py, so that both give the same bits. This
 // holds only while the compiler may not fuse multiplications with additions (--fmad=false).
 #pragma once
 
@@ -6,8 +6,6 @@
 #include "shared/portable_math.cuh"
 
 namespace draft {
-
-constexpr unsigned CHUNK = 4096;  // ids whose exponentials are taken relative to a common maximum
 
 // exp(difference) * 2^32, rounded down, for difference <= 0, by a polynomial for the fraction of the power of two.
 __device__ inline unsigned long long softmax_weight(float difference) {

@@ -1,29 +1,30 @@
-#include "cuda/draft_children.cuh"
+// The first half of an expansion: the best continuations in each chunk of the draft's vocabulary.
 #include "shared/groups.cuh"
 #include "shared/programmatic_launch.cuh"
+#include "tree/children.cuh"
 
 namespace draft {
 
-constexpr unsigned EXPAND_THREADS = 1024, EXPAND_WARPS = EXPAND_THREADS / 32;
+constexpr unsigned EXPAND_WARPS = EXPAND_THREADS / 32;
 constexpr unsigned GROUPS_A_THREAD = CHUNK / 4 / EXPAND_THREADS, VALUES_A_THREAD = 4 * GROUPS_A_THREAD;
 static_assert(VALUES_A_THREAD * EXPAND_THREADS == CHUNK, "threads share a chunk evenly");
 
 }  // namespace draft
 
-// The best keys of each chunk of a row and the sum of its weights, for the kernel that follows (draft_children.cuh). Grid
-// (chunks of the draft vocabulary, rows of all sequences), EXPAND_THREADS threads. Dynamic shared memory: the keys of `lanes`
-// threads for each of top_k. The maxima of groups of `lanes` threads, at least top_k of them, bound the best keys from below,
-// so few keys are left to be ranked; one warp finds the bound while the others sum. May be launched while the kernel before
-// it still runs.
-extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand(
-    const float* logits, unsigned long long* best, unsigned long long* sums, float* maxima, unsigned score_children,
-    unsigned vocabulary, unsigned top_k, unsigned lanes) {
+// The best keys of each chunk of a row and the sum of its weights, for the kernel that follows (children.cuh). Grid (chunks
+// of the draft vocabulary, rows of all sequences), EXPAND_THREADS threads. Dynamic shared memory: the keys of `lanes`
+// threads for each of those that the tree is wide. The maxima of groups of `lanes` threads, at least so many of them, bound
+// the best keys from below, so few keys are left to be ranked; one warp finds the bound while the others sum. May be
+// launched while the kernel before it still runs.
+__global__ void __launch_bounds__(EXPAND_THREADS) draft_expand(ExpandFrontierArguments a, unsigned lanes) {
     using namespace draft;
     extern __shared__ unsigned long long gathered[];
     __shared__ unsigned long long group_maxima[EXPAND_THREADS / 4], partial[EXPAND_WARPS], bound;
     __shared__ unsigned number;
     unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = EXPAND_THREADS / lanes;
-    const float* row = logits + (size_t)blockIdx.y * vocabulary;
+    unsigned vocabulary = a.U, width = a.level.width;
+    const float* row = a.logits + (size_t)blockIdx.y * vocabulary;
+    ChunkResults results = chunk_results(a.expansion.workspace, gridDim.y, gridDim.x, width);
     size_t chunk = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     unsigned first = blockIdx.x * (CHUNK / 4) + threadIdx.x;
     if (threadIdx.x == 0) number = 0;
@@ -70,12 +71,12 @@ extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand
             unsigned rank = 0;
 #pragma unroll 8
             for (unsigned other = 0; other < groups; ++other) rank += group_maxima[other] > key;
-            if (rank == top_k - 1) own_bound = key;
+            if (rank == width - 1) own_bound = key;
         }
         own_bound = warp_largest(own_bound);
         if (lane == 0) bound = max(own_bound, 1ull);
     }
-    if (score_children) {
+    if (a.level.dynamic) {
         float reference = key_value(unsigned(maximum >> 32));
         unsigned long long sum = 0;
 #pragma unroll
@@ -95,16 +96,16 @@ extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand
     __syncthreads();
 
     unsigned count = number;
-    unsigned long long* target = best + chunk * top_k;
-    if (warp == EXPAND_WARPS - 1 && score_children) {
+    unsigned long long* target = results.best + chunk * width;
+    if (warp == EXPAND_WARPS - 1 && a.level.dynamic) {
         unsigned long long total = warp_sum(lane < EXPAND_WARPS ? partial[lane] : 0);
         if (lane == 0) {
-            sums[chunk] = maximum == 0 ? 0 : total;
-            maxima[chunk] = maximum == 0 ? minus_infinity() : key_value(unsigned(maximum >> 32));
+            results.sums[chunk] = maximum == 0 ? 0 : total;
+            results.maxima[chunk] = maximum == 0 ? minus_infinity() : key_value(unsigned(maximum >> 32));
         }
     }
 #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < max(count, top_k); i += EXPAND_THREADS) {
+    for (unsigned i = threadIdx.x; i < max(count, width); i += EXPAND_THREADS) {
         unsigned long long key = i < count ? gathered[i] : 0;
         unsigned place = i;
         if (i < count) {
@@ -112,6 +113,6 @@ extern "C" __global__ void __launch_bounds__(draft::EXPAND_THREADS) draft_expand
 #pragma unroll 4
             for (unsigned other = 0; other < count; ++other) place += gathered[other] > key;
         }
-        if (place < top_k) target[place] = key;
+        if (place < width) target[place] = key;
     }
 }
