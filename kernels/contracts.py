@@ -2,9 +2,9 @@
 
 An array is declared by its axes and dtype, `Annotated[OwnArray, "BT int32"]`; what belongs together is a bundle, a
 NamedTuple of such fields. A letter names an axis, which has one size in all arguments of a call; a digit is an axis of
-just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy), one
-in all arguments. Wrong shapes, dtypes and limits raise `KernelError` that names the argument, what was found and what
-was expected.
+just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy),
+one in all arguments. Wrong shapes, dtypes and limits raise `KernelError` that names the argument, what was found and
+what was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
 axes, called by their letters. `cuda_header` writes these structs for the compiler.
@@ -16,7 +16,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
@@ -122,7 +122,7 @@ class Contract:
         lines += [f"    alignas(8) {_size_type(letter)} {letter};" for letter in self.letters]
         name = "".join(part.capitalize() for part in self.name.split("_"))
         words = sum(len(parameter.fields) for parameter in self.parameters) + len(self.letters)
-        assertion = f"static_assert(sizeof({name}Arguments) == {8 * words}, \"not what the host packs\");"
+        assertion = f'static_assert(sizeof({name}Arguments) == {8 * words}, "not what the host packs");'
         return "\n".join((f"struct {name}Arguments {{", *lines, "};", assertion))
 
 
@@ -149,7 +149,10 @@ def cuda_header(*protocols: type) -> str:
         if parameter.bundle is not None:
             members = [_cuda_member(field, field.name.partition(".")[2]) for field in parameter.fields]
             name = parameter.bundle.__name__
-            text = "\n".join((f"struct {name} {{", *members, "};"))
+            # Guarded, as headers of several protocols may come together.
+            text = "\n".join(
+                (f"#ifndef STRUCT_{name}", f"#define STRUCT_{name}", f"struct {name} {{", *members, "};", "#endif")
+            )
             assert bundles.setdefault(name, text) == text, f"two bundles are called {name}"
     structs = dict.fromkeys(contract.cuda_struct for contract in contracts)
     return "\n".join(("#pragma once", *bundles.values(), *structs, ""))

@@ -38,7 +38,9 @@ class Launcher:
         one have written there what this one would have cleared.
         """
         try:
-            launch = Launch(self._module, kernel, (*grid, 1, 1)[:3], threads, shared_bytes, [*map(_argument, arguments)])
+            launch = Launch(
+                self._module, kernel, (*grid, 1, 1)[:3], threads, shared_bytes, [*map(_argument, arguments)]
+            )
             if early:
                 launch.overlap_previous()
             launch()

@@ -28,7 +28,8 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
 
@@ -56,9 +57,8 @@ class BaseEngineRunner(AdaptedRunner):
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
     `vision_memory`, what a vision encoder takes (bytes by name). A `feature_user` is given what the engines put out for
-    it; what it needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less
-    row), `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0
-    for an idle one).
+    it; what it needs besides is public: `weights`, `caches`, `tables`, `offsets` [S] (position less row), `image_rows`,
+    `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
     run where a sequence has an adapter. `adapters` (None without) adds and removes them.
@@ -98,8 +98,9 @@ class BaseEngineRunner(AdaptedRunner):
         )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
-        self.embedding = self.weights[EMBEDDING]
-        self.rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        self.offsets = backend.zeros((limits.max_batch,), "int32")
+        self._tables = ModelTables(self.weights[EMBEDDING], rotary, self.offsets)
         cache = kv_cache_shape(config, limits)
         self.caches = {
             f"{kind}_cache_{index}": backend.zeros(cache, "compute")
@@ -113,7 +114,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self.adapters.add(name, adapter)
         self._allocate_state()
         #: The KV rows of the slots; idle ones may be exchanged and copied.
-        self.rows = SlotRows(backend, list(self.caches.values()), self._start)
+        self.rows = SlotRows(backend, list(self.caches.values()), self._state.kvcache_start_index)
         self._steps = CapturedSteps(backend)
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
@@ -154,7 +155,8 @@ class BaseEngineRunner(AdaptedRunner):
             position += tokens
         self.await_rows()
         self.sampling.set(slot, sampling, prompt_ids)
-        for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
+        state = self._state
+        for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
         self._select(one, self.sampling.plain(one), self._buffers.row_features(tokens - 1))
         self.lengths[slot] = count
@@ -213,11 +215,11 @@ class BaseEngineRunner(AdaptedRunner):
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
-        self.backend.upload(self._token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
+        self.backend.upload(self._state.token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
 
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
-        self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
+        self.backend.upload(self._state.active[slot : slot + 1], np.zeros(1, np.int32))
         self.set_adapter(slot, None)
         self.lengths[slot] = 0
 
@@ -228,7 +230,7 @@ class BaseEngineRunner(AdaptedRunner):
         Everything must have been waited for.
         """
         self.rows.swap(source, target)
-        state = self.sequences(slice(0, self.limits.max_batch))
+        state = self._state
         for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         self.sampling.move(source, target)
@@ -259,17 +261,15 @@ class BaseEngineRunner(AdaptedRunner):
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
         self._buffers = StepBuffers(backend, config, limits)
-        self._token_ids = backend.zeros((slots, 1), "int32")
-        self._start = backend.zeros((slots,), "int32")
-        self.offsets = backend.zeros((slots,), "int32")
-        self._positions = backend.zeros((slots,), "int32")
-        self._active = backend.zeros((slots,), "int32")
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
-        self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
+        self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+        active, start, positions = (backend.zeros((slots,), "int32") for _ in range(3))
+        token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
+        self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
     def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
         """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
@@ -295,7 +295,8 @@ class BaseEngineRunner(AdaptedRunner):
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
-            return self.engine_weights() | self._step_inputs(shape)
+            bound = self.engine_weights() | self._step_inputs(shape)._asdict() | self._image_inputs.engine_inputs(shape)
+            return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 
         keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
         return self.engines.bound(shape, slots, of_slots, constant, keep)
@@ -306,10 +307,14 @@ class BaseEngineRunner(AdaptedRunner):
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
-    def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """The inputs of an engine other than weights and caches."""
-        start = self._buffers.prefill_start if shape.phase == "prefill" else self._start[: shape.batch]
-        return self._buffers.inputs(shape, start) | self._image_inputs.engine_inputs(shape)
+    def _step_inputs(self, shape: EngineShape, keys: int | None = None) -> StepInputs:
+        """What kernels write for an engine; `keys`: see `StepBuffers.inputs`."""
+        starts = self._state.kvcache_start_index[: shape.batch]
+        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts, keys)
+
+    def tables(self, slots: slice) -> ModelTables:
+        """What steps of the slots look rows up in."""
+        return self._tables._replace(position_offsets=self.offsets[slots])
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
@@ -322,16 +327,10 @@ class BaseEngineRunner(AdaptedRunner):
         one = slice(slot, slot + 1)
         plain = EngineShape("prefill", 1, chunk, self._key_range(start + len(ids)), self.limits.kv_rows)
         shape = self.engine_shape(plain, one)
-        engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
-        kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
-        kernels.prepare_attention(
-            inputs["kvcache_start_index"],
-            self.offsets[one],
-            self.rotary,
-            inputs["rope_rotary_cos_sin"],
-            inputs["attention_mask"],
-        )
-        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, inputs)
+        engine, inputs = self._engine(shape, one), self._step_inputs(shape)
+        self.backend.kernels.prepare_step(self.tables(one), token_ids, inputs)
+        bound = inputs._asdict()
+        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, bound)
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
@@ -346,18 +345,9 @@ class BaseEngineRunner(AdaptedRunner):
         shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
         if adapts:
             shape = self.limits.with_adapters(shape)
-        engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
-        mask = inputs["attention_mask"]
-        self.backend.kernels.prepare_step(
-            self.embedding,
-            self._token_ids[slots],
-            inputs["inputs_embeds"],
-            inputs["kvcache_start_index"],
-            self.offsets[slots],
-            self.rotary,
-            inputs["rope_rotary_cos_sin"],
-            mask if engine.reads_attention_mask else leading(self._buffers.mask, (batch, 1, 1, 0)),
-        )
+        engine = self._engine(shape, slots)
+        inputs = self._step_inputs(shape, None if engine.reads_attention_mask else 0)
+        self.backend.kernels.prepare_step(self.tables(slots), self._state.token_ids[slots], inputs)
         engine.enqueue()
         self._select(slots, plain, self._buffers.features(batch, 1))
 
@@ -369,12 +359,4 @@ class BaseEngineRunner(AdaptedRunner):
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""
-        return SequenceState(
-            self._active[slots],
-            self._token_ids[slots],
-            self._start[slots],
-            self._positions[slots],
-            self.sampling.token_counts[slots],
-            self._emitted.index[slots],
-            self._emitted.tokens[slots],
-        )
+        return rows_of(self._state, slots)

@@ -66,8 +66,9 @@ class EagleRound:
         not.
         """
         backend, tree = self._base.backend, self._tree
-        nodes = backend.read(tree.accepted_indices[slot : slot + 1]).wait()[0, :count].tolist()
-        rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
+        nodes = backend.read(tree.accepted.indices[slot : slot + 1]).wait()[0, :count].tolist()
+        logits = tree.logits.logits
+        rows = logits[slot : slot + 1].reshape(*logits.shape[1:])
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
         temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
         return found if self._acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
@@ -76,19 +77,19 @@ class EagleRound:
         self._draft.accept(self._batch, self._accept_tokens, self._accept_range)
 
     def _propose(self) -> None:
-        draft, batch, candidates = self._draft, self._batch, self._candidates
+        draft, batch = self._draft, self._batch
         committed = self._base.sequences(slice(0, batch)).kvcache_start_index
         self._extend(1)
         for level in range(1, self.plan.steps):
-            draft.propose(batch, level, candidates, committed, self._propose_range)
+            draft.propose(batch, level, self.plan, committed, self._propose_range)
             self._extend(level + 1)
 
     def _extend(self, level: int) -> None:
         """The candidates of `level`, from the draft's latest logits."""
         if self._acceptance == SAMPLED:
-            self._verification.draw_child(self._batch, level - 1, self._candidates)
+            self._verification.draw_child(self._batch, level - 1, self.plan)
         else:
-            self._draft.expand(self._batch, level, self._candidates)
+            self._draft.expand(self._batch, level, self.plan)
 
     def _verify(self) -> None:
         self._verification.verify(self._tree, self._candidates)

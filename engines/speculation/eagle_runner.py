@@ -28,6 +28,7 @@ from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDra
 from edgellm.engines.speculation.eagle_round import EagleRound, SlotProgress, StepReadback
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.contracts import rows_of
 
 _TREE_PHASES = ("verify", "accept", "propose")
 
@@ -184,7 +185,7 @@ class EagleRunner:
 
     def _new_rows(self, plan: DraftPlan, accept_tokens: int) -> tuple[int, int, int]:
         """How many rows behind the committed ones accept, propose and verify need."""
-        return accept_tokens, (plan.steps - 1) * plan.top_k, self.verification.engine_nodes(plan)
+        return accept_tokens, (plan.steps - 1) * plan.columns, self.verification.engine_nodes(plan)
 
     def _round_ranges(self, plan: DraftPlan, accept_tokens: int) -> list[tuple[int, ...]]:
         """The key ranges that rounds of a plan come to have as sequences grow."""
@@ -197,9 +198,6 @@ class EagleRunner:
 
     def _round(self, key: tuple) -> EagleRound:
         """The round of `EagleRound.key`."""
-        _, plan, acceptance, *_ = key
-        if acceptance != GREEDY:
-            self.base.sampling.refresh_nodes(self.verification.engine_nodes(plan))
         current = self._rounds.get(key)
         if current is None:
             current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, *key)
@@ -280,18 +278,8 @@ class EagleRunner:
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""
-        pending, state = self.draft.pending, self.base.sequences(slots)
-        self.backend.acceptance.append_pending(
-            features,
-            tokens,
-            state.active,
-            pending.features[slots],
-            pending.token_ids[slots],
-            pending.counts[slots],
-            state.kvcache_start_index,
-            pending.start[slots],
-            pending.last[slots],
-        )
+        pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
+        self.backend.acceptance.append_pending(features, tokens, state, pending)
 
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""

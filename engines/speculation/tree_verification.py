@@ -10,9 +10,11 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.tree import Candidates, PendingEntries, VerifiedTree, VerifiedTrees
+from edgellm.engines.speculation.tree import VerifiedTree, VerifiedTrees
+from edgellm.kernels.acceptance.contract import Chain, Pending, TypicalBounds
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.tree.contract import Candidates
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
@@ -35,7 +37,8 @@ class TreeVerification:
 
     def tree(self, batch: int, plan: DraftPlan, key_range: int) -> VerifiedTree:
         """The arrays of a plan's tree, padded to the engine's number of tokens."""
-        return self._trees.of(batch, plan, self.engine_nodes(plan), key_range)
+        start = self._base.sequences(slice(0, batch)).kvcache_start_index
+        return self._trees.of(plan, self.engine_nodes(plan), key_range, start)
 
     def engine_nodes(self, plan: DraftPlan) -> int:
         """T: the tokens of the engine that verifies a plan's tree."""
@@ -45,35 +48,19 @@ class TreeVerification:
 
     def verify(self, tree: VerifiedTree, candidates: Candidates) -> None:
         """Choose the tree's nodes, lay it out behind the committed rows, and compute logits and features of all."""
-        batch, nodes = tree.tokens.shape
-        slots, base = slice(0, batch), self._base
-        state = base.sequences(slots)
-        shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], self._kv_rows, nodes)
+        batch, nodes = tree.nodes.tokens.shape
+        slots, base, level = slice(0, batch), self._base, tree.plan.level(tree.plan.steps)
+        shape = EngineShape("verify", batch, nodes, tree.inputs.attention_mask.shape[3], self._kv_rows, nodes)
         shape = base.engine_shape(shape, slots)
-        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
+        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
         self._backend.draft_tree.prepare_verification(
-            not tree.plan.is_static,
-            tree.plan.candidates,
-            state.token_ids,
-            state.positions,
-            state.kvcache_start_index,
-            base.offsets[slots],
-            base.rotary,
-            base.embedding,
-            candidates.tokens,
-            candidates.scores,
-            candidates.parents,
-            candidates.frontiers,
-            candidates.selected,
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            tree.ancestors,
-            tree.draw_positions,
-            tree.inputs_embeds,
-            tree.rope_rotary_cos_sin,
-            tree.attention_mask,
-            self._draft.expansion(tree.plan.steps, candidates),
+            level,
+            base.sequences(slots),
+            base.tables(slots),
+            candidates,
+            tree.nodes,
+            tree.inputs,
+            self._draft.expansion(tree.plan),
         )
         engine.enqueue()
 
@@ -81,167 +68,68 @@ class TreeVerification:
         """Choose what is accepted of the tree, by one of this module's rules."""
         if self.before_acceptance is not None:
             self.before_acceptance(tree)
-        batch, nodes = tree.tokens.shape
-        slots, sampling = slice(0, batch), self._base.sampling
-        state = self._base.sequences(slots)
-        accepted = (tree.accepted_indices, tree.accepted_ids, tree.lengths)
+        slots, kernels = slice(0, tree.nodes.tokens.shape[0]), self._backend.acceptance
+        state, rows = self._base.sequences(slots), self._base.sampling.rows(slots)
+        logits, nodes, accepted = tree.logits, tree.nodes, tree.accepted
         if acceptance == GREEDY:
-            self._backend.acceptance.eagle_accept(
-                tree.logits,
-                tree.tokens,
-                tree.parents,
-                tree.depths,
-                state.active,
-                None,
-                *accepted,
-                self._workspace("eagle_accept"),
-            )
+            kernels.eagle_accept(logits.logits, nodes, state.active, accepted, self._workspace())
         elif acceptance == DRAWN:
-            self._backend.acceptance.accept_draws(
-                tree.logits,
-                state.token_counts,
-                tree.tokens,
-                tree.parents,
-                tree.depths,
-                tree.ancestors,
-                tree.draw_positions,
-                state.active,
-                sampling.slot_draws(slots),
-                sampling.node_draws(batch, nodes),
-                tree.thresholds,
-                tree.drawn,
-                *accepted,
-            )
+            kernels.accept_draws(logits, nodes, state, rows, accepted)
         elif acceptance == SAMPLED:
-            self._backend.acceptance.accept_sampled_draws(
-                tree.logits,
-                state.token_counts,
-                tree.tokens,
-                tree.ancestors,
-                self._probabilities(batch, tree.plan.steps),
-                self._draft.target_to_draft,
-                tree.draw_positions,
-                state.active,
-                sampling.slot_draws(slots),
-                sampling.node_draws(batch, nodes),
-                tree.thresholds,
-                *accepted,
-                self._workspace("sampling"),
-            )
+            chain = self._chain(self._draft.candidates(slots.stop, tree.plan), tree.plan)
+            kernels.accept_sampled_draws(logits, nodes, state, rows, chain, accepted, self._workspace())
         else:
-            self._accept_typical(tree, state)
+            bounds = TypicalBounds(tree.plan.posterior_threshold, tree.plan.posterior_alpha)
+            kernels.draw_nodes(logits, nodes, state, rows)
+            kernels.typical_accept(logits, nodes, state.active, rows, bounds, accepted, self._workspace())
 
-    def advance(self, tree: VerifiedTree, pending: PendingEntries) -> None:
+    def advance(self, tree: VerifiedTree, pending: Pending) -> None:
         """Move the accepted KV rows together, keep their features for the draft, and take the tokens into the state."""
-        slots = slice(0, tree.tokens.shape[0])
-        acceptance, state = self._backend.acceptance, self._base.sequences(slots)
-        accepted = (tree.accepted_indices, tree.lengths)
-        caches, features = list(self._base.caches.values()), pending.features[slots]
-        acceptance.move_accepted(caches, state.kvcache_start_index, *accepted, tree.features, features)
-        acceptance.advance_accepted(
-            tree.accepted_ids,
-            tree.lengths,
-            state.active,
-            state.token_ids,
-            state.kvcache_start_index,
-            state.positions,
-            state.token_counts,
-            pending.token_ids[slots],
-            pending.counts[slots],
-            pending.start[slots],
-            pending.last[slots],
-            tree.emitted,
-        )
+        slots, acceptance = slice(0, tree.nodes.tokens.shape[0]), self._backend.acceptance
+        state, pending, caches = self._base.sequences(slots), rows_of(pending, slots), list(self._base.caches.values())
+        acceptance.move_accepted(caches, state.kvcache_start_index, tree.accepted, tree.features, pending)
+        acceptance.advance_accepted(tree.accepted, state, pending, tree.emitted)
 
-    def draw_child(self, batch: int, step: int, candidates: Candidates) -> None:
+    def draw_child(self, batch: int, step: int, plan: DraftPlan) -> None:
         """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
-        slots = slice(0, batch)
-        draws = self._base.sampling.slot_draws(slots)
-        logits = self._draft.logits(batch, 1)
+        slots, logits = slice(0, batch), self._draft.logits(batch, 1)
         self._backend.acceptance.draft_sample(
-            logits.reshape(batch, logits.shape[2]),
-            self._draft.draft_to_target,
-            draws.temperature,
-            draws.top_k,
-            draws.top_p,
-            draws.min_p,
-            draws.seeds,
-            draws.sequences,
-            self._base.sequences(slots).positions,
             step,
-            candidates.tokens,
-            self._probabilities(batch, candidates.plan.steps),
-            self._workspace("draft_sample", self._draft.config.draft.draft_vocab_size),
+            logits.reshape(batch, logits.shape[2]),
+            self._base.sampling.rows(slots),
+            self._base.sequences(slots).positions,
+            self._chain(self._draft.candidates(batch, plan), plan),
+            self._workspace(of_draft=True),
         )
 
-    def _accept_typical(self, tree: VerifiedTree, state: SequenceState) -> None:
-        batch, nodes = tree.tokens.shape
-        acceptance, kernels, sampling = self._backend.acceptance, self._backend.kernels, self._base.sampling
-        slot, node = sampling.slot_draws(slice(0, batch)), sampling.node_draws(batch, nodes)
-        acceptance.process_tree_logits(
-            tree.logits,
-            state.token_counts,
-            tree.tokens,
-            tree.ancestors,
-            slot.repetition_penalty,
-            slot.presence_penalty,
-            slot.frequency_penalty,
-            slot.temperature,
-            tree.logits,
-        )
-        rows = batch * nodes
-        logits, thresholds = tree.logits.reshape(rows, tree.logits.shape[2]), tree.thresholds.reshape(rows)
-        kernels.filter_threshold(logits, node.top_k, node.top_p, node.min_p, thresholds)
-        draw = (node.temperature, node.seeds, node.sequences, tree.draw_positions.reshape(rows))
-        kernels.sample(logits, thresholds, *draw, tree.drawn.reshape(rows))
-        acceptance.typical_accept(
-            tree.logits,
-            tree.thresholds,
-            slot.temperature,
-            tree.drawn,
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            state.active,
-            tree.plan.posterior_threshold,
-            tree.plan.posterior_alpha,
-            tree.accepted_indices,
-            tree.accepted_ids,
-            tree.lengths,
-            self._workspace("sampling"),
-        )
-
-    def _bindings(self, shape: EngineShape, tree: VerifiedTree, start: Array) -> dict[str, Array]:
-        batch = tree.tokens.shape[0]
-        bound = self._base.engine_weights() | {
-            "inputs_embeds": tree.inputs_embeds,
-            "rope_rotary_cos_sin": tree.rope_rotary_cos_sin,
-            "attention_mask": tree.attention_mask,
-            "kvcache_start_index": start,
-            "logits": tree.logits,
-            "hidden_states": tree.features,
-        }
-        for name, cache in self._base.caches.items():
-            bound[name] = bound[f"present_{name}"] = cache[:batch]
-        return bound | self._base.adapter_inputs(shape, slice(0, batch))
-
-    def _probabilities(self, batch: int, steps: int) -> Array:
-        """The draft's distributions of a sampled chain [B, D, U] float32; allocated when first needed."""
+    def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
+        """The sampled chains of the slots; memory for the draft's distributions is allocated when first needed."""
         limits, vocabulary = self._base.limits, self._draft.config.draft.draft_vocab_size
         if self._draft_probabilities is None:
             size = limits.max_batch * limits.draft_steps * vocabulary
             self._draft_probabilities = self._backend.zeros((size,), "float32")
-        return leading(self._draft_probabilities, (batch, steps, vocabulary))
+        shape = (candidates.tokens.shape[0], plan.steps, vocabulary)
+        probabilities = leading(self._draft_probabilities, shape)
+        return Chain(candidates.tokens, probabilities, self._draft.draft_to_target, self._draft.target_to_draft)
 
-    def _workspace(self, use: str, vocabulary: int = 0) -> Array:
-        """The workspace of an acceptance kernel, for the largest tree; allocated when first needed."""
+    def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
+        batch = shape.batch
+        bound = self._base.engine_weights() | tree.inputs._asdict()
+        bound |= {"logits": tree.logits.logits, "hidden_states": tree.features}
+        for name, cache in self._base.caches.items():
+            bound[name] = bound[f"present_{name}"] = cache[:batch]
+        return bound | self._base.adapter_inputs(shape, slice(0, batch))
+
+    def _workspace(self, of_draft: bool = False) -> Array:
+        """The workspace of the acceptance kernels, for the largest tree, or of draws from the draft; allocated when
+        first needed."""
+        use = "draft" if of_draft else "accept"
         if use not in self._workspaces:
             acceptance, limits = self._backend.acceptance, self._base.limits
-            slots, nodes, base_vocabulary = limits.max_batch, limits.verify_sizes[-1], self._base.config.vocab_size
-            size = {
-                "eagle_accept": lambda: acceptance.eagle_accept_workspace_size(slots, nodes, base_vocabulary),
-                "sampling": lambda: acceptance.sampling_workspace_size(slots, nodes, base_vocabulary),
-                "draft_sample": lambda: acceptance.draft_sample_workspace_size(slots, vocabulary),
-            }[use]()
+            slots, vocabulary = limits.max_batch, self._draft.config.draft.draft_vocab_size
+            if of_draft:
+                size = acceptance.draft_workspace_size(slots, vocabulary)
+            else:
+                size = acceptance.accept_workspace_size(slots, limits.verify_sizes[-1])
             self._workspaces[use] = self._backend.zeros((size,), "uint8")
         return self._workspaces[use]

@@ -1,8 +1,8 @@
 """The contract of the image kernels: `NumpyImages` defines what they compute, `CudaImages` computes it.
 
 Resampling in two passes of whole numbers, as Pillow resizes images of 8 bits: bit for bit the same result. The second
-pass also makes the rows of a vision encoder. S rows and W columns of the image, Y rows and X columns after resampling, A
-the resampled one of these, K pixels that make one, N patches of E elements. Then the rows of images in prompts: M of
+pass also makes the rows of a vision encoder. S rows and W columns of the image, Y rows and X columns after resampling,
+A the resampled one of these, K pixels that make one, N patches of E elements. Then the rows of images in prompts: M of
 them, T tokens, H hidden size, P positions of the rotary table, R rotary size.
 """
 
@@ -31,8 +31,9 @@ class ResamplingTables(NamedTuple):
 class PatchGrid(NamedTuple):
     """How rows of a vision encoder are cut from an image of Y rows and X columns.
 
-    N = (Y / P) * (X / P) patches of P = `patch_size`; `merge_size` x `merge_size` neighbours stand one behind the other,
-    then the next of the row. Each holds its channels, of these E / (3 P P) equal frames, of these P rows and columns.
+    N = (Y / P) * (X / P) patches of P = `patch_size`; `merge_size` x `merge_size` neighbours stand one behind the
+    other, then the next of the row. Each holds its channels, of these E / (3 P P) equal frames, of these P rows and
+    columns.
     """
 
     patch_size: int

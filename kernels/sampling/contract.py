@@ -83,9 +83,7 @@ def _check_filtered(sizes: dict[str, Any]) -> str | None:
 class SamplingKernels(Protocol):
     """One implementation of these kernels."""
 
-    def prepare_step(
-        self, tables: ModelTables, token_ids: Annotated[OwnArray, "BT int32"], inputs: StepInputs
-    ) -> None:
+    def prepare_step(self, tables: ModelTables, token_ids: Annotated[OwnArray, "BT int32"], inputs: StepInputs) -> None:
         """Everything that an engine reads of T tokens of each sequence.
 
         `inputs_embeds` gets the rows of `embedding` that `token_ids` name; an id outside 0..V-1 (padding is -1) gives a
@@ -166,9 +164,7 @@ class SamplingKernels(Protocol):
         Ids outside 0..V-1 are ignored.
         """
 
-    def first_not_finite(
-        self, values: Annotated[OwnArray, "N compute"], index: Annotated[OwnArray, "1 int64"]
-    ) -> None:
+    def first_not_finite(self, values: Annotated[OwnArray, "N compute"], index: Annotated[OwnArray, "1 int64"]) -> None:
         """`index`: that of the first of `values` that is infinite or NaN; -1 where none is.
 
         `values` may begin at any element of an allocation.

@@ -144,6 +144,8 @@ class CudaSampling(Launcher):
         """Launch a kernel that spreads each row of the vocabulary over several blocks."""
         rows = sizes["B"]
         if rows > self._rows:
-            raise KernelError(f"{kernel.expression}: {rows} rows; these kernels have a workspace for at most {self._rows}")
+            raise KernelError(
+                f"{kernel.expression}: {rows} rows; these kernels have a workspace for at most {self._rows}"
+            )
         blocks = min(-(-sizes["V"] // _TOKENS_PER_BLOCK), _MAXIMUM_BLOCKS_PER_ROW)
         self._launch(kernel, (blocks, rows), ROW_THREADS, arguments, early=early, zeroed=self._workspace)

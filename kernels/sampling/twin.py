@@ -107,7 +107,8 @@ class NumpySampling:
 
 
 def look_up(tables: ModelTables, token_ids: np.ndarray, places: np.ndarray, inputs: StepInputs) -> None:
-    """Rows of `token_ids` [B, T] (zeros for unknown ids) and of the rotary `places` [B, T or 1], clamped, to `inputs`."""
+    """Rows of `token_ids` [B, T] (zeros for unknown ids) and of the rotary `places` [B, T or 1], clamped, to
+    `inputs`."""
     # take with mode="clip" writes straight into `out`; its checking mode would go through a buffer
     np.take(tables.embedding, token_ids, axis=0, out=inputs.inputs_embeds, mode="clip")
     unknown = (token_ids < 0) | (token_ids >= len(tables.embedding))

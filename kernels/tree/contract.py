@@ -8,9 +8,9 @@ verified nodes without the root. A tree may be narrower than K: see `Level`.
 where `slot` is the place of the parent in the frontier of level d - 1 and `rank` its place among the parent's K
 likeliest continuations. So an index names level and parent, and a child's index is above its parent's.
 
-**Frontiers** [B, F, K], F >= max(1, D - 1): row d - 1 holds the candidates of level d that the draft model extends, best
-first; -1 is an idle slot, and so is an index that is no candidate of that level. Propose step d feeds them to the draft
-model, which writes their KV rows committed + (d-1) K to committed + d K - 1.
+**Frontiers** [B, F, K], F >= max(1, D - 1): row d - 1 holds the candidates of level d that the draft model extends,
+best first; -1 is an idle slot, and so is an index that is no candidate of that level. Propose step d feeds them to the
+draft model, which writes their KV rows committed + (d-1) K to committed + d K - 1.
 
 **Scores** are the sum of the log-probabilities on the path from the root. A candidate with score -inf does not exist:
 its token is -1, its parent -1.
@@ -73,8 +73,8 @@ class TreeNodes(NamedTuple):
     """The tree that is verified; node 0 is the root, the last emitted token.
 
     `tokens`: -1 is padding. `parents`: the parent's place, always a smaller one; -1 of the root and of padding.
-    `depths`: 0 of the root and of padding, else the parent's + 1. `ancestors`: True where the column's node is the row's
-    or an ancestor of it. `draw_positions`: the random position of the draw at each node.
+    `depths`: 0 of the root and of padding, else the parent's + 1. `ancestors`: True where the column's node is the
+    row's or an ancestor of it. `draw_positions`: the random position of the draw at each node.
     """
 
     tokens: Annotated[OwnArray, "BT int32"]
@@ -92,7 +92,8 @@ class HiddenRows(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """Target ids of the draft's, and the workspace (`expand_workspace_size`) that holds what an expansion leaves to do."""
+    """Target ids of the draft's, and the workspace (`expand_workspace_size`) that holds what an expansion leaves to
+    do."""
 
     draft_to_target: Annotated[OwnArray, "U int32"]
     workspace: Annotated[OwnArray, "N uint8"]

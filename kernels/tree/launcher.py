@@ -70,14 +70,12 @@ class CudaTree(Launcher):
         """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
         if not 1 <= top_k <= MAXIMUM_TOP_K or draft_vocab_size > MAXIMUM_DRAFT_VOCABULARY:
             raise KernelError(
-                f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected 1 "
-                f"to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
+                f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected "
+                f"1 to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
             )
         return _workspace_bytes(batch, draft_vocab_size, top_k)
 
-    def expand_frontier(
-        self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion
-    ) -> None:
+    def expand_frontier(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
         """The likeliest continuations of the root or of each frontier node; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes = self._check("expand_frontier", *arguments)

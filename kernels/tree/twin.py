@@ -42,9 +42,7 @@ class NumpyTree:
         """0: NumPy needs none."""
         return 0
 
-    def expand_frontier(
-        self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion
-    ) -> None:
+    def expand_frontier(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
         """The likeliest continuations of the root or of each frontier node; see the contract."""
         sizes = _check("expand_frontier", level, logits, candidates, expansion)
         batch, rows, top_k = sizes["B"], sizes["n"], sizes["K"]
@@ -65,11 +63,14 @@ class NumpyTree:
             tokens[missing], scores[missing], parents[missing] = -1, _MINUS_INFINITY, -1
         start = level_start(level.number, top_k)
         own = slice(start, start + rows * top_k)
-        for target, source, missing in zip(candidates, (tokens, scores, parents), (-1, _MINUS_INFINITY, -1)):
-            entries = target[:, own].reshape(batch, rows, top_k)
-            entries[:, :, level.width :] = missing
-            entries[:, :, : level.width] = source.reshape(batch, rows, level.width)
-            target[:, own] = entries.reshape(batch, -1)
+        beyond = ((0, 0), (0, top_k - level.width))
+        for target, source, nothing in (
+            (candidates.tokens, tokens, -1),
+            (candidates.scores, scores, _MINUS_INFINITY),
+            (candidates.parents, parents, -1),
+        ):
+            whole = source if level.width == top_k else np.pad(source, beyond, constant_values=nothing)
+            target[:, own] = whole.reshape(batch, -1)
 
     def _log_probabilities(self, values: np.ndarray, found: np.ndarray) -> np.ndarray:
         """Those of the logits `found` [n, k] of the rows `values` [n, U]."""

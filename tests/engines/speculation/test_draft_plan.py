@@ -9,7 +9,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
 from edgellm.errors import RequestError
-from edgellm.kernels.draft_tree_interface import candidate_count
+from edgellm.kernels.tree.contract import candidate_count
 
 LIMITS = EngineLimits(1, 16, 96, 10, 6, 60)
 

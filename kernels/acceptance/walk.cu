@@ -1,6 +1,6 @@
-#include "cuda/acceptance.cuh"
+// Acceptance that follows the tokens drawn at the nodes: greedily from the logits, or as they were drawn.
+#include "acceptance/acceptance.cuh"
 #include "shared/groups.cuh"
-#include "shared/ordered_keys.cuh"
 #include "shared/programmatic_launch.cuh"
 
 namespace acceptance {
@@ -33,10 +33,7 @@ __device__ inline unsigned long long largest_of_row(const float* row, unsigned v
 
 // The argmax of every node's row; the last block of a slot then walks its tree. Grid (blocks of a row, nodes, slots). May be
 // launched while the kernel before it still runs; the tree is older than that one.
-extern "C" __global__ void eagle_accept(
-    const float* logits, const int* tree_tokens, const int* tree_parents, const int* tree_depths, const int* active,
-    const int* vocab_mapping, int* accepted_indices, int* accepted_ids, int* acceptance_lengths,
-    acceptance::Row* workspace, unsigned vocabulary, unsigned most) {
+__global__ void eagle_accept(EagleAcceptArguments a) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ bool is_last;
@@ -44,18 +41,16 @@ extern "C" __global__ void eagle_accept(
     launch_next_kernel();
     wait_for_previous_kernel();
     unsigned slot = blockIdx.z, node = blockIdx.y, tree_size = gridDim.y;
-    size_t first_row = (size_t)slot * tree_size;
-    Accepted accepted = {accepted_indices, accepted_ids, acceptance_lengths, most};
-    if (active[slot] != 1) {
-        if (node == 0 && blockIdx.x == 0) write_idle(accepted, slot);
+    if (a.active[slot] != 1) {
+        if (node == 0 && blockIdx.x == 0) write_idle(a.accepted, a.W, slot);
         return;
     }
-    Row* rows = workspace + first_row;
+    Row* rows = rows_of(a.workspace, slot, tree_size);
     unsigned long long candidate = 0;
-    Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
+    Tree tree = tree_of(a.tree, slot, tree_size);
     touch(tree);
-    bool is_padding = node != 0 && tree_tokens[first_row + node] < 0;
-    if (!is_padding) candidate = largest_of_row(logits + (first_row + node) * vocabulary, vocabulary);
+    bool is_padding = node != 0 && tree.tokens[node] < 0;
+    if (!is_padding) candidate = largest_of_row(a.logits + ((size_t)slot * tree_size + node) * a.V, a.V);
     candidate = block_maximum(candidate, partial);
     if (threadIdx.x == 0) {
         atomicMax(&rows[node].best, candidate);
@@ -65,22 +60,16 @@ extern "C" __global__ void eagle_accept(
     if (!is_last) return;
     for (unsigned i = threadIdx.x; i < tree_size; i += blockDim.x) drawn[i] = winning_id(atomicExch(&rows[i].best, 0ull));
     __syncthreads();
-    walk(accepted, slot, tree, {drawn, vocab_mapping, vocabulary});
+    walk(a.accepted, a.W, slot, tree, drawn);
 }
 
 // The walk alone. Grid (slots).
-extern "C" __global__ void accept_drawn(
-    const int* drawn, const int* tree_tokens, const int* tree_parents, const int* tree_depths, const int* active,
-    const int* vocab_mapping, int* accepted_indices, int* accepted_ids, int* acceptance_lengths,
-    unsigned tree_size, unsigned mapping_size, unsigned most) {
+__global__ void accept_drawn(AcceptDrawnArguments a) {
     using namespace acceptance;
     unsigned slot = blockIdx.x;
-    size_t first_row = (size_t)slot * tree_size;
-    Accepted accepted = {accepted_indices, accepted_ids, acceptance_lengths, most};
-    if (active[slot] != 1) {
-        write_idle(accepted, slot);
+    if (a.active[slot] != 1) {
+        write_idle(a.accepted, a.W, slot);
         return;
     }
-    Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
-    walk(accepted, slot, tree, {drawn + first_row, vocab_mapping, mapping_size});
+    walk(a.accepted, a.W, slot, tree_of(a.tree, slot, a.T), a.drawn + (size_t)slot * a.T);
 }

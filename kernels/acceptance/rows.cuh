@@ -1,4 +1,7 @@
-#include "cuda/accept_distribution.cuh"
+// What distributions of rows of processed logits need, in two launches over the rows of all used nodes.
+#pragma once
+
+#include "acceptance/distribution.cuh"
 
 namespace acceptance {
 
@@ -14,14 +17,15 @@ __device__ inline bool row_is_used(const int* active, const int* tree_tokens, si
 }  // namespace acceptance
 
 // First of two launches: the largest value of each used row. Grid of both: (blocks of a row, nodes, slots).
-extern "C" __global__ void accept_row_best(
-    const float* processed, const int* active, const int* tree_tokens, acceptance::Row* workspace,
-    unsigned vocabulary) {
+template <class Arguments>
+__global__ void row_best(Arguments a) {
     using namespace acceptance;
+    Row* workspace = reinterpret_cast<Row*>(a.workspace);
+    unsigned vocabulary = a.V;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     size_t row = (size_t)blockIdx.z * gridDim.y + blockIdx.y;
-    if (!row_is_used(active, tree_tokens, row)) return;
-    const float* values = processed + row * vocabulary;
+    if (!row_is_used(a.active, a.tree.tokens, row)) return;
+    const float* values = a.nodes.logits + row * vocabulary;
     bool aligned = aligned_16(values);
     unsigned long long best = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -34,14 +38,15 @@ extern "C" __global__ void accept_row_best(
 }
 
 // Second: the sum of weights and, for the entropy, of weights times distances from the maximum.
-extern "C" __global__ void accept_row_total(
-    const float* processed, const float* thresholds, const int* active, const int* tree_tokens,
-    acceptance::Row* workspace, unsigned vocabulary) {
+template <class Arguments>
+__global__ void row_total(Arguments a) {
     using namespace acceptance;
+    Row* workspace = reinterpret_cast<Row*>(a.workspace);
+    unsigned vocabulary = a.V;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     size_t row = (size_t)blockIdx.z * gridDim.y + blockIdx.y;
-    if (!row_is_used(active, tree_tokens, row)) return;
-    Distribution distribution = row_distribution(processed + row * vocabulary, thresholds[row], 1.0f, workspace[row]);
+    if (!row_is_used(a.active, a.tree.tokens, row)) return;
+    Distribution distribution = row_distribution(a.nodes.logits + row * vocabulary, a.nodes.thresholds[row], 1.0f, workspace[row]);
     bool aligned = aligned_16(distribution.values);
     unsigned long long total = 0, distance = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);

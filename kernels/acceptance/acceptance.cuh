@@ -1,12 +1,10 @@
 // What the acceptance kernels share: limits, workspace, and the walk along drawn tokens.
 #pragma once
 
+#include "acceptance/arguments.cuh"
 #include "shared/reductions.cuh"
 
 namespace acceptance {
-
-constexpr unsigned MAXIMUM_TREE_SIZE = 1024;  // as of acceptance_interface.py
-constexpr unsigned MAXIMUM_ACCEPTED = 33;
 
 // Workspace of one row of logits. Everything but `stop` is 0 before a kernel's first launch and after its
 // last, whatever the batch and the tree size; so all may share it. The first row of a slot serves the slot too.
@@ -19,17 +17,21 @@ struct Row {
     unsigned arrived;   // blocks of the slot
     int stop;  // node at which a chain ends; STOP_REJECTED is added where its draft was refused
 };
-static_assert(sizeof(Row) == 56, "cuda_acceptance.py allocates rows of another size");
+static_assert(sizeof(Row) == ROW_BYTES, "the host allocates rows of another size");
 
 struct Tree {
     const int *tokens, *parents, *depths;  // of one slot
     unsigned size;
 };
 
-struct Accepted {
-    int *indices, *ids, *lengths;  // of all slots
-    unsigned most;
-};
+__device__ inline Tree tree_of(const TreeNodes& all, unsigned slot, unsigned size) {
+    size_t first = (size_t)slot * size;
+    return {all.tokens + first, all.parents + first, all.depths + first, size};
+}
+
+__device__ inline Row* rows_of(unsigned char* workspace, unsigned slot, unsigned size) {
+    return reinterpret_cast<Row*>(workspace) + (size_t)slot * size;
+}
 
 // Whether the calling thread is the last of `total` to come here; the counter is back at 0 afterwards. What the others
 // wrote before is visible to the last one.
@@ -45,36 +47,23 @@ __device__ inline int winning_id(unsigned long long winner) {
     return winner == 0 ? 0 : int(0xffffffffu - unsigned(winner));
 }
 
-// Tokens drawn at the nodes of a slot, in the full vocabulary.
-struct DrawnTokens {
-    const int* drawn;
-    const int* vocab_mapping;
-    unsigned mapping_size;
-
-    __device__ int at(unsigned node) const {
-        int token = drawn[node];
-        if (vocab_mapping == nullptr) return token;
-        return unsigned(token) < mapping_size ? vocab_mapping[token] : -1;
-    }
-};
-
 // An idle slot accepts nothing. By a whole block.
-__device__ inline void write_idle(const Accepted& accepted, unsigned slot) {
-    for (unsigned i = threadIdx.x; i < accepted.most; i += blockDim.x) {
-        accepted.indices[(size_t)slot * accepted.most + i] = -1;
-        accepted.ids[(size_t)slot * accepted.most + i] = -1;
+__device__ inline void write_idle(const Accepted& accepted, unsigned most, unsigned slot) {
+    for (unsigned i = threadIdx.x; i < most; i += blockDim.x) {
+        accepted.indices[(size_t)slot * most + i] = -1;
+        accepted.ids[(size_t)slot * most + i] = -1;
     }
     if (threadIdx.x == 0) accepted.lengths[slot] = 0;
 }
 
 // Writes the path of `length` nodes in `path` (shared), the bonus drawn at its end. By a whole block, synchronized before.
 __device__ inline void write_path(
-    const Accepted& accepted, unsigned slot, const Tree& tree, const DrawnTokens& drawn, const int* path,
+    const Accepted& accepted, unsigned most, unsigned slot, const Tree& tree, const int* drawn, const int* path,
     unsigned length) {
-    for (unsigned i = threadIdx.x; i < accepted.most; i += blockDim.x) {
-        int token = i + 1 < length ? tree.tokens[path[i + 1]] : i + 1 == length ? drawn.at(path[i]) : -1;
-        accepted.indices[(size_t)slot * accepted.most + i] = i < length ? path[i] : -1;
-        accepted.ids[(size_t)slot * accepted.most + i] = token;
+    for (unsigned i = threadIdx.x; i < most; i += blockDim.x) {
+        int token = i + 1 < length ? tree.tokens[path[i + 1]] : i + 1 == length ? drawn[path[i]] : -1;
+        accepted.indices[(size_t)slot * most + i] = i < length ? path[i] : -1;
+        accepted.ids[(size_t)slot * most + i] = token;
     }
     if (threadIdx.x == 0) accepted.lengths[slot] = length;
 }
@@ -98,7 +87,7 @@ __device__ inline bool is_child(const Tree& tree, unsigned node, int parent) {
 
 // Follow the drawn tokens from the root. By a whole block.
 __device__ inline void walk(
-    const Accepted& accepted, unsigned slot, const Tree& tree, const DrawnTokens& drawn) {
+    const Accepted& accepted, unsigned most, unsigned slot, const Tree& tree, const int* drawn) {
     __shared__ unsigned next[MAXIMUM_TREE_SIZE];  // the child that each node's drawn token leads to
     __shared__ int path[MAXIMUM_ACCEPTED];
     __shared__ unsigned length;
@@ -106,7 +95,7 @@ __device__ inline void walk(
     __syncthreads();
     for (unsigned node = 1 + threadIdx.x; node < tree.size; node += blockDim.x) {
         int parent = tree.parents[node];
-        if (is_child(tree, node, parent) && tree.tokens[node] == drawn.at(parent)) atomicMin(next + parent, node);
+        if (is_child(tree, node, parent) && tree.tokens[node] == drawn[parent]) atomicMin(next + parent, node);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -114,11 +103,11 @@ __device__ inline void walk(
         do {
             path[count++] = node;
             node = next[node];
-        } while (node < MAXIMUM_TREE_SIZE && count < accepted.most);
+        } while (node < MAXIMUM_TREE_SIZE && count < most);
         length = count;
     }
     __syncthreads();
-    write_path(accepted, slot, tree, drawn, path, length);
+    write_path(accepted, most, slot, tree, drawn, path, length);
 }
 
 }  // namespace acceptance

@@ -1,13 +1,12 @@
-// Distributions of rows of processed logits in fixed point, as of ../fixed_point_sampling.py.
+// Distributions of rows of processed logits in fixed point, as of distribution.py.
 #pragma once
 
-#include "cuda/acceptance.cuh"
-#include "cuda/filter_workspace.cuh"
+#include "acceptance/acceptance.cuh"
+#include "shared/groups.cuh"
 #include "shared/philox.cuh"
+#include "shared/portable_math.cuh"
 
 namespace acceptance {
-
-constexpr unsigned TARGET_STREAM = 0, DRAFT_STREAM = 1, TEST_STREAM = 2, RESIDUAL_STREAM = 3;
 
 // Softmax of a row restricted to values >= threshold; at temperature 0 its argmax.
 struct Distribution {

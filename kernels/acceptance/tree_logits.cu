@@ -1,5 +1,6 @@
-#include "cuda/acceptance.cuh"
-#include "cuda/process_row.cuh"
+// Penalties and temperature at the nodes of trees, whose paths count as generated.
+#include "acceptance/arguments.cuh"
+#include "sampling/process_row.cuh"
 
 namespace acceptance {
 
@@ -25,30 +26,26 @@ struct PathCounts {
 }  // namespace acceptance
 
 // process_logits of every node of the trees. Grid (blocks of a row, nodes, slots).
-extern "C" __global__ void process_tree_logits(
-    const float* logits, const int* token_counts, const int* tree_tokens, const bool* tree_ancestors,
-    const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty,
-    const float* temperature, float* processed, unsigned vocabulary) {
+__global__ void process_tree_logits(ProcessTreeLogitsArguments a) {
     using namespace acceptance;
     __shared__ int path[MAXIMUM_TREE_SIZE];
     __shared__ unsigned marks[MARK_WORDS], path_size;
-    unsigned slot = blockIdx.z, tree_size = gridDim.y;
+    unsigned slot = blockIdx.z, tree_size = gridDim.y, vocabulary = a.V;
     size_t row = (size_t)slot * tree_size + blockIdx.y;
-    LogitSettings settings = {
-        repetition_penalty[slot], presence_penalty[slot], frequency_penalty[slot], temperature[slot]};
+    LogitSettings settings = logit_settings(a.rows, slot);
     if (threadIdx.x < MARK_WORDS) marks[threadIdx.x] = 0;
     if (threadIdx.x == 0) path_size = 0;
     __syncthreads();
     if (settings.penalizes()) {
         for (unsigned node = 1 + threadIdx.x; node < tree_size; node += blockDim.x) {
-            unsigned token = tree_tokens[(size_t)slot * tree_size + node];
-            if (!tree_ancestors[row * tree_size + node] || token >= vocabulary) continue;
+            unsigned token = a.tree.tokens[(size_t)slot * tree_size + node];
+            if (!a.tree.ancestors[row * tree_size + node] || token >= vocabulary) continue;
             path[atomicAdd(&path_size, 1u)] = token;
             unsigned group = token / 4;
             atomicOr(marks + group / 32 % MARK_WORDS, 1u << group % 32);
         }
     }
     __syncthreads();
-    PathCounts counts = {token_counts + (size_t)slot * vocabulary, path, marks, path_size};
-    process_row(logits + row * vocabulary, processed + row * vocabulary, counts, settings, vocabulary);
+    PathCounts counts = {a.token_counts + (size_t)slot * vocabulary, path, marks, path_size};
+    process_row(a.logits + row * vocabulary, a.processed + row * vocabulary, counts, settings, vocabulary);
 }

@@ -1,4 +1,5 @@
-#include "cuda/accept_distribution.cuh"
+// Typical acceptance: the path of tokens that the base finds likely enough.
+#include "acceptance/rows.cuh"
 
 namespace acceptance {
 
@@ -16,37 +17,32 @@ __device__ inline double typical_bound(const Row& row, double epsilon, double de
 }  // namespace acceptance
 
 // Third launch of typical acceptance: the deepest path of typical tokens. Grid (slots).
-extern "C" __global__ void typical_accept(
-    const float* processed, const float* thresholds, const float* temperature, const int* drawn,
-    const int* tree_tokens, const int* tree_parents, const int* tree_depths, const int* active, double epsilon,
-    double delta, int* accepted_indices, int* accepted_ids, int* acceptance_lengths, acceptance::Row* workspace,
-    unsigned tree_size, unsigned vocabulary, unsigned most) {
+__global__ void typical_accept(TypicalAcceptArguments a) {
     using namespace acceptance;
     __shared__ bool typical[MAXIMUM_TREE_SIZE];
     __shared__ unsigned short lengths[MAXIMUM_TREE_SIZE];  // of the accepted path to each node; 0: not accepted
     __shared__ int path[MAXIMUM_ACCEPTED];
     __shared__ unsigned length;
-    unsigned slot = blockIdx.x;
+    unsigned slot = blockIdx.x, tree_size = a.T, vocabulary = a.V, most = a.W;
     size_t first_row = (size_t)slot * tree_size;
-    Accepted accepted = {accepted_indices, accepted_ids, acceptance_lengths, most};
-    if (active[slot] != 1) {
-        write_idle(accepted, slot);
+    if (a.active[slot] != 1) {
+        write_idle(a.accepted, most, slot);
         return;
     }
-    Tree tree = {tree_tokens + first_row, tree_parents + first_row, tree_depths + first_row, tree_size};
-    DrawnTokens drawn_tokens = {drawn + first_row, nullptr, 0};
-    Row* rows = workspace + first_row;
-    bool greedy = temperature[slot] == 0.0f;
+    Tree tree = tree_of(a.tree, slot, tree_size);
+    const int* drawn = a.nodes.drawn + first_row;
+    Row* rows = rows_of(a.workspace, slot, tree_size);
+    bool greedy = a.rows.temperature[slot] == 0.0f;
     if (!greedy) {
         for (unsigned node = threadIdx.x; node < tree_size; node += blockDim.x) {
             int parent = tree.parents[node], token = tree.tokens[node];
             bool accepts = false;
             if (is_child(tree, node, parent) && unsigned(token) < vocabulary && rows[parent].total != 0) {
                 size_t row = first_row + parent;
-                const float* values = processed + row * vocabulary;
-                Distribution p = row_distribution(values, thresholds[row], 1.0f, rows[parent]);
+                const float* values = a.nodes.logits + row * vocabulary;
+                Distribution p = row_distribution(values, a.nodes.thresholds[row], 1.0f, rows[parent]);
                 double probability = __ull2double_rn(p.weight(values[token])) / __ull2double_rn(rows[parent].total);
-                accepts = probability > typical_bound(rows[parent], epsilon, delta);
+                accepts = probability > typical_bound(rows[parent], a.bounds.epsilon, a.bounds.delta);
             }
             typical[node] = accepts;
         }
@@ -56,7 +52,7 @@ extern "C" __global__ void typical_accept(
         rows[node].best = 0, rows[node].total = 0, rows[node].distance = 0;
     }
     if (greedy) {
-        walk(accepted, slot, tree, drawn_tokens);
+        walk(a.accepted, most, slot, tree, drawn);
         return;
     }
     if (threadIdx.x == 0) {
@@ -74,5 +70,5 @@ extern "C" __global__ void typical_accept(
         }
     }
     __syncthreads();
-    write_path(accepted, slot, tree, drawn_tokens, path, length);
+    write_path(a.accepted, most, slot, tree, drawn, path, length);
 }

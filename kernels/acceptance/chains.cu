@@ -1,4 +1,5 @@
-#include "cuda/accept_distribution.cuh"
+// Chains sampled from the draft: their tokens are drawn, and tested against the base (speculative sampling).
+#include "acceptance/rows.cuh"
 
 namespace acceptance {
 
@@ -19,17 +20,21 @@ struct DraftProbabilities {
     }
 };
 
+__device__ inline DraftProbabilities draft_probabilities(
+    const Chain& chain, unsigned slot, unsigned step, unsigned steps, unsigned vocabulary) {
+    return {chain.probabilities + ((size_t)slot * steps + step) * vocabulary, chain.target_to_draft, vocabulary};
+}
+
 }  // namespace acceptance
 
 // First launch of a draft token's draw: logits over their temperature, and the largest. Grid (blocks of a row, slots).
-extern "C" __global__ void draft_scale(
-    const float* logits, const float* temperature, float* scaled, acceptance::Row* workspace, unsigned vocabulary) {
+__global__ void draft_scale(DraftSampleArguments a, float* scaled, acceptance::Row* workspace, float* thresholds) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
-    unsigned slot = blockIdx.y;
-    const float* source = logits + (size_t)slot * vocabulary;
+    unsigned slot = blockIdx.y, vocabulary = a.U;
+    const float* source = a.logits + (size_t)slot * vocabulary;
     float* target = scaled + (size_t)slot * vocabulary;
-    float divisor = temperature[slot] == 0.0f ? 1.0f : temperature[slot];
+    float divisor = a.rows.temperature[slot] == 0.0f ? 1.0f : a.rows.temperature[slot];
     bool aligned = aligned_16(source);
     unsigned long long best = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -46,11 +51,10 @@ extern "C" __global__ void draft_scale(
 }
 
 // Second, after the thresholds: the sums of weights. Grid as of the first.
-extern "C" __global__ void draft_total(
-    const float* scaled, const float* thresholds, acceptance::Row* workspace, unsigned vocabulary) {
+__global__ void draft_total(DraftSampleArguments a, float* scaled, acceptance::Row* workspace, float* thresholds) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
-    unsigned slot = blockIdx.y;
+    unsigned slot = blockIdx.y, vocabulary = a.U;
     const float* values = scaled + (size_t)slot * vocabulary;
     Distribution q = row_distribution(values, thresholds[slot], 1.0f, workspace[slot]);
     unsigned long long total = 0;
@@ -62,18 +66,15 @@ extern "C" __global__ void draft_total(
 }
 
 // Third: q, and Gumbel-max on log q. Grid as of the first.
-extern "C" __global__ void draft_draw(
-    const float* scaled, const float* thresholds, const float* temperature, const int* draft_to_target,
-    const unsigned long long* seeds, const int* sequences, const int* positions, int* chain_tokens,
-    float* draft_probabilities, acceptance::Row* workspace, unsigned vocabulary, unsigned step, unsigned steps) {
+__global__ void draft_draw(DraftSampleArguments a, float* scaled, acceptance::Row* workspace, float* thresholds) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
-    unsigned slot = blockIdx.y;
+    unsigned slot = blockIdx.y, vocabulary = a.U;
     const float* values = scaled + (size_t)slot * vocabulary;
-    float* probabilities = draft_probabilities + ((size_t)slot * steps + step) * vocabulary;
+    float* probabilities = a.chain.probabilities + ((size_t)slot * a.D + a.step) * vocabulary;
     Row& row = workspace[slot];
-    Distribution q = row_distribution(values, thresholds[slot], temperature[slot], row);
-    DrawWords random = draw_words(seeds[slot], sequences[slot], positions[slot] + step);
+    Distribution q = row_distribution(values, thresholds[slot], a.rows.temperature[slot], row);
+    DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.positions[slot] + a.step);
     bool aligned = aligned_16(values);
     unsigned long long best = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -99,35 +100,31 @@ extern "C" __global__ void draft_draw(
     if (threadIdx.x != 0) return;
     atomicMax(&row.drawn_best, best);
     if (!last_of(&row.finished, gridDim.x)) return;
-    chain_tokens[(size_t)slot * steps + step] = draft_to_target[winning_id(atomicExch(&row.drawn_best, 0ull))];
+    int id = winning_id(atomicExch(&row.drawn_best, 0ull));
+    a.chain.tokens[(size_t)slot * a.D + a.step] = a.chain.draft_to_target[id];
     row.best = 0, row.total = 0;
 }
 
 // Third launch of a sampled chain's acceptance, after its rows' totals: where each chain ends. A warp a slot; lane t
 // tests the draft after node t. Grid (slots).
-extern "C" __global__ void accept_chain_test(
-    const float* processed, const float* thresholds, const float* temperature, const int* tree_tokens,
-    const float* draft_probabilities, const int* target_to_draft, const unsigned long long* seeds,
-    const int* sequences, const int* draw_positions, const int* active, int* accepted_indices, int* accepted_ids,
-    int* acceptance_lengths, acceptance::Row* workspace, unsigned tree_size, unsigned vocabulary, unsigned steps,
-    unsigned draft_vocabulary, unsigned most) {
+__global__ void chain_test(AcceptSampledChainArguments a) {
     using namespace acceptance;
-    unsigned slot = blockIdx.x, node = threadIdx.x;
+    unsigned slot = blockIdx.x, node = threadIdx.x, tree_size = a.T, vocabulary = a.V, most = a.W;
     size_t first_row = (size_t)slot * tree_size;
-    if (active[slot] != 1) {
-        write_idle({accepted_indices, accepted_ids, acceptance_lengths, most}, slot);
+    if (a.active[slot] != 1) {
+        write_idle(a.accepted, most, slot);
         return;
     }
-    unsigned longest = min(min(tree_size - 1, steps), most - 1);  // at most 32
-    int token = node < longest ? tree_tokens[first_row + node + 1] : -1;
+    Row* rows = rows_of(a.workspace, slot, tree_size);
+    unsigned longest = min(min(tree_size - 1, a.D), most - 1);  // at most 32
+    int token = node < longest ? a.tree.tokens[first_row + node + 1] : -1;
     bool drafted = token >= 0, accepts = false;
     if (drafted && unsigned(token) < vocabulary) {
         size_t row = first_row + node;
-        const float* values = processed + row * vocabulary;
-        Distribution p = row_distribution(values, thresholds[row], temperature[slot], workspace[row]);
-        DraftProbabilities q = {
-            draft_probabilities + ((size_t)slot * steps + node) * draft_vocabulary, target_to_draft, draft_vocabulary};
-        DrawWords random = draw_words(seeds[slot], sequences[slot], draw_positions[row]);
+        const float* values = a.nodes.logits + row * vocabulary;
+        Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows.temperature[slot], rows[node]);
+        DraftProbabilities q = draft_probabilities(a.chain, slot, node, a.D, a.U);
+        DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.tree.draw_positions[row]);
         float p_of_token = p.probability(values[token], token);
         accepts = p_of_token > 0.0f && uniform(random.words(0, TEST_STREAM).x) * q.of(token) <= p_of_token;
     }
@@ -135,37 +132,32 @@ extern "C" __global__ void accept_chain_test(
     unsigned stop = ends == 0 ? 32 : __ffs(ends) - 1;
     bool rejected = stop < 32 && (rejections >> stop & 1);
     for (unsigned i = node; i < most; i += 32) {
-        accepted_indices[(size_t)slot * most + i] = i <= stop ? int(i) : -1;
-        accepted_ids[(size_t)slot * most + i] = i < stop ? tree_tokens[first_row + i + 1] : -1;
+        a.accepted.indices[(size_t)slot * most + i] = i <= stop ? int(i) : -1;
+        a.accepted.ids[(size_t)slot * most + i] = i < stop ? a.tree.tokens[first_row + i + 1] : -1;
     }
     if (node == 0) {
-        acceptance_lengths[slot] = stop + 1;
-        workspace[first_row].stop = stop | (rejected ? STOP_REJECTED : 0);
+        a.accepted.lengths[slot] = stop + 1;
+        rows[0].stop = stop | (rejected ? STOP_REJECTED : 0);
     }
 }
 
 // Fourth: the last token, from max(p - q, 0) after a rejection, else from p. Grid (blocks of a row, slots).
-extern "C" __global__ void accept_chain_draw(
-    const float* processed, const float* thresholds, const float* temperature, const float* draft_probabilities,
-    const int* target_to_draft, const unsigned long long* seeds, const int* sequences, const int* draw_positions,
-    const int* active, int* accepted_ids, acceptance::Row* workspace, unsigned tree_size, unsigned vocabulary,
-    unsigned steps, unsigned draft_vocabulary, unsigned most) {
+__global__ void chain_draw(AcceptSampledChainArguments a) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ bool is_last;
-    unsigned slot = blockIdx.y;
-    if (active[slot] != 1) return;
+    unsigned slot = blockIdx.y, tree_size = a.T, vocabulary = a.V;
+    if (a.active[slot] != 1) return;
     size_t first_row = (size_t)slot * tree_size;
-    Row* rows = workspace + first_row;
+    Row* rows = rows_of(a.workspace, slot, tree_size);
     int stop = __ldcg(&rows[0].stop);
     bool rejected = stop & STOP_REJECTED;
     unsigned node = stop & (STOP_REJECTED - 1);
     size_t row = first_row + node;
-    const float* values = processed + row * vocabulary;
-    Distribution p = row_distribution(values, thresholds[row], temperature[slot], rows[node]);
-    DraftProbabilities q = {
-        draft_probabilities + ((size_t)slot * steps + node) * draft_vocabulary, target_to_draft, draft_vocabulary};
-    DrawWords random = draw_words(seeds[slot], sequences[slot], draw_positions[row]);
+    const float* values = a.nodes.logits + row * vocabulary;
+    Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows.temperature[slot], rows[node]);
+    DraftProbabilities q = draft_probabilities(a.chain, slot, node, a.D, a.U);
+    DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.tree.draw_positions[row]);
     bool aligned = aligned_16(values);
     unsigned long long best = 0, fallback = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -206,7 +198,7 @@ extern "C" __global__ void accept_chain_draw(
     if (threadIdx.x == 0) {
         unsigned long long winner = atomicExch(&rows[0].drawn_best, 0ull);
         unsigned long long second = atomicExch(&rows[0].drawn_fallback, 0ull);
-        accepted_ids[(size_t)slot * most + node] = winning_id(winner != 0 ? winner : second);
+        a.accepted.ids[(size_t)slot * a.W + node] = winning_id(winner != 0 ? winner : second);
     }
     for (unsigned i = threadIdx.x; i < tree_size; i += blockDim.x) {
         rows[i].best = 0, rows[i].total = 0, rows[i].distance = 0;
