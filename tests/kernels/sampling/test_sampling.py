@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_bundles import sampling_rows
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.checks import IN_PROMPT
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.interface import SequenceState
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.sampling.contract import IN_PROMPT, ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.twin import NumpySampling
 
-KERNELS = NumpyKernels()
+KERNELS = NumpySampling()
 
 
 def floats(*values: float) -> np.ndarray:
@@ -23,19 +23,22 @@ def integers(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
-def test_embedding_lookup_copies_rows_and_zeros_padding(dtype):
+def test_a_step_copies_embeddings_and_zeros_padding(dtype):
     table = np.arange(1, 13).reshape(4, 3).astype(dtype)
     token_ids = np.array([[3, -1], [0, 4]], np.int32)
-    result = np.full((2, 2, 3), 99, dtype)
-    KERNELS.embedding_lookup(table, token_ids, result)
+    tables = ModelTables(table, np.zeros((1, 2), np.float32), integers(0, 0))
+    result, rope = np.full((2, 2, 3), 99, dtype), np.zeros((2, 2, 2), dtype)
+    KERNELS.prepare_step(tables, token_ids, StepInputs(result, rope, np.zeros((2, 1, 2, 0), bool), integers(0, 0)))
     assert result.tolist() == [[[10, 11, 12], [0, 0, 0]], [[1, 2, 3], [0, 0, 0]]]
 
 
-def test_prepare_attention_by_definition():
+def test_rotary_rows_and_masks_of_a_step_by_definition():
     start, offsets, tokens, keys, positions = integers(0, 2, 6), integers(0, -3, 9), 3, 7, 11
     table = np.random.default_rng(0).normal(size=(positions, 4)).astype(np.float32)
     rope, mask = np.zeros((3, tokens, 4), np.float16), np.ones((3, 1, tokens, keys), bool)
-    KERNELS.prepare_attention(start, offsets, table, rope, mask)
+    tables = ModelTables(np.ones((1, 1), np.float16), table, offsets)
+    inputs = StepInputs(np.zeros((3, tokens, 1), np.float16), rope, mask, start)
+    KERNELS.prepare_step(tables, np.zeros((3, tokens), np.int32), inputs)
     for sequence in range(3):
         for token in range(tokens):
             row = int(start[sequence]) + token
@@ -92,7 +95,8 @@ def test_process_logits_by_definition(in_place):
     ]
     before = logits.copy()
     processed = logits if in_place else np.zeros_like(logits)
-    KERNELS.process_logits(logits, counts, *settings, processed)
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature")
+    KERNELS.process_logits(logits, counts, sampling_rows(5, **dict(zip(names, settings, strict=True))), processed)
     np.testing.assert_allclose(processed, expected, rtol=1e-6, atol=1e-6)
     if not in_place:
         assert (logits == before).all()
@@ -125,9 +129,7 @@ def test_filter_keeps_what_a_sort_based_filter_keeps(top_k, top_p, min_p):
     rows[5] = np.round(rows[5])  # many ties
     rows = rows.astype(np.float32)
     thresholds = np.zeros(6, np.float32)
-    KERNELS.filter_threshold(
-        rows, np.full(6, top_k, np.int32), np.full(6, top_p, np.float32), np.full(6, min_p, np.float32), thresholds
-    )
+    KERNELS.filter_threshold(rows, sampling_rows(6, top_k=top_k, top_p=top_p, min_p=min_p), thresholds)
     hair = 1e-6  # what float32 may decide otherwise
     for row, threshold in zip(rows, thresholds, strict=True):
         found = set(np.flatnonzero(row >= threshold))
@@ -139,7 +141,7 @@ def test_filter_keeps_what_a_sort_based_filter_keeps(top_k, top_p, min_p):
 
 def test_filters_that_are_off_let_everything_pass():
     thresholds = floats(5, 5)
-    KERNELS.filter_threshold(np.zeros((2, 9), np.float32), integers(0, 9), floats(1, 1), floats(0, 0), thresholds)
+    KERNELS.filter_threshold(np.zeros((2, 9), np.float32), sampling_rows(2, top_k=[0, 9]), thresholds)
     assert (thresholds == -np.inf).all()
 
 
@@ -149,8 +151,7 @@ def test_filter_of_rows_without_finite_values():
     rows[2, 3] = np.inf
     rows[3, 2] = 1
     thresholds = np.zeros(4, np.float32)
-    settings = np.full(4, 2, np.int32), np.full(4, 0.5, np.float32), np.zeros(4, np.float32)
-    KERNELS.filter_threshold(rows, *settings, thresholds)
+    KERNELS.filter_threshold(rows, sampling_rows(4, top_k=2, top_p=0.5), thresholds)
     assert thresholds.tolist() == [-np.inf, -np.inf, np.inf, 1]
 
 
@@ -160,9 +161,7 @@ def draws(row, count, *, threshold=-np.inf, temperature=1.0, seed=7, sequence=0,
     KERNELS.sample(
         np.ascontiguousarray(np.broadcast_to(np.asarray(row, np.float32), (count, len(row)))),
         np.full(count, threshold, np.float32),
-        np.full(count, temperature, np.float32),
-        np.full(count, seed, np.uint64),
-        np.full(count, sequence, np.int32),
+        sampling_rows(1, temperature=temperature, seeds=seed, sequences=sequence),
         np.arange(first, first + count, dtype=np.int32),
         tokens,
     )
@@ -245,7 +244,7 @@ def test_active_sequences_take_their_tokens_and_idle_ones_emit_none():
 
 def test_a_sequence_that_takes_its_draw_draws_at_its_position_before():
     rows = np.random.default_rng(3).normal(size=(2, 50)).astype(np.float32)
-    draw = (floats(-np.inf, -np.inf), floats(1, 1), np.array([4, 5], np.uint64), integers(0, 1))
+    draw = (floats(-np.inf, -np.inf), sampling_rows(2, seeds=[4, 5], sequences=[0, 1]))
     positions, alone, tokens = integers(3, 9), integers(0, 0), integers(0, 0)
     KERNELS.sample(rows, *draw, positions, alone)
     counts, emitted = np.zeros((2, 50), np.int32), np.zeros((2, 1), np.int32)
@@ -257,17 +256,36 @@ def test_a_sequence_that_takes_its_draw_draws_at_its_position_before():
     assert positions.tolist() == [4, 10]
 
 
-def test_prepare_step_is_lookup_and_attention_and_writes_no_mask_of_no_keys():
+def test_a_step_writes_no_mask_of_no_keys():
     table = floats(1, 2, 3, 4).reshape(2, 2)
     embeds, rope = np.zeros((2, 1, 2), np.float32), np.zeros((2, 1, 2), np.float32)
-    rotary = np.arange(20, dtype=np.float32).reshape(10, 2)
+    tables = ModelTables(table, np.arange(20, dtype=np.float32).reshape(10, 2), integers(0, 2))
     for keys in (3, 0):
         mask = np.zeros((2, 1, 1, keys), bool)
-        token_ids = integers(1, -1).reshape(2, 1)
-        KERNELS.prepare_step(table, token_ids, embeds, integers(1, 4), integers(0, 2), rotary, rope, mask)
+        KERNELS.prepare_step(tables, integers(1, -1).reshape(2, 1), StepInputs(embeds, rope, mask, integers(1, 4)))
         assert embeds.reshape(2, 2).tolist() == [[3, 4], [0, 0]]
         assert rope.reshape(2, 2).tolist() == [[2, 3], [12, 13]]
         assert mask.reshape(2, keys).tolist() == ([[True, True, False], [True, True, True]] if keys else [[], []])
+
+
+def test_rows_of_a_slot_share_its_settings():
+    """Three rows for each of two slots: what each would be with settings of its own."""
+    rng, wide = np.random.default_rng(6), {}
+    settings = {"temperature": [0.5, 2], "top_k": [7, 0], "top_p": [1, 0.7], "seeds": [3, 4], "presence_penalty": [0, 1]}
+    for name, values in settings.items():
+        wide[name] = np.repeat(values, 3)
+    logits, counts = rng.normal(0, 2, (6, 40)).astype(np.float32), rng.integers(0, 3, (6, 40)).astype(np.int32)
+    results = []
+    for rows in (sampling_rows(2, **settings), sampling_rows(6, **wide)):
+        processed, thresholds, tokens = np.empty_like(logits), np.empty(6, np.float32), np.empty(6, np.int32)
+        KERNELS.process_logits(logits, counts, rows, processed)
+        KERNELS.filter_threshold(processed, rows, thresholds)
+        KERNELS.sample(processed, thresholds, rows, np.arange(6, dtype=np.int32), tokens)
+        results.append((processed, thresholds, tokens))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    with pytest.raises(KernelError, match="filter_threshold: 6 rows for 4 slots; expected as many rows for each slot"):
+        KERNELS.filter_threshold(logits, sampling_rows(4), np.empty(6, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -287,10 +305,22 @@ def test_wrong_arguments_are_named(logits, tokens, message):
         KERNELS.argmax(logits, tokens)
 
 
+def test_what_is_declared_is_asked_for_and_what_may_be_left_out_is_not():
+    rows, tokens = np.zeros((1, 4), np.float32), integers(0)
+    KERNELS.argmax(rows, tokens, None)
+    with pytest.raises(KernelError, match="argmax: tokens is a NoneType; expected a ndarray"):
+        KERNELS.argmax(rows, None)
+    state = SequenceState(*[integers(0)] * 7)
+    with pytest.raises(KernelError, match=r"argmax: state.token_ids has shape \[1\]; expected \[B, 1\]"):
+        KERNELS.argmax(rows, tokens, state)
+
+
 def test_compute_arguments_have_one_dtype():
-    with pytest.raises(KernelError, match="inputs_embeds is float32; expected float16"):
-        KERNELS.embedding_lookup(
-            np.zeros((3, 2), np.float16), np.zeros((1, 1), np.int32), np.zeros((1, 1, 2), np.float32)
-        )
-    with pytest.raises(KernelError, match="table is int32; expected float32 or float16 or bfloat16"):
-        KERNELS.embedding_lookup(np.zeros((3, 2), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 1, 2), np.int32))
+    inputs = StepInputs(np.zeros((1, 1, 2), np.float32), np.zeros((1, 1, 2)), np.zeros((1, 1, 1, 1), bool), integers(0))
+    for dtype, message in (
+        (np.float16, "inputs.inputs_embeds is float32; expected float16"),
+        (np.int32, "tables.embedding is int32; expected float32 or float16 or bfloat16"),
+    ):
+        tables = ModelTables(np.zeros((3, 2), dtype), np.zeros((1, 2), np.float32), integers(0))
+        with pytest.raises(KernelError, match=message):
+            KERNELS.prepare_step(tables, np.zeros((1, 1), np.int32), inputs)

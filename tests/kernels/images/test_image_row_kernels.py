@@ -9,9 +9,9 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.rotary import mrope_axes
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.images.twin import NumpyImages
 
-KERNELS = NumpyKernels()
+KERNELS = NumpyImages()
 IMAGE = 7
 
 

@@ -10,12 +10,13 @@ from PIL import Image
 from synthetic_images import synthetic_image
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.checks import COMPUTE_DTYPES
+from edgellm.kernels.contracts import COMPUTE_DTYPES
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
+from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
+from edgellm.kernels.images.twin import NumpyImages
 from edgellm.multimodal.image_layout import FILTERS, resampling_axes, resampling_weights
 
-KERNELS = NumpyImageKernels()
+KERNELS = NumpyImages()
 IDENTITY = np.repeat(np.arange(256, dtype=np.float32)[None], 3, axis=0)
 
 

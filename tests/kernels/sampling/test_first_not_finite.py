@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_device import cuda_device, device_copy
+from gpu_device import cuda_device, device_copy, load_kernels
 from gpu_timing import microseconds
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_kernels import NumpyKernels, first_not_finite
+from edgellm.kernels.sampling.twin import NumpySampling, first_not_finite
 
-TWIN = NumpyKernels()
+TWIN = NumpySampling()
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 #: Of one value, around a load of 16 bytes, a warp, a block, what the twin looks at together, the kernel's largest grid.
 SIZES = (1, 2, 7, 8, 9, 15, 31, 33, 255, 1021, 4099, 131_071, 131_073, 1_000_003)
@@ -101,12 +101,8 @@ def test_wrong_arguments_are_refused(values: np.ndarray, index: np.ndarray, mess
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Any]:
     """A CUDA context with a stream, and the kernels loaded into it."""
-    from edgellm.kernels.cuda_kernels import CudaKernels
-    from edgellm.kernels.launch import KernelModule
-
     with cuda_device() as device:
-        module = KernelModule(device.compute_capability, device.stream.handle)
-        device.kernels = CudaKernels(device.stream, module)
+        load_kernels(device)
         yield device
 
 
