@@ -24,10 +24,11 @@ def resized(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndar
     """[*size, 3] uint8 by both kernels: patches of one pixel are the pixels in order."""
     first, second = resampling_axes(pixels.shape[:2], size, resample)
     between = np.empty((size[0], pixels.shape[1], 3) if first == 0 else (pixels.shape[0], size[1], 3), np.uint8)
-    KERNELS.resample(pixels, *resampling_weights(pixels.shape[first], size[first], resample), between, first)
+    weights = resampling_weights(pixels.shape[first], size[first], resample)
+    KERNELS.resample(pixels, ResamplingTables(*weights, first), between)
     patches = np.empty((size[0] * size[1], 3), np.float32)
     weights = resampling_weights(pixels.shape[second], size[second], resample)
-    KERNELS.resample_to_patches(between, *weights, IDENTITY, patches, second, 1, 1)
+    KERNELS.resample_to_patches(between, ResamplingTables(*weights, second), IDENTITY, PatchGrid(1, 1), patches)
     return patches.reshape(*size, 3).astype(np.uint8)
 
 
@@ -54,7 +55,8 @@ def test_patches_stand_in_blocks_with_their_frames(dtype: str) -> None:
     pixels = synthetic_image(8, 12)
     table = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     patches = np.zeros((24, 3 * 2 * 4), np.uint16 if dtype == "bfloat16" else dtype)
-    KERNELS.resample_to_patches(pixels, *resampling_weights(8, 8, 3), table, patches, 0, 2, 2)
+    tables = ResamplingTables(*resampling_weights(8, 8, 3), 0)
+    KERNELS.resample_to_patches(pixels, tables, table, PatchGrid(2, 2), patches)
     number = 0
     for block_row in range(2):
         for block_column in range(3):
@@ -93,11 +95,13 @@ def test_sizes_that_do_not_belong_together_are_refused(change: dict, message: st
         "merge_size": 1,
         **change,
     }
+    tables = ResamplingTables(arguments["starts"], arguments["weights"], arguments["axis"])
+    grid = PatchGrid(arguments["patch_size"], arguments["merge_size"])
     with pytest.raises(KernelError, match=message):
-        KERNELS.resample_to_patches(**arguments)
+        KERNELS.resample_to_patches(arguments["pixels"], tables, arguments["table"], grid, arguments["patches"])
 
 
 def test_a_target_of_another_size_is_refused() -> None:
     pixels, weights = np.zeros((4, 6, 3), np.uint8), resampling_weights(6, 5, 3)
     with pytest.raises(KernelError, match=r"resampled has shape \[4, 6, 3\]; expected \[4, 5, 3\]"):
-        KERNELS.resample(pixels, *weights, np.zeros((4, 6, 3), np.uint8), 1)
+        KERNELS.resample(pixels, ResamplingTables(*weights, 1), np.zeros((4, 6, 3), np.uint8))

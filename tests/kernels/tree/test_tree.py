@@ -2,161 +2,156 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import draft_tree_reference as reference
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.kernels.checks import COMPUTE_DTYPES
-from edgellm.kernels.compiler import compile_module
-from edgellm.kernels.cuda_kernels import OTHER_KERNELS
-from edgellm.kernels.draft_tree_interface import candidate_count, level_start
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.log_softmax import CHUNK, LogSoftmax
-from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
-from edgellm.kernels.top_values import largest
+from edgellm.kernels.tree.contract import candidate_count, level_start
+from edgellm.kernels.tree.log_softmax import CHUNK, LogSoftmax
+from edgellm.kernels.tree.top_values import largest
+from edgellm.kernels.tree.twin import NumpyTree
 
-KERNELS = NumpyDraftTree()
-NO_WORKSPACE = np.zeros(0, np.uint8)
+KERNELS = NumpyTree()
 KINDS = st.sampled_from(["ordinary", "ties", "equal", "awkward"])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def expand(drafting, level: int, score: bool = True) -> None:
-    arrays = (drafting.draft_to_target, drafting.frontiers, *drafting.candidates())
-    KERNELS.expand_frontier(level, score, drafting.logits[level - 1], *arrays, NO_WORKSPACE)
+def expand(drafting, level: int, dynamic: bool = True) -> None:
+    logits = drafting.logits[level - 1]
+    KERNELS.expand_frontier(drafting.level(level, dynamic), logits, drafting.candidates, drafting.expansion)
 
 
-def propose(drafting, level: int, select: bool = True) -> tuple[np.ndarray, ...]:
-    outputs = drafting.proposal_outputs()
-    KERNELS.prepare_proposal(
-        level,
-        select,
-        drafting.committed,
-        drafting.position_offsets,
-        drafting.rotary_table,
-        drafting.embedding,
-        drafting.hidden[level - 1],
-        *drafting.candidates(),
-        drafting.frontiers,
-        *outputs,
-        None,
-    )
-    return outputs
+def propose(drafting, level: int, dynamic: bool = True):
+    hidden, inputs = drafting.proposal(level)
+    own = drafting.level(level, dynamic)
+    KERNELS.prepare_proposal(own, drafting.committed, drafting.tables, drafting.candidates, hidden, inputs, None)
+    return hidden, inputs
 
 
 def check_expansion(drafting, level: int, score: bool = True) -> None:
     top_k = drafting.top_k
     start = level_start(level, top_k)
     for b in range(drafting.batch):
-        tokens, scores, parents = (array[b] for array in drafting.candidates())
+        tokens, scores, parents, frontiers, _ = (array[b] for array in drafting.candidates)
         for slot in range(1 if level == 1 else top_k):
-            parent = -1 if level == 1 else int(drafting.frontiers[b, level - 2, slot])
+            parent = -1 if level == 1 else int(frontiers[level - 2, slot])
             idle = level > 1 and not reference.is_of_level(parent, level - 1, top_k)
             parent_score = 0.0 if level == 1 else -np.inf if idle else float(scores[parent])
             row = drafting.logits[level - 1][b, slot]
-            expected = reference.expand(row, drafting.draft_to_target, parent_score, top_k, score)
+            mapping, width = drafting.expansion.draft_to_target, drafting.width
+            expected = reference.expand(row, mapping, parent_score, top_k, score, width)
             entries = slice(start + slot * top_k, start + (slot + 1) * top_k)
             assert tokens[entries].tolist() == [token for token, _ in expected]
             np.testing.assert_allclose(scores[entries], [score for _, score in expected], rtol=2e-6, atol=1e-5)
             assert parents[entries].tolist() == [parent if token >= 0 else -1 for token, _ in expected]
 
 
-def check_proposal(drafting, level: int, outputs: tuple[np.ndarray, ...]) -> None:
-    inputs_embeds, hidden_out, start, cos_sin, mask = outputs
-    top_k = drafting.top_k
-    assert (start == drafting.committed + (level - 1) * top_k).all()
+def check_proposal(drafting, level: int, written) -> None:
+    hidden, inputs = written
+    top_k, tables, candidates = drafting.top_k, drafting.tables, drafting.candidates
+    assert (inputs.kvcache_start_index == drafting.committed + (level - 1) * top_k).all()
     for b in range(drafting.batch):
         committed = int(drafting.committed[b])
-        position = committed + level - 1 + int(drafting.position_offsets[b])
+        position = committed + level - 1 + int(tables.position_offsets[b])
         for slot in range(top_k):
-            candidate = int(drafting.frontiers[b, level - 1, slot])
+            candidate = int(candidates.frontiers[b, level - 1, slot])
             valid = reference.is_of_level(candidate, level, top_k)
-            token = int(drafting.candidate_tokens[b, candidate]) if valid else -1
-            known = 0 <= token < len(drafting.embedding)
-            assert (inputs_embeds[b, slot] == (drafting.embedding[token] if known else 0)).all()
+            token = int(candidates.tokens[b, candidate]) if valid else -1
+            known = 0 <= token < len(tables.embedding)
+            assert (inputs.inputs_embeds[b, slot] == (tables.embedding[token] if known else 0)).all()
             parent = (candidate - level_start(level, top_k)) // top_k if valid and level > 1 else 0
-            assert (hidden_out[b, slot] == drafting.hidden[level - 1][b, parent]).all()
-            assert (cos_sin[b, slot] == reference.rotary_row(drafting.rotary_table, position)).all()
-            rows = reference.proposal_rows(drafting.frontiers[b], level, slot)
-            assert mask[b, 0, slot].tolist() == reference.mask_row(drafting.keys, committed, rows)
+            assert (hidden.fed[b, slot] == hidden.put_out[b, parent]).all()
+            assert (inputs.rope_rotary_cos_sin[b, slot] == reference.rotary_row(tables.rotary, position)).all()
+            rows = reference.proposal_rows(candidates.frontiers[b], level, slot)
+            mask = inputs.attention_mask[b, 0, slot].tolist()
+            assert mask == reference.mask_row(drafting.keys, committed, rows)
 
 
-def check_verification(drafting, roots: np.ndarray, positions: np.ndarray, outputs: tuple[np.ndarray, ...]) -> None:
-    selected, tokens, parents, depths, ancestors, draw_positions, inputs_embeds, cos_sin, mask = outputs
-    size = tokens.shape[1]
+def check_verification(drafting, written) -> None:
+    state, candidates, nodes, inputs = written
+    tables = drafting.tables
     for b in range(drafting.batch):
         committed = int(drafting.committed[b])
-        nodes = reference.tree(
-            int(roots[b, 0]),
-            selected[b].tolist(),
-            drafting.candidate_tokens[b],
-            drafting.candidate_parents[b],
-            size,
-        )
-        for i, (token, parent, depth, way) in enumerate(nodes):
-            assert (tokens[b, i], parents[b, i], depths[b, i]) == (token, parent, depth)
-            assert np.flatnonzero(ancestors[b, i]).tolist() == sorted(way)
-            assert draw_positions[b, i] == positions[b] + depth
-            known = 0 <= token < len(drafting.embedding)
-            assert (inputs_embeds[b, i] == (drafting.embedding[token] if known else 0)).all()
-            position = committed + depth + int(drafting.position_offsets[b])
-            assert (cos_sin[b, i] == reference.rotary_row(drafting.rotary_table, position)).all()
-            assert mask[b, 0, i].tolist() == reference.mask_row(drafting.keys, committed, way)
+        chosen = candidates.selected[b].tolist()
+        root, size = int(state.token_ids[b, 0]), nodes.tokens.shape[1]
+        expected = reference.tree(root, chosen, candidates.tokens[b], candidates.parents[b], size)
+        for i, (token, parent, depth, way) in enumerate(expected):
+            assert (nodes.tokens[b, i], nodes.parents[b, i], nodes.depths[b, i]) == (token, parent, depth)
+            assert np.flatnonzero(nodes.ancestors[b, i]).tolist() == sorted(way)
+            assert nodes.draw_positions[b, i] == state.positions[b] + depth
+            known = 0 <= token < len(tables.embedding)
+            assert (inputs.inputs_embeds[b, i] == (tables.embedding[token] if known else 0)).all()
+            position = committed + depth + int(tables.position_offsets[b])
+            assert (inputs.rope_rotary_cos_sin[b, i] == reference.rotary_row(tables.rotary, position)).all()
+            mask = inputs.attention_mask[b, 0, i].tolist()
+            assert mask == reference.mask_row(drafting.keys, committed, way)
 
 
-def verify(drafting, rng, tree_size: int, tokens: int, select: bool, static: np.ndarray | None = None, candidates=None):
-    outputs = drafting.verification_outputs(tree_size, tokens)
+def verify(drafting, rng, tree_size: int, tokens: int, level: int | None = None, static: np.ndarray | None = None):
+    """The candidates and the nodes of a verification of the levels up to `level` (None: all)."""
+    written = drafting.verification(rng, tree_size, tokens)
+    state, candidates, nodes, inputs = written
     if static is not None:
-        outputs[0][...] = static
-    roots = rng.integers(0, len(drafting.embedding), (drafting.batch, 1)).astype(np.int32)
-    positions = rng.integers(0, 999, drafting.batch).astype(np.int32)
-    KERNELS.prepare_verification(
-        select,
-        drafting.candidate_tokens.shape[1] if candidates is None else candidates,
-        roots,
-        positions,
-        drafting.committed,
-        drafting.position_offsets,
-        drafting.rotary_table,
-        drafting.embedding,
-        *drafting.candidates(),
-        drafting.frontiers,
-        *outputs,
-        None,
-    )
-    check_verification(drafting, roots, positions, outputs)
-    return outputs
+        candidates.selected[...] = static
+    own = drafting.level(level or drafting.steps, static is None)
+    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, None)
+    check_verification(drafting, written)
+    return candidates, nodes
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 6), steps=st.integers(1, 5), kind=KINDS)
 def test_dynamic_round_by_recursion(seed, batch, top_k, steps, kind):
-    """Levels, frontiers, masks and the verified tree; draft vocabularies below K, ties and NaN among the logits."""
+    """Levels, frontiers, masks and the verified tree; draft vocabularies below K, ties and NaN among the logits, trees
+    narrower than the arrays."""
     rng = np.random.default_rng(seed)
-    drafting = reference.random_drafting(rng, batch, top_k, steps, draft_vocab=int(rng.integers(1, 30)), kind=kind)
+    vocabulary, width = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1))
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
     expand(drafting, 1)
     check_expansion(drafting, 1)
     for level in range(1, steps):
         outputs = propose(drafting, level)
         for b in range(batch):
-            scores = drafting.candidate_scores[b]
-            assert drafting.frontiers[b, level - 1].tolist() == reference.select_frontier(scores, level, top_k)
+            scores = drafting.candidates.scores[b]
+            expected = reference.select_frontier(scores, level, top_k, width)
+            assert drafting.candidates.frontiers[b, level - 1].tolist() == expected
         check_proposal(drafting, level, outputs)
         expand(drafting, level + 1)
         check_expansion(drafting, level + 1)
     count = candidate_count(steps, top_k)
     for tree_size in {2, min(5, count + 1), count + 1, count + 4}:
-        selected, tokens, *_ = verify(drafting, rng, tree_size, tree_size + int(rng.integers(0, 4)), select=True)
+        candidates, nodes = verify(drafting, rng, tree_size, tree_size + int(rng.integers(0, 4)))
         for b in range(batch):
-            scores = drafting.candidate_scores[b]
+            scores = candidates.scores[b]
             chosen = sorted(reference.best([(float(scores[i]), i) for i in range(count)], tree_size - 1))
-            assert selected[b].tolist() == chosen + [-1] * (tree_size - 1 - len(chosen))
+            assert candidates.selected[b].tolist() == chosen + [-1] * (tree_size - 1 - len(chosen))
             # The tree is connected: every selected node has its place, none became padding.
-            assert (tokens[b, 1 : 1 + len(chosen)] >= 0).all()
+            assert (nodes.tokens[b, 1 : 1 + len(chosen)] >= 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, batch=st.integers(1, 3), width=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
+def test_a_narrow_tree_in_wide_arrays_is_that_of_narrow_ones(seed, batch, width, steps, kind):
+    """The same tokens, parents, depths and draws, whatever the draft's engine puts out for idle slots."""
+    rng = np.random.default_rng(seed)
+    top_k, vocabulary = width + int(rng.integers(1, 6)), int(rng.integers(1, 40))
+    narrow = reference.random_drafting(rng, batch, width, steps, vocabulary, kind)
+    wide = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
+    wide.expansion, wide.committed, wide.tables = narrow.expansion, narrow.committed, narrow.tables
+    for level in range(1, steps + 1):
+        rows = narrow.logits[level - 1].shape[1]
+        wide.logits[level - 1][:, :rows] = narrow.logits[level - 1]
+        for drafting in (narrow, wide):
+            expand(drafting, level)
+            if level < steps:
+                propose(drafting, level)
+    tree_size = int(rng.integers(2, candidate_count(steps, width) + 3))
+    found = [verify(drafting, np.random.default_rng(1), tree_size, tree_size)[1] for drafting in (narrow, wide)]
+    for name, one, other in zip(found[0]._fields, *found, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,21 +165,21 @@ def test_static_round_by_recursion(seed, batch, top_k, steps, kind):
         start, end = level_start(level, top_k), level_start(level + 1, top_k)
         row = rng.integers(start, end, (batch, top_k))
         strange = rng.integers(-2, count + 3, row.shape)
-        drafting.frontiers[:, level - 1] = np.where(rng.random(row.shape) < 0.2, strange, row)
-    before, score = drafting.frontiers.copy(), bool(seed % 2)
+        drafting.candidates.frontiers[:, level - 1] = np.where(rng.random(row.shape) < 0.2, strange, row)
+    before, score = drafting.candidates.frontiers.copy(), bool(seed % 2)
     for level in range(1, steps + 1):
         expand(drafting, level, score)
         check_expansion(drafting, level, score)
         if level < steps:
-            check_proposal(drafting, level, propose(drafting, level, select=False))
-    assert (drafting.frontiers == before).all()
+            check_proposal(drafting, level, propose(drafting, level, dynamic=False))
+    assert (drafting.candidates.frontiers == before).all()
     size = int(rng.integers(1, count + 1))
     static = np.full((batch, size), -1, np.int32)
     for b in range(batch):
         chosen = np.sort(rng.permutation(count)[: rng.integers(0, size + 1)])
         static[b, : chosen.size] = chosen
-    outputs = verify(drafting, rng, size + 1, size + 2, select=False, static=static)
-    assert (outputs[0] == static).all()
+    candidates, _ = verify(drafting, rng, size + 1, size + 2, static=static)
+    assert (candidates.selected == static).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,13 +232,13 @@ def test_scores_never_rise_along_a_path_of_equal_logits():
     for level in (1, 2):
         propose(drafting, level)
         expand(drafting, level + 1)
-    scores = drafting.candidate_scores[0]
+    scores = drafting.candidates.scores[0]
     assert scores[[0, 3, 12]].tolist() == [0, 0, 0]
     assert np.isneginf(np.delete(scores, [0, 3, 12])).all()
-    assert drafting.frontiers[0].tolist() == [[0, -1, -1], [3, -1, -1]]
-    selected, _, parents, depths, *_ = verify(drafting, np.random.default_rng(6), 3, 3, select=True)
-    assert selected[0].tolist() == [0, 3]
-    assert (parents[0].tolist(), depths[0].tolist()) == ([-1, 0, 1], [0, 1, 2])
+    assert drafting.candidates.frontiers[0].tolist() == [[0, -1, -1], [3, -1, -1]]
+    candidates, nodes = verify(drafting, np.random.default_rng(6), 3, 3)
+    assert candidates.selected[0].tolist() == [0, 3]
+    assert (nodes.parents[0].tolist(), nodes.depths[0].tolist()) == ([-1, 0, 1], [0, 1, 2])
 
 
 def test_only_the_named_candidates_are_selected():
@@ -251,9 +246,9 @@ def test_only_the_named_candidates_are_selected():
     rng = np.random.default_rng(7)
     drafting = reference.random_drafting(rng, 2, 4, 3, draft_vocab=50)
     expand(drafting, 1)
-    drafting.candidate_scores[:, 4:] = 5
-    selected, *_ = verify(drafting, rng, 7, 8, select=True, candidates=candidate_count(1, 4))
-    assert selected.tolist() == [[0, 1, 2, 3, -1, -1]] * 2
+    drafting.candidates.scores[:, 4:] = 5
+    candidates, _ = verify(drafting, rng, 7, 8, level=1)
+    assert candidates.selected.tolist() == [[0, 1, 2, 3, -1, -1]] * 2
 
 
 @pytest.mark.parametrize("committed", [0, 60, 66, 70, 75])
@@ -265,7 +260,7 @@ def test_masks_at_the_end_of_the_key_range(committed):
     for level in (1, 2):
         check_proposal(drafting, level, propose(drafting, level))
         expand(drafting, level + 1)
-    verify(drafting, rng, 9, 12, select=True)
+    verify(drafting, rng, 9, 12)
 
 
 def test_a_tree_1024_wide_and_one_32_deep_work():
@@ -274,14 +269,14 @@ def test_a_tree_1024_wide_and_one_32_deep_work():
     expand(drafting, 1)
     propose(drafting, 1)
     expand(drafting, 2)
-    verify(drafting, rng, 1024, 1024, select=True)
+    verify(drafting, rng, 1024, 1024)
     chain = reference.random_drafting(rng, 1, 1, 32, draft_vocab=5)
     expand(chain, 1)
     for level in range(1, 32):
         check_proposal(chain, level, propose(chain, level))
         expand(chain, level + 1)
-    depths = verify(chain, rng, 33, 33, select=True)[3]
-    assert depths[0].tolist() == list(range(33))
+    nodes = verify(chain, rng, 33, 33)[1]
+    assert nodes.depths[0].tolist() == list(range(33))
 
 
 def test_limits_are_refused_with_what_was_found_and_expected():
@@ -296,52 +291,33 @@ def test_limits_are_refused_with_what_was_found_and_expected():
             expand(drafting, level)
     with pytest.raises(KernelError, match=r"C = 12 candidates; expected at least 21 for level 3"):
         expand(drafting, 3)
-    with pytest.raises(KernelError, match=r"logits has 3 rows a sequence; expected 1 at level 1"):
+    with pytest.raises(KernelError, match=r"3 rows a sequence; expected 1 at level 1"):
         drafting.logits[0] = drafting.logits[1]
         expand(drafting, 1)
     with pytest.raises(KernelError, match=r"level 32; expected 1 to 31"):
         drafting.hidden.extend([drafting.hidden[1]] * 32)
         propose(drafting, 32)
     deep = reference.random_drafting(rng, 1, 3, 4, draft_vocab=9)
-    deep.frontiers = deep.frontiers[:, :1].copy()
+    deep.candidates = deep.candidates._replace(frontiers=deep.candidates.frontiers[:, :1].copy())
     with pytest.raises(KernelError, match=r"frontiers has F = 1 levels; expected at least 2"):
         propose(deep, 2)
     with pytest.raises(KernelError, match=r"T = 1025 tokens; expected at most 1024"):
-        verify(drafting, rng, 13, 1025, select=True)
-    with pytest.raises(KernelError, match=r"root and 12 selected nodes; expected at most T = 12"):
-        verify(drafting, rng, 13, 12, select=True)
-    with pytest.raises(KernelError, match=r"candidates is 13; expected 1 to C = 12"):
-        verify(drafting, rng, 13, 13, select=True, candidates=13)
-    with pytest.raises(KernelError, match="hidden_in is float32; expected float16"):
-        drafting.embedding = drafting.embedding.astype(np.float16)
-        outputs = deep.proposal_outputs()
-        KERNELS.prepare_proposal(
-            1,
-            True,
-            drafting.committed,
-            drafting.position_offsets,
-            drafting.rotary_table,
-            drafting.embedding,
-            deep.hidden[0],
-            *drafting.candidates(),
-            drafting.frontiers,
-            *outputs,
-            None,
-        )
-
-
-def test_kernels_are_compiled_under_the_names_that_the_launcher_uses():
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    own = replace(OTHER_KERNELS, files=tuple(name for name in OTHER_KERNELS.files if "draft_" in name))
-    cubin = compile_module(own, "sm_90").code
-    kernels = [f"{name}_{dtype}" for name in ("draft_proposal", "draft_verification") for dtype in COMPUTE_DTYPES]
-    for name in ("draft_expand", *kernels):
-        assert b".text." + name.encode() + b"\0" in cubin
+        verify(drafting, rng, 13, 1025, level=2)
+    with pytest.raises(KernelError, match=r"root and 12 selected nodes; expected at most T = 8"):
+        verify(drafting, rng, 13, 8, level=2)
+    for width in (0, 4):
+        with pytest.raises(KernelError, match=rf"a tree of width {width}; expected 1 to K = 3"):
+            drafting.width = width
+            expand(drafting, 2)
+    with pytest.raises(KernelError, match=r"hidden.put_out is float32; expected float16"):
+        drafting.width = 3
+        drafting.tables = drafting.tables._replace(embedding=drafting.tables.embedding.astype(np.float16))
+        propose(drafting, 1)
 
 
 def test_draft_vocabulary_beyond_the_limit_is_refused():
     drafting = reference.random_drafting(np.random.default_rng(11), 1, 1, 1, draft_vocab=4)
     drafting.logits[0] = np.zeros((1, 1, (1 << 18) + 1), np.float32)
-    drafting.draft_to_target = np.zeros((1 << 18) + 1, np.int32)
-    with pytest.raises(KernelError, match=r"draft vocabulary V = 262145; expected at most 262144"):
+    drafting.expansion = drafting.expansion._replace(draft_to_target=np.zeros((1 << 18) + 1, np.int32))
+    with pytest.raises(KernelError, match=r"draft vocabulary U = 262145; expected at most 262144"):
         expand(drafting, 1)
