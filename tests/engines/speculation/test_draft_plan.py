@@ -155,7 +155,7 @@ def test_engines_of_fixed_shapes_take_their_own_widths() -> None:
     assert (padded.shortened(2).columns, padded.name) == (10, "tree 4/3/12")
     assert tree(4, 3, 12).for_engines(LIMITS, fixed_shapes=False) == tree(4, 3, 12)
     assert tree(4, 1, 4).for_engines(LIMITS, fixed_shapes=True) == tree(4, 1, 4)
-    with pytest.raises(EngineError, match="draft_top_k is 12 .* at most 10.* build with --draft-top-k 12"):
+    with pytest.raises(EngineError, match=r"draft_top_k is 12 .* at most 10.* build with --draft-top-k 12"):
         tree(12, 3, 12).for_engines(LIMITS, fixed_shapes=True)
 
 

@@ -6,25 +6,29 @@ import math
 
 import numpy as np
 import pytest
+from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_nodes
 from random_trees import random_trees
 
-from edgellm.kernels.acceptance_interface import MAXIMUM_ACCEPTED, MAXIMUM_TREE_SIZE, NodeDraws, SlotDraws
-from edgellm.kernels.checks import IN_PROMPT
+from edgellm.kernels.acceptance.contract import (
+    MAXIMUM_ACCEPTED,
+    MAXIMUM_TREE_SIZE,
+    Chain,
+    NodeLogits,
+    TypicalBounds,
+)
+from edgellm.kernels.acceptance.twin import NumpyAcceptance
+from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_acceptance import NumpyAcceptance
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.twin import NumpySampling
 
-ACCEPTANCE, KERNELS = NumpyAcceptance(), NumpyKernels()
+ACCEPTANCE, KERNELS = NumpyAcceptance(), NumpySampling()
 NO_WORKSPACE = np.zeros(0, np.uint8)
 
 
 @pytest.fixture
 def rng():
     return np.random.default_rng(31)
-
-
-def accepted_arrays(slots: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return np.full((slots, most), 77, np.int32), np.full((slots, most), 77, np.int32), np.full(slots, 77, np.int32)
 
 
 def expected_walk(drawn, tokens, parents, depths, most) -> tuple[list[int], list[int]]:
@@ -46,12 +50,14 @@ def expected_walk(drawn, tokens, parents, depths, most) -> tuple[list[int], list
 def test_walk_follows_the_drawn_tokens(rng, most):
     lengths_seen = set()
     for _ in range(20):
-        tokens, parents, depths, _ = random_trees(rng, 5, 24, 3)
+        tree = random_trees(rng, 5, 24, 3)
+        tokens, parents, depths, *_ = tree
         drawn = rng.integers(0, 3, tokens.shape).astype(np.int32)
         depths[rng.random(depths.shape) < 0.05] += 1  # a child at a wrong depth is none
         active = np.array([1, 0, 1, 1, 2], np.int32)
-        indices, ids, lengths = accepted_arrays(5, most)
-        ACCEPTANCE.accept_drawn(drawn, tokens, parents, depths, active, None, indices, ids, lengths)
+        accepted = accepted_arrays(5, most)
+        indices, ids, lengths = accepted
+        ACCEPTANCE.accept_drawn(drawn, tree, active, accepted)
         for slot in range(5):
             path, emitted = ([], [])
             if active[slot] == 1:
@@ -64,49 +70,46 @@ def test_walk_follows_the_drawn_tokens(rng, most):
 
 
 def test_eagle_accept_walks_along_the_argmax(rng):
-    """NaN and ties among the logits, and a base whose reduced vocabulary is mapped to full ids."""
-    tokens, parents, depths, _ = random_trees(rng, 6, 30, 4)
+    """NaN and ties among the logits."""
+    tree = random_trees(rng, 6, 30, 4)
     logits = rng.integers(0, 3, (6, 30, 4)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = np.nan
     active = np.ones(6, np.int32)
     drawn = np.empty(180, np.int32)
     KERNELS.argmax(logits.reshape(180, 4), drawn)
-    for mapping in (None, np.array([2, 0, 3, 1], np.int32)):
-        greedy, expected = accepted_arrays(6, 8), accepted_arrays(6, 8)
-        ACCEPTANCE.eagle_accept(logits, tokens, parents, depths, active, mapping, *greedy, NO_WORKSPACE)
-        full = drawn if mapping is None else mapping[drawn]
-        ACCEPTANCE.accept_drawn(full.reshape(6, 30), tokens, parents, depths, active, None, *expected)
-        for found, wanted in zip(greedy, expected, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+    greedy, expected = accepted_arrays(6, 8), accepted_arrays(6, 8)
+    ACCEPTANCE.eagle_accept(logits, tree, active, greedy, NO_WORKSPACE)
+    ACCEPTANCE.accept_drawn(drawn.reshape(6, 30), tree, active, expected)
+    for found, wanted in zip(greedy, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_tree_logits_have_the_bits_of_plain_decoding(rng):
     """Each node's row equals process_logits after the tokens on its path were emitted; repeated tokens included."""
     slots, size, vocabulary = 4, 20, 9
-    tokens, _, _, ancestors = random_trees(rng, slots, size, vocabulary)
+    tree = random_trees(rng, slots, size, vocabulary)
+    tokens, ancestors = tree.tokens, tree.ancestors
     logits = rng.normal(0, 3, (slots, size, vocabulary)).astype(np.float32)
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
     counts[:, 3] |= IN_PROMPT
-    settings = [
-        np.array(values, np.float32)
-        for values in ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
-    ]
+    settings = ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
+    rows = sampling_rows(4, **dict(zip(SamplingRows._fields, settings, strict=False)))
     before = counts.copy()
     processed = np.empty_like(logits)
-    ACCEPTANCE.process_tree_logits(logits, counts, tokens, ancestors, *settings, processed)
+    ACCEPTANCE.process_tree_logits(logits, counts, tree, rows, processed)
     np.testing.assert_array_equal(counts, before)
     for slot in range(slots):
-        row_settings = [values[slot : slot + 1] for values in settings]
+        own = rows_of(rows, slice(slot, slot + 1))
         for node in range(size):
             emitted = counts[slot : slot + 1].copy()
             for step in range(1, size):
                 if ancestors[slot, node, step] and tokens[slot, step] >= 0:
                     emitted[0, tokens[slot, step]] += 1
             expected = np.empty((1, vocabulary), np.float32)
-            KERNELS.process_logits(logits[slot, node : node + 1], emitted, *row_settings, expected)
+            KERNELS.process_logits(logits[slot, node : node + 1], emitted, own, expected)
             np.testing.assert_array_equal(processed[slot, node], expected[0])
     in_place = logits.copy()
-    ACCEPTANCE.process_tree_logits(in_place, counts, tokens, ancestors, *settings, in_place)
+    ACCEPTANCE.process_tree_logits(in_place, counts, tree, rows, in_place)
     np.testing.assert_array_equal(in_place, processed)
 
 
@@ -134,24 +137,26 @@ def expected_typical(values, thresholds, drawn, tokens, parents, epsilon, delta,
 def test_typical_acceptance_is_the_formula(rng, epsilon, delta):
     lengths_seen = set()
     for most in (2, 4, 33):
-        tokens, parents, depths, _ = random_trees(rng, 6, 25, 12)
+        tree = random_trees(rng, 6, 25, 12)
+        tokens, parents, depths, *_ = tree
         values = rng.normal(0, 1.5, (6, 25, 12)).astype(np.float32)
         thresholds = np.full((6, 25), -np.inf, np.float32)
         thresholds[3:] = 0.3
         temperature = np.array([1, 0.7, 1, 2, 1, 0], np.float32)
         drawn = rng.integers(0, 12, (6, 25)).astype(np.int32)
         active = np.array([1, 1, 0, 1, 1, 1], np.int32)
-        indices, ids, lengths = accepted_arrays(6, most)
-        tree = (tokens, parents, depths, active)
-        outputs = (indices, ids, lengths, NO_WORKSPACE)
-        ACCEPTANCE.typical_accept(values, thresholds, temperature, drawn, *tree, epsilon, delta, *outputs)
+        accepted = accepted_arrays(6, most)
+        indices, ids, lengths = accepted
+        nodes, rows = NodeLogits(values, thresholds, drawn), sampling_rows(6, temperature=temperature)
+        bounds = TypicalBounds(epsilon, delta)
+        ACCEPTANCE.typical_accept(nodes, tree, active, rows, bounds, accepted, NO_WORKSPACE)
         for slot in range(6):
             path, emitted = [], []
             if active[slot] == 1 and temperature[slot] == 0:
                 path, emitted = expected_walk(drawn[slot], tokens[slot], parents[slot], depths[slot], most)
             elif active[slot] == 1:
-                tree = (drawn[slot], tokens[slot], parents[slot])
-                path, emitted = expected_typical(values[slot], thresholds[slot], *tree, epsilon, delta, most)
+                own = (drawn[slot], tokens[slot], parents[slot])
+                path, emitted = expected_typical(values[slot], thresholds[slot], *own, epsilon, delta, most)
             assert indices[slot].tolist() == path + [-1] * (most - len(path))
             assert ids[slot].tolist() == emitted + [-1] * (most - len(emitted))
             assert lengths[slot] == len(path)
@@ -160,22 +165,22 @@ def test_typical_acceptance_is_the_formula(rng, epsilon, delta):
 
 
 def chain_arguments(rng, slots=5, steps=3, vocabulary=6, draft_vocabulary=4):
-    """Arguments of accept_sampled_chain up to `active`, with random p, q and drafts."""
+    """Arguments of accept_sampled_chain up to the chain, with random p, q and drafts."""
     q = rng.random((slots, steps, draft_vocabulary)).astype(np.float32)
     q /= q.sum(axis=2, keepdims=True)
+    draft_to_target = rng.permutation(vocabulary)[:draft_vocabulary].astype(np.int32)
     target_to_draft = np.full(vocabulary, -1, np.int32)
-    target_to_draft[rng.permutation(vocabulary)[:draft_vocabulary]] = np.arange(draft_vocabulary)
+    target_to_draft[draft_to_target] = np.arange(draft_vocabulary)
+    shape = (slots, steps + 1)
+    processed = rng.normal(0, 1, (*shape, vocabulary)).astype(np.float32)
+    thresholds, drawn = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
+    positions = np.arange(slots * (steps + 1), dtype=np.int32).reshape(shape)
     return {
-        "processed": rng.normal(0, 1, (slots, steps + 1, vocabulary)).astype(np.float32),
-        "thresholds": np.full((slots, steps + 1), -np.inf, np.float32),
-        "temperature": np.ones(slots, np.float32),
-        "tree_tokens": rng.integers(0, vocabulary, (slots, steps + 1)).astype(np.int32),
-        "draft_probabilities": q,
-        "target_to_draft": target_to_draft,
-        "seeds": np.arange(slots).astype(np.uint64),
-        "sequences": np.arange(slots, dtype=np.int32),
-        "draw_positions": np.arange(slots * (steps + 1), dtype=np.int32).reshape(slots, steps + 1),
+        "nodes": NodeLogits(processed, thresholds, drawn),
+        "tree": tree_nodes(rng.integers(0, vocabulary, shape).astype(np.int32), draw_positions=positions),
         "active": np.ones(slots, np.int32),
+        "rows": sampling_rows(slots, seeds=np.arange(slots), sequences=np.arange(slots)),
+        "chain": Chain(np.zeros((slots, steps), np.int32), q, draft_to_target, target_to_draft),
     }
 
 
@@ -183,123 +188,124 @@ def test_a_chain_drawn_from_p_itself_is_accepted_whole(rng):
     """Its bonus is the very token that plain decoding draws there."""
     slots, steps, vocabulary = 40, 3, 7
     arguments = chain_arguments(rng, slots, steps, vocabulary, vocabulary)
-    arguments["target_to_draft"] = np.arange(vocabulary, dtype=np.int32)
-    chain, q = np.empty((slots, steps), np.int32), np.empty((slots, steps, vocabulary), np.float32)
-    off = (np.zeros(slots, np.int32), np.ones(slots, np.float32), np.zeros(slots, np.float32))
-    draw = (arguments["seeds"], arguments["sequences"], np.arange(slots, dtype=np.int32))
+    identity, nodes, rows = np.arange(vocabulary, dtype=np.int32), arguments["nodes"], arguments["rows"]
+    chain = arguments["chain"]._replace(draft_to_target=identity, target_to_draft=identity)
+    positions = np.arange(slots, dtype=np.int32)
+    tree = arguments["tree"]
+    tree.draw_positions[...] = positions[:, None] + np.arange(steps + 1)
     for step in range(steps):
-        logits = np.ascontiguousarray(arguments["processed"][:, step])
-        own = (arguments["target_to_draft"], arguments["temperature"], *off, *draw)
-        ACCEPTANCE.draft_sample(logits, *own, step, chain, q, NO_WORKSPACE)
+        logits = np.ascontiguousarray(nodes.logits[:, step])
+        ACCEPTANCE.draft_sample(step, logits, rows, positions, chain, NO_WORKSPACE)
         shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-        np.testing.assert_allclose(q[:, step], shifted / shifted.sum(axis=1, keepdims=True), rtol=1e-5)
-    arguments["tree_tokens"][:, 1:] = chain
-    arguments["draft_probabilities"] = q
-    indices, ids, lengths = accepted_arrays(slots, steps + 1)
-    ACCEPTANCE.accept_sampled_chain(*arguments.values(), indices, ids, lengths, NO_WORKSPACE)
-    assert lengths.tolist() == [steps + 1] * slots
-    np.testing.assert_array_equal(ids[:, :steps], chain)
+        np.testing.assert_allclose(
+            chain.probabilities[:, step], shifted / shifted.sum(axis=1, keepdims=True), rtol=1e-5
+        )
+    tree.tokens[:, 1:] = chain.tokens
+    accepted = accepted_arrays(slots, steps + 1)
+    ACCEPTANCE.accept_sampled_chain(*(arguments | {"chain": chain}).values(), accepted, NO_WORKSPACE)
+    assert accepted.lengths.tolist() == [steps + 1] * slots
+    np.testing.assert_array_equal(accepted.ids[:, :steps], chain.tokens)
     bonus = np.empty(slots, np.int32)
-    last = [np.ascontiguousarray(arguments[name][:, steps]) for name in ("processed", "thresholds", "draw_positions")]
-    names = (arguments["temperature"], arguments["seeds"], arguments["sequences"])
-    KERNELS.sample(last[0], last[1], *names, last[2], bonus)
-    np.testing.assert_array_equal(ids[:, steps], bonus)
+    last = [np.ascontiguousarray(array[:, steps]) for array in (nodes.logits, nodes.thresholds, tree.draw_positions)]
+    KERNELS.sample(last[0], last[1], rows, last[2], bonus)
+    np.testing.assert_array_equal(accepted.ids[:, steps], bonus)
 
 
 def test_sampled_chains_end_where_they_must(rng):
     """Idle slots, chains cut by -1, by W and by D, drafts that p excludes, greedy slots."""
     arguments = chain_arguments(rng, 6, 3)
-    tokens = arguments["tree_tokens"]
+    tokens, (processed, thresholds, _) = arguments["tree"].tokens, arguments["nodes"]
+    temperature = arguments["rows"].temperature
     arguments["active"][0] = 0
     tokens[1, 1] = -1
-    arguments["thresholds"][2, 0] = np.sort(arguments["processed"][2, 0])[-2]  # two tokens pass
-    excluded = int(arguments["processed"][2, 0].argmin())
-    tokens[2, 1] = excluded
-    arguments["temperature"][3] = 0
-    tokens[3, 1:] = [row.argmax() for row in arguments["processed"][3, :3]]
-    arguments["temperature"][4] = 0
-    tokens[4, 1] = arguments["processed"][4, 0].argmin()
+    thresholds[2, 0] = np.sort(processed[2, 0])[-2]  # two tokens pass
+    tokens[2, 1] = int(processed[2, 0].argmin())
+    temperature[3:5] = 0
+    tokens[3, 1:] = [row.argmax() for row in processed[3, :3]]
+    tokens[4, 1] = processed[4, 0].argmin()
     tokens[5, 1] = 6  # no such token
-    indices, ids, lengths = accepted_arrays(6, 4)
-    ACCEPTANCE.accept_sampled_chain(*arguments.values(), indices, ids, lengths, NO_WORKSPACE)
+
+    def accept(most: int, **changed) -> tuple[np.ndarray, ...]:
+        accepted = accepted_arrays(6, most)
+        ACCEPTANCE.accept_sampled_chain(*(arguments | changed).values(), accepted, NO_WORKSPACE)
+        return accepted
+
+    indices, ids, lengths = accept(4)
     assert lengths[0] == 0
     assert set(ids[0]) == set(indices[0]) == {-1}
     assert lengths[1] == 1
     assert ids[1, 1:].tolist() == [-1, -1, -1]
     assert lengths[2] == 1
-    assert arguments["processed"][2, 0, ids[2, 0]] >= arguments["thresholds"][2, 0]
+    assert processed[2, 0, ids[2, 0]] >= thresholds[2, 0]
     assert indices[3].tolist() == [0, 1, 2, 3]
-    assert ids[3].tolist() == [int(row.argmax()) for row in arguments["processed"][3]]
-    assert ids[4].tolist() == [int(arguments["processed"][4, 0].argmax()), -1, -1, -1]
+    assert ids[3].tolist() == [int(row.argmax()) for row in processed[3]]
+    assert ids[4].tolist() == [int(processed[4, 0].argmax()), -1, -1, -1]
     assert lengths[5] == 1
-    indices, ids, lengths = accepted_arrays(6, 2)  # W = 2
-    ACCEPTANCE.accept_sampled_chain(*arguments.values(), indices, ids, lengths, NO_WORKSPACE)
-    assert ids[3].tolist() == [int(row.argmax()) for row in arguments["processed"][3, :2]]
-    arguments["draft_probabilities"] = np.ascontiguousarray(arguments["draft_probabilities"][:, :1])  # D = 1
-    indices, ids, lengths = accepted_arrays(6, 4)
-    ACCEPTANCE.accept_sampled_chain(*arguments.values(), indices, ids, lengths, NO_WORKSPACE)
-    assert lengths[3] == 2
+    assert accept(2).ids[3].tolist() == [int(row.argmax()) for row in processed[3, :2]]  # W = 2
+    chain = arguments["chain"]
+    short = [np.ascontiguousarray(array[:, :1]) for array in (chain.tokens, chain.probabilities)]  # D = 1
+    assert accept(4, chain=chain._replace(tokens=short[0], probabilities=short[1])).lengths[3] == 2
 
 
 def test_draft_sample_at_temperature_0_is_the_argmax(rng):
     logits = rng.normal(0, 1, (2, 6)).astype(np.float32)
     mapping = np.array([3, 9, 4, 7, 1, 0], np.int32)
-    off = (np.zeros(2, np.int32), np.ones(2, np.float32), np.zeros(2, np.float32))
-    names = (np.zeros(2, np.uint64), np.zeros(2, np.int32), np.zeros(2, np.int32))
-    chain, q = np.full((2, 3), -9, np.int32), np.full((2, 3, 6), -9, np.float32)
-    ACCEPTANCE.draft_sample(logits, mapping, np.zeros(2, np.float32), *off, *names, 1, chain, q, NO_WORKSPACE)
+    chain = Chain(np.full((2, 3), -9, np.int32), np.full((2, 3, 6), -9, np.float32), mapping, np.zeros(10, np.int32))
+    rows = sampling_rows(2, temperature=0)
+    ACCEPTANCE.draft_sample(1, logits, rows, np.zeros(2, np.int32), chain, NO_WORKSPACE)
     best = logits.argmax(axis=1)
-    assert chain.tolist() == [[-9, mapping[best[0]], -9], [-9, mapping[best[1]], -9]]
-    np.testing.assert_array_equal(q[:, 1], np.eye(6, dtype=np.float32)[best])
-    assert set(q[:, [0, 2]].ravel()) == {-9}
+    assert chain.tokens.tolist() == [[-9, mapping[best[0]], -9], [-9, mapping[best[1]], -9]]
+    np.testing.assert_array_equal(chain.probabilities[:, 1], np.eye(6, dtype=np.float32)[best])
+    assert set(chain.probabilities[:, [0, 2]].ravel()) == {-9}
 
 
-def draw_parameters(slots: int, nodes: int) -> tuple[SlotDraws, NodeDraws]:
+def draw_parameters(slots: int) -> SamplingRows:
     """Slots with different settings, the last greedy."""
     rows = np.arange(slots)
-    per_slot = SlotDraws(
-        *(
-            np.where(rows % 2 == 0, value, neutral).astype(np.float32)
-            for value, neutral in ((1.4, 1), (0.3, 0), (0.2, 0))
-        ),
-        temperature=np.where(rows == slots - 1, 0, 0.8).astype(np.float32),
-        top_k=np.where(rows % 3 == 0, 4, 0).astype(np.int32),
-        top_p=np.where(rows % 3 == 1, 0.8, 1).astype(np.float32),
-        min_p=np.where(rows % 3 == 2, 0.1, 0).astype(np.float32),
+    return sampling_rows(
+        slots,
+        repetition_penalty=np.where(rows % 2 == 0, 1.4, 1),
+        presence_penalty=np.where(rows % 2 == 0, 0.3, 0),
+        frequency_penalty=np.where(rows % 2 == 0, 0.2, 0),
+        temperature=np.where(rows == slots - 1, 0, 0.8),
+        top_k=np.where(rows % 3 == 0, 4, 0),
+        top_p=np.where(rows % 3 == 1, 0.8, 1),
+        min_p=np.where(rows % 3 == 2, 0.1, 0),
         seeds=rows.astype(np.uint64) << np.uint64(40),
-        sequences=rows.astype(np.int32),
+        sequences=rows,
     )
-    return per_slot, NodeDraws(*[values.repeat(nodes) for values in per_slot[3:]])
 
 
-def processed_and_filtered(logits, counts, tokens, ancestors, per_slot, per_node) -> tuple[np.ndarray, np.ndarray]:
-    processed, thresholds = np.empty_like(logits), np.empty(tokens.size, np.float32)
-    ACCEPTANCE.process_tree_logits(logits, counts, tokens, ancestors, *per_slot[:4], processed)
-    rows = processed.reshape(tokens.size, -1)
-    KERNELS.filter_threshold(rows, per_node.top_k, per_node.top_p, per_node.min_p, thresholds)
-    return processed, thresholds.reshape(tokens.shape)
+def processed_and_filtered(logits, counts, tree, rows) -> tuple[np.ndarray, np.ndarray]:
+    processed, thresholds = np.empty_like(logits), np.empty(tree.tokens.size, np.float32)
+    ACCEPTANCE.process_tree_logits(logits, counts, tree, rows, processed)
+    KERNELS.filter_threshold(processed.reshape(tree.tokens.size, -1), rows, thresholds)
+    return processed, thresholds.reshape(tree.tokens.shape)
 
 
 def test_accept_draws_is_its_parts(rng):
     slots, size, vocabulary = 6, 30, 3
-    tokens, parents, depths, ancestors = random_trees(rng, slots, size, vocabulary)
+    tree = random_trees(rng, slots, size, vocabulary)
+    tree = tree._replace(draw_positions=tree.depths + np.int32(10))
     logits = rng.normal(0, 1, (slots, size, vocabulary)).astype(np.float32)
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
-    positions = (depths + 10).astype(np.int32)
     active = np.array([1, 1, 0, 1, 1, 1], np.int32)
-    per_slot, per_node = draw_parameters(slots, size)
-    processed, thresholds = processed_and_filtered(logits, counts, tokens, ancestors, per_slot, per_node)
+    rows, state = draw_parameters(slots), sequence_state(slots, active=active, token_counts=counts)
+    processed, thresholds = processed_and_filtered(logits, counts, tree, rows)
     drawn = np.empty(slots * size, np.int32)
-    names = (per_node.temperature, per_node.seeds, per_node.sequences, positions.ravel())
-    KERNELS.sample(processed.reshape(-1, vocabulary), thresholds.ravel(), *names, drawn)
+    flat = processed.reshape(-1, vocabulary)
+    KERNELS.sample(flat, thresholds.ravel(), rows, tree.draw_positions.ravel(), drawn)
     expected, found = accepted_arrays(slots, 8), accepted_arrays(slots, 8)
-    ACCEPTANCE.accept_drawn(drawn.reshape(slots, size), tokens, parents, depths, active, None, *expected)
-    scratch = (np.empty_like(thresholds), np.empty((slots, size), np.int32))
-    arguments = (logits, counts, tokens, parents, depths, ancestors, positions, active, per_slot, per_node)
-    ACCEPTANCE.accept_draws(*arguments, *scratch, *found)
+    ACCEPTANCE.accept_drawn(drawn.reshape(slots, size), tree, active, expected)
+    nodes = NodeLogits(logits.copy(), np.empty_like(thresholds), np.empty((slots, size), np.int32))
+    ACCEPTANCE.accept_draws(nodes, tree, state, rows, found)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert expected[2].max() > 2
+    assert expected.lengths.max() > 2
+    every = NodeLogits(logits, np.empty_like(thresholds), np.empty((slots, size), np.int32))
+    ACCEPTANCE.draw_nodes(every, tree, state, rows)
+    for one, other in zip(every, (processed, thresholds, drawn.reshape(slots, size)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_accept_sampled_draws_is_its_parts(rng):
@@ -308,20 +314,16 @@ def test_accept_sampled_draws_is_its_parts(rng):
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
     ancestors = np.ascontiguousarray(np.broadcast_to(np.tri(size, dtype=bool), (slots, size, size)))
     ancestors[:, 1:, 0] = False
-    per_slot, per_node = draw_parameters(slots, size)
-    logits, tokens = arguments["processed"], arguments["tree_tokens"]
-    arguments |= {name: getattr(per_slot, name) for name in ("temperature", "seeds", "sequences")}
-    arguments["processed"], arguments["thresholds"] = processed_and_filtered(
-        logits, counts, tokens, ancestors, per_slot, per_node
-    )
+    rows, tree = draw_parameters(slots), arguments["tree"]._replace(ancestors=ancestors)
+    logits, chain = arguments["nodes"].logits, arguments["chain"]
+    processed = NodeLogits(*processed_and_filtered(logits, counts, tree, rows), np.zeros((slots, size), np.int32))
     expected, found = accepted_arrays(slots, size), accepted_arrays(slots, size)
-    ACCEPTANCE.accept_sampled_chain(*arguments.values(), *expected, NO_WORKSPACE)
-    draft = (arguments["draft_probabilities"], arguments["target_to_draft"], arguments["draw_positions"])
-    rest = (arguments["active"], per_slot, per_node, np.empty((slots, size), np.float32), *found, NO_WORKSPACE)
-    ACCEPTANCE.accept_sampled_draws(logits, counts, tokens, ancestors, *draft, *rest)
+    ACCEPTANCE.accept_sampled_chain(processed, tree, arguments["active"], rows, chain, expected, NO_WORKSPACE)
+    state = sequence_state(slots, active=arguments["active"], token_counts=counts)
+    ACCEPTANCE.accept_sampled_draws(arguments["nodes"], tree, state, rows, chain, found, NO_WORKSPACE)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert set(expected[2]) > {1}
+    assert set(expected.lengths) > {1}
 
 
 def integers(*shape: int) -> np.ndarray:
@@ -330,9 +332,8 @@ def integers(*shape: int) -> np.ndarray:
 
 def test_trees_beyond_the_limits_are_refused():
     def accept(slots: int, size: int, most: int) -> None:
-        tree = [integers(slots, size) for _ in range(4)]
-        outputs = (integers(slots, most), integers(slots, most), integers(slots))
-        ACCEPTANCE.accept_drawn(*tree, integers(slots), None, *outputs)
+        tree = tree_nodes(integers(slots, size))
+        ACCEPTANCE.accept_drawn(integers(slots, size), tree, integers(slots), accepted_arrays(slots, most))
 
     accept(1, MAXIMUM_TREE_SIZE, MAXIMUM_ACCEPTED)
     with pytest.raises(KernelError, match=r"accept_drawn: T = 1025; expected at most 1024"):
@@ -351,31 +352,29 @@ def test_a_tree_as_wide_or_deep_as_allowed_works():
     drawn = np.full((1, size), size - 1, np.int32)
     depths = np.ones((1, size), np.int32)
     depths[0, 0], wide[0, 0] = 0, -1
-    ACCEPTANCE.accept_drawn(drawn, tokens, wide, depths, integers(1) + 1, None, *outputs)
+    tree = tree_nodes(tokens, parents=wide, depths=depths)
+    ACCEPTANCE.accept_drawn(drawn, tree, integers(1) + 1, outputs)
     assert outputs[0][0, :2].tolist() == [0, size - 1]
     nodes = np.arange(size, dtype=np.int32)[None]
-    ACCEPTANCE.accept_drawn(nodes + 1, tokens, nodes - 1, nodes, integers(1) + 1, None, *outputs)
+    deep = tree_nodes(tokens, parents=nodes - 1, depths=nodes)
+    ACCEPTANCE.accept_drawn(nodes + 1, deep, integers(1) + 1, outputs)
     assert outputs[2][0] == MAXIMUM_ACCEPTED
     assert outputs[0][0].tolist() == list(range(MAXIMUM_ACCEPTED))
 
 
 def test_wrong_arguments_are_named(rng):
-    tree = [integers(2, 8) for _ in range(3)]
-    outputs = (integers(2, 4), integers(2, 4), integers(2))
-    logits = np.zeros((2, 8, 5), np.float32)
-    with pytest.raises(KernelError, match=r"tree_parents has shape \[2, 7\]; expected \[B, T\]"):
-        ACCEPTANCE.accept_drawn(integers(2, 8), tree[0], integers(2, 7), tree[2], integers(2), None, *outputs)
-    with pytest.raises(KernelError, match=r"vocab_mapping has 4 ids; expected V = 5"):
-        ACCEPTANCE.eagle_accept(logits, *tree, integers(2), integers(4), *outputs, NO_WORKSPACE)
+    tree, outputs = tree_nodes(integers(2, 8)), accepted_arrays(2, 4)
+    with pytest.raises(KernelError, match=r"tree.parents has shape \[2, 7\]; expected \[B, T\]"):
+        ACCEPTANCE.accept_drawn(integers(2, 8), tree._replace(parents=integers(2, 7)), integers(2), outputs)
     arguments = chain_arguments(rng, 2)
-    arguments["target_to_draft"] = integers(5)
-    with pytest.raises(KernelError, match=r"target_to_draft has shape \[5\]"):
-        ACCEPTANCE.accept_sampled_chain(*arguments.values(), *outputs, NO_WORKSPACE)
-    floats = np.ones(2, np.float32)
-    draft = (np.zeros((2, 4), np.float32), integers(4), floats, integers(2), floats, floats, np.zeros(2, np.uint64))
+    arguments["chain"] = arguments["chain"]._replace(target_to_draft=integers(5))
+    with pytest.raises(KernelError, match=r"chain.target_to_draft has shape \[5\]"):
+        ACCEPTANCE.accept_sampled_chain(*arguments.values(), outputs, NO_WORKSPACE)
+    rows, chain = sampling_rows(2), chain_arguments(rng, 2)["chain"]
     with pytest.raises(KernelError, match="step is 3; expected 0 to 2"):
-        probabilities = np.zeros((2, 3, 4), np.float32)
-        ACCEPTANCE.draft_sample(*draft, integers(2), integers(2), 3, integers(2, 3), probabilities, NO_WORKSPACE)
-    distribution = (logits, np.zeros((2, 8), np.float32), floats, integers(2, 8))
+        ACCEPTANCE.draft_sample(3, np.zeros((2, 4), np.float32), rows, integers(2), chain, NO_WORKSPACE)
+    nodes = NodeLogits(np.zeros((2, 8, 5), np.float32), np.zeros((2, 8), np.float32), integers(2, 8))
     with pytest.raises(KernelError, match=r"epsilon is 0.0"):
-        ACCEPTANCE.typical_accept(*distribution, *tree, integers(2), 0.0, 0.3, *outputs, NO_WORKSPACE)
+        ACCEPTANCE.typical_accept(nodes, tree, integers(2), rows, TypicalBounds(0.0, 0.3), outputs, NO_WORKSPACE)
+    with pytest.raises(KernelError, match=r"settings of 1 slots; expected B = 2"):
+        ACCEPTANCE.draw_nodes(nodes, tree, sequence_state(2, 5), sampling_rows(1))

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import random_trees as shared
-from gpu_device import cuda_device, device_copy
+from gpu_device import assert_equals_twin as assert_both_equal
+from gpu_device import assert_same, copied, cuda_device, load_kernels, on_device
 from gpu_timing import microseconds
+from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_nodes
 
-from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
-from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.checks import IN_PROMPT
+from edgellm.kernels.acceptance.contract import Accepted, Chain, NodeLogits, Pending, TypicalBounds
+from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_acceptance import NumpyAcceptance
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.twin import NumpySampling
 
 pytestmark = pytest.mark.gpu
 
@@ -24,20 +25,14 @@ MAX_BATCH = 8
 #: around the size of a vector load, a block, several blocks; last, Llama 3's vocabulary
 VOCABULARIES = (1, 3, 7, 130, 2051, 32_001, 128_256)
 random_trees = partial(shared.random_trees, least_share=0.5, reach=6)
-TWIN, TWIN_KERNELS = NumpyAcceptance(), NumpyKernels()
+TWIN, TWIN_KERNELS = NumpyAcceptance(), NumpySampling()
 
 
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, the acceptance kernels and a workspace that all calls share."""
-    from edgellm.kernels.cuda_acceptance import CudaAcceptance
-    from edgellm.kernels.cuda_kernels import CudaKernels
-    from edgellm.kernels.launch import KernelModule
-
     with cuda_device() as device:
-        module = KernelModule(device.compute_capability, device.stream.handle)
-        device.kernels = CudaKernels(device.stream, module, max_batch=MAX_BATCH * 8)  # nodes of trees are rows, too
-        device.acceptance = CudaAcceptance(device.kernels, module)
+        load_kernels(device, rows=MAX_BATCH * 8)  # nodes of trees are rows, too
         device.workspace = device.zeros((1 << 20,), "uint8")
         yield device
 
@@ -47,40 +42,19 @@ def rng():
     return np.random.default_rng(47)
 
 
-def on_device(gpu, value: Any) -> Any:
-    """Arrays (and lists of them) in device memory; uint16 stands for bfloat16. Other arguments as they are."""
-    if isinstance(value, list):
-        return [on_device(gpu, item) for item in value]
-    return device_copy(gpu, value) if isinstance(value, np.ndarray) else value
-
-
-def assert_equal(gpu, device: Any, host: Any, message: str) -> None:
-    if isinstance(host, list):
-        for number, (one, other) in enumerate(zip(device, host, strict=True)):
-            assert_equal(gpu, one, other, f"{message}[{number}]")
-    elif isinstance(host, np.ndarray):
-        np.testing.assert_array_equal(gpu.download(device), host, err_msg=message)
-
-
-def assert_equals_twin(gpu, kernel: str, *arguments: Any, workspace: DeviceArray | None = None) -> None:
+def assert_equals_twin(gpu, kernel: str, *arguments: Any, workspace: bool = False) -> None:
     """Run both twice on copies of the arguments and compare every array afterwards, those only read included.
 
-    The second run shows that a kernel leaves its workspace fit for the next.
+    The second run shows that a kernel leaves its `workspace` fit for the next.
     """
+    if not workspace:
+        assert_both_equal(gpu, gpu.acceptance, TWIN, kernel, *arguments)
+        return
     for _ in range(2):
-        device_arguments = on_device(gpu, list(arguments))
-        host_arguments = [_copy(value) for value in arguments]
-        device_workspace = [] if workspace is None else [workspace]
-        host_workspace = [] if workspace is None else [np.zeros(0, np.uint8)]
-        getattr(gpu.acceptance, kernel)(*device_arguments, *device_workspace)
-        getattr(TWIN, kernel)(*host_arguments, *host_workspace)
-        assert_equal(gpu, device_arguments, host_arguments, kernel)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
+        device, host = on_device(gpu, list(arguments)), copied(list(arguments))
+        getattr(gpu.acceptance, kernel)(*device, gpu.workspace)
+        getattr(TWIN, kernel)(*host, np.zeros(0, np.uint8))
+        assert_same(gpu, device, host, kernel)
 
 
 def awkward_logits(rng: np.random.Generator, slots: int, size: int, vocabulary: int) -> np.ndarray:
@@ -106,10 +80,6 @@ def active_slots(slots: int) -> np.ndarray:
     return active
 
 
-def outputs(slots: int, most: int) -> list[np.ndarray]:
-    return [np.full((slots, most), 77, np.int32), np.full((slots, most), 77, np.int32), np.full(slots, 77, np.int32)]
-
-
 def follow_children(rng, drawn, tokens, parents) -> None:
     """Make most nodes draw a token of one of their children, so that walks are long. `drawn` [B, T] in place."""
     for slot, node in np.ndindex(*drawn.shape):
@@ -120,55 +90,49 @@ def follow_children(rng, drawn, tokens, parents) -> None:
 
 @pytest.mark.parametrize(("slots", "size", "vocabulary"), [(1, 64, 128_256), (4, 33, 2051), (3, 7, 5), (2, 130, 1)])
 def test_process_tree_logits(gpu, rng, slots, size, vocabulary):
-    tokens, _, _, ancestors = random_trees(rng, slots, size, min(vocabulary, 40))
+    tree = random_trees(rng, slots, size, min(vocabulary, 40))
     logits = awkward_logits(rng, slots, size, vocabulary)
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
     counts[rng.random(counts.shape) < 0.2] |= IN_PROMPT
-    settings = [
-        np.array(values[:slots], np.float32)
-        for values in ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
-    ]
-    assert_equals_twin(gpu, "process_tree_logits", logits, counts, tokens, ancestors, *settings, np.zeros_like(logits))
-    arguments = [on_device(gpu, value) for value in (logits, counts, tokens, ancestors, *settings)]
-    gpu.acceptance.process_tree_logits(*arguments, arguments[0])
-    TWIN.process_tree_logits(logits, counts, tokens, ancestors, *settings, logits)
-    np.testing.assert_array_equal(gpu.download(arguments[0]), logits)
+    settings = ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
+    named = zip(SamplingRows._fields, settings, strict=False)
+    rows = sampling_rows(slots, **{name: values[:slots] for name, values in named})
+    assert_equals_twin(gpu, "process_tree_logits", logits, counts, tree, rows, np.zeros_like(logits))
+    device = [on_device(gpu, value) for value in (logits, counts, tree, rows)]
+    gpu.acceptance.process_tree_logits(*device, device[0])
+    TWIN.process_tree_logits(logits, counts, tree, rows, logits)
+    np.testing.assert_array_equal(gpu.download(device[0]), logits)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize(("slots", "size", "most"), [(1, 64, 7), (4, 9, 3)])
 def test_eagle_accept(gpu, rng, slots, size, most, vocabulary):
-    tokens, parents, depths, _ = random_trees(rng, slots, size, vocabulary)
+    tree = random_trees(rng, slots, size, vocabulary)
     logits = awkward_logits(rng, slots, size, vocabulary)
     drawn = rng.integers(0, vocabulary, (slots, size)).astype(np.int32)
-    follow_children(rng, drawn, tokens, parents)
+    follow_children(rng, drawn, tree.tokens, tree.parents)
     forced = rng.random((slots, size)) < 0.8
     logits[forced, drawn[forced]] = 50
-    tree = (tokens, parents, depths, active_slots(slots))
-    assert_equals_twin(gpu, "eagle_accept", logits, *tree, None, *outputs(slots, most), workspace=gpu.workspace)
-    mapping = rng.permutation(vocabulary).astype(np.int32)
-    assert_equals_twin(gpu, "eagle_accept", logits, *tree, mapping, *outputs(slots, most), workspace=gpu.workspace)
+    outputs = accepted_arrays(slots, most)
+    assert_equals_twin(gpu, "eagle_accept", logits, tree, active_slots(slots), outputs, workspace=True)
 
 
 @pytest.mark.parametrize(("slots", "size", "most"), [(1, 1, 1), (5, 60, 7), (3, 1024, 33), (60, 17, 4)])
 def test_accept_drawn(gpu, rng, slots, size, most):
-    tokens, parents, depths, _ = random_trees(rng, slots, size, 5)
+    tree = random_trees(rng, slots, size, 5)
     drawn = rng.integers(0, 6, (slots, size)).astype(np.int32)
-    follow_children(rng, drawn, tokens, parents)
-    depths[rng.random(depths.shape) < 0.03] += 1
-    tree = (tokens, parents, depths, active_slots(slots))
-    assert_equals_twin(gpu, "accept_drawn", drawn, *tree, None, *outputs(slots, most))
-    mapping = np.array([3, 1, 4, 0], np.int32)  # ids 4 and 5 have no full id
-    assert_equals_twin(gpu, "accept_drawn", drawn, *tree, mapping, *outputs(slots, most))
+    follow_children(rng, drawn, tree.tokens, tree.parents)
+    tree.depths[rng.random(tree.depths.shape) < 0.03] += 1
+    assert_equals_twin(gpu, "accept_drawn", drawn, tree, active_slots(slots), accepted_arrays(slots, most))
 
 
 def thresholds_of(rng, rows: np.ndarray) -> np.ndarray:
     """Bounds of top-p and top-k for some rows of [B, T, V], -inf for others."""
     flat = rows.reshape(-1, rows.shape[2])
     count, thresholds = len(flat), np.empty(len(flat), np.float32)
-    top_k = np.where(np.arange(count) % 3 == 0, 20, 0).astype(np.int32)
-    top_p = np.where(np.arange(count) % 4 == 0, 0.9, 1).astype(np.float32)
-    TWIN_KERNELS.filter_threshold(flat, top_k, top_p, np.zeros(count, np.float32), thresholds)
+    every = np.arange(count)
+    settings = sampling_rows(count, top_k=np.where(every % 3 == 0, 20, 0), top_p=np.where(every % 4 == 0, 0.9, 1))
+    TWIN_KERNELS.filter_threshold(flat, settings, thresholds)
     return thresholds.reshape(rows.shape[:2])
 
 
@@ -176,26 +140,25 @@ def thresholds_of(rng, rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (1e-6, 1e-3)])
 def test_typical_accept(gpu, rng, vocabulary, epsilon, delta):
     slots, size, most = 4, 24, 6
-    tokens, parents, depths, _ = random_trees(rng, slots, size, vocabulary)
+    tree = random_trees(rng, slots, size, vocabulary)
     rows = awkward_logits(rng, slots, size, vocabulary)
     likely = rng.random((slots, size)) < 0.5
-    children = np.argwhere((parents >= 0) & likely)
-    rows[children[:, 0], parents[tuple(children.T)], tokens[tuple(children.T)]] = 9
+    children = np.argwhere((tree.parents >= 0) & likely)
+    rows[children[:, 0], tree.parents[tuple(children.T)], tree.tokens[tuple(children.T)]] = 9
     drawn = rng.integers(0, vocabulary, (slots, size)).astype(np.int32)
-    temperature = np.array([1, 1, 0.5, 0], np.float32)
-    arguments = (rows, thresholds_of(rng, rows), temperature, drawn, tokens, parents, depths, active_slots(slots))
-    results = (epsilon, delta, *outputs(slots, most))
-    assert_equals_twin(gpu, "typical_accept", *arguments, *results, workspace=gpu.workspace)
+    nodes = NodeLogits(rows, thresholds_of(rng, rows), drawn)
+    settings, bounds = sampling_rows(slots, temperature=[1, 1, 0.5, 0]), TypicalBounds(epsilon, delta)
+    arguments = (nodes, tree, active_slots(slots), settings, bounds, accepted_arrays(slots, most))
+    assert_equals_twin(gpu, "typical_accept", *arguments, workspace=True)
 
 
 def test_typical_accept_of_the_largest_tree(gpu, rng):
-    tokens, parents, depths, _ = random_trees(rng, 2, 1024, 50)
+    tree = random_trees(rng, 2, 1024, 50)
     rows = rng.normal(0, 1, (2, 1024, 50)).astype(np.float32)
     drawn = rng.integers(0, 50, (2, 1024)).astype(np.int32)
-    arguments = (rows, np.full((2, 1024), -np.inf, np.float32), np.ones(2, np.float32), drawn)
-    tree = (tokens, parents, depths, np.ones(2, np.int32))
-    results = (1e-3, 1e-2, *outputs(2, 33))
-    assert_equals_twin(gpu, "typical_accept", *arguments, *tree, *results, workspace=gpu.workspace)
+    nodes = NodeLogits(rows, np.full((2, 1024), -np.inf, np.float32), drawn)
+    arguments = (nodes, tree, np.ones(2, np.int32), sampling_rows(2), TypicalBounds(1e-3, 1e-2), accepted_arrays(2, 33))
+    assert_equals_twin(gpu, "typical_accept", *arguments, workspace=True)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -203,18 +166,27 @@ def test_draft_sample(gpu, rng, vocabulary):
     slots, steps = 8, 3
     logits = awkward_logits(rng, slots, 1, vocabulary)[:, 0].copy()
     mapping = (rng.permutation(vocabulary) + 3).astype(np.int32)
-    temperature = np.array([1, 0.7, 0, 1.5, 1, 0, 1, 2], np.float32)
-    top_k = np.array([0, 40, 0, 5, 0, 3, 0, 0], np.int32)
-    top_p = np.array([1, 0.9, 1, 0.5, 1, 1, 0.99, 0.8], np.float32)
-    min_p = np.array([0, 0, 0, 0.01, 0.1, 0, 0, 0], np.float32)
-    names = (rng.integers(0, 2**64, slots, dtype=np.uint64), np.arange(slots, dtype=np.int32) - 1)
+    rows = sampling_rows(
+        slots,
+        temperature=[1, 0.7, 0, 1.5, 1, 0, 1, 2],
+        top_k=[0, 40, 0, 5, 0, 3, 0, 0],
+        top_p=[1, 0.9, 1, 0.5, 1, 1, 0.99, 0.8],
+        min_p=[0, 0, 0, 0.01, 0.1, 0, 0, 0],
+        seeds=rng.integers(0, 2**64, slots, dtype=np.uint64),
+        sequences=np.arange(slots) - 1,
+    )
     positions = np.array([0, 1, 2, 3, 2**31 - 1, 5, 6, 7], np.int32)
-    workspace = gpu.empty((gpu.acceptance.draft_sample_workspace_size(slots, vocabulary),), "uint8")
+    workspace = gpu.empty((gpu.acceptance.draft_workspace_size(slots, vocabulary),), "uint8")
     for step in range(steps):
-        arguments = (logits, mapping, temperature, top_k, top_p, min_p, *names, positions, step)
-        results = (np.full((slots, steps), -5, np.int32), np.full((slots, steps, vocabulary), -5, np.float32))
-        with np.errstate(over="ignore"):  # the last position wraps around
-            assert_equals_twin(gpu, "draft_sample", *arguments, *results, workspace=workspace)
+        tokens, q = np.full((slots, steps), -5, np.int32), np.full((slots, steps, vocabulary), -5, np.float32)
+        chain = Chain(tokens, q, mapping, np.zeros(vocabulary, np.int32))
+        for _ in range(2):
+            device = [on_device(gpu, value) for value in (logits, rows, positions, chain)]
+            gpu.acceptance.draft_sample(step, *device, workspace)
+            expected = copied(chain)
+            with np.errstate(over="ignore"):  # the last position wraps around
+                TWIN.draft_sample(step, logits, rows, positions, expected, np.zeros(0, np.uint8))
+            assert_same(gpu, device[3], expected, "draft_sample")
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -242,10 +214,12 @@ def test_accept_sampled_chain(gpu, rng, slots, size, steps, most, vocabulary):
     temperature = np.ones(slots, np.float32)
     temperature[2::4] = 0
     seeds = rng.integers(0, 2**64, slots, dtype=np.uint64)
-    draw_positions = rng.integers(0, 1000, (slots, size)).astype(np.int32)
-    names = (seeds, np.arange(slots, dtype=np.int32), draw_positions, active_slots(slots))
-    arguments = (rows, thresholds_of(rng, rows), temperature, tokens, q, target_to_draft, *names)
-    assert_equals_twin(gpu, "accept_sampled_chain", *arguments, *outputs(slots, most), workspace=gpu.workspace)
+    settings = sampling_rows(slots, temperature=temperature, seeds=seeds, sequences=np.arange(slots))
+    tree = tree_nodes(tokens, draw_positions=rng.integers(0, 1000, (slots, size)).astype(np.int32))
+    nodes = NodeLogits(rows, thresholds_of(rng, rows), np.zeros((slots, size), np.int32))
+    chain = Chain(np.zeros((slots, steps), np.int32), q, draft_to_target.astype(np.int32), target_to_draft)
+    arguments = (nodes, tree, active_slots(slots), settings, chain, accepted_arrays(slots, most))
+    assert_equals_twin(gpu, "accept_sampled_chain", *arguments, workspace=True)
 
 
 def test_accept_sampled_chain_many_times(gpu, rng):
@@ -255,19 +229,20 @@ def test_accept_sampled_chain_many_times(gpu, rng):
     logits = rows[:, :steps] + rng.normal(0, 0.5, (slots, steps, vocabulary))
     q = np.exp(logits)
     q = (q / q.sum(axis=2, keepdims=True)).astype(np.float32)
-    thresholds, ones = np.full((slots, steps + 1), -np.inf, np.float32), np.ones(slots, np.float32)
-    identity = np.arange(vocabulary, dtype=np.int32)
+    shape, identity = (slots, steps + 1), np.arange(vocabulary, dtype=np.int32)
+    nodes = NodeLogits(rows, np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32))
+    chain = Chain(np.zeros((slots, steps), np.int32), q, identity, identity)
+    settings, active = sampling_rows(slots, seeds=3, sequences=np.arange(slots)), np.ones(slots, np.int32)
     seen = set()
     for number in range(20):
         draws = (q.cumsum(axis=2) < rng.random((slots, steps, 1))).sum(axis=2).clip(max=vocabulary - 1)
         tokens = np.concatenate([np.zeros((slots, 1)), draws], axis=1).astype(np.int32)
         positions = np.tile(np.arange(steps + 1, dtype=np.int32) + 100 * number, (slots, 1))
-        names = (np.full(slots, 3, np.uint64), np.arange(slots, dtype=np.int32), positions, np.ones(slots, np.int32))
-        results = outputs(slots, steps + 1)
-        arguments = (rows, thresholds, ones, tokens, q, identity, *names)
-        assert_equals_twin(gpu, "accept_sampled_chain", *arguments, *results, workspace=gpu.workspace)
-        TWIN.accept_sampled_chain(*arguments, *results, np.zeros(0, np.uint8))
-        seen.update(results[2].tolist())
+        results = accepted_arrays(slots, steps + 1)
+        arguments = (nodes, tree_nodes(tokens, draw_positions=positions), active, settings, chain, results)
+        assert_equals_twin(gpu, "accept_sampled_chain", *arguments, workspace=True)
+        TWIN.accept_sampled_chain(*arguments, np.zeros(0, np.uint8))
+        seen.update(results.lengths.tolist())
     assert seen == set(range(1, steps + 2))
 
 
@@ -275,31 +250,44 @@ def test_accept_sampled_chain_many_times(gpu, rng):
 def test_acceptance_from_the_logits_on(gpu, rng, vocabulary):
     """accept_draws and accept_sampled_draws. The twins leave rows that no walk visits, so only outputs are compared."""
     slots, size, most, steps = 4, 12, 6, 5
-    tokens, parents, depths, ancestors = random_trees(rng, slots, size, vocabulary)
+    tree = random_trees(rng, slots, size, vocabulary)
+    tree = tree._replace(draw_positions=tree.depths + np.int32(5))
     logits = awkward_logits(rng, slots, size, vocabulary)
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
-    penalties = [np.array(values, np.float32) for values in ([1.2, 1, 1, 0.9], [0, 0, 0.3, 0], [0.1, 0, 0, 0])]
-    filters = (np.array([0, 5, 0, 0], np.int32), np.array([1, 1, 0.9, 1], np.float32), np.zeros(4, np.float32))
-    names = (np.arange(4, dtype=np.uint64), np.arange(4, dtype=np.int32))
-    per_slot = SlotDraws(*penalties, np.array([1, 0.7, 1, 0], np.float32), *filters, *names)
-    per_node = NodeDraws(*[values.repeat(size) for values in per_slot[3:]])
-    thresholds, drawn = np.zeros((slots, size), np.float32), np.zeros((slots, size), np.int32)
+    rows = sampling_rows(
+        slots,
+        repetition_penalty=[1.2, 1, 1, 0.9],
+        presence_penalty=[0, 0, 0.3, 0],
+        frequency_penalty=[0.1, 0, 0, 0],
+        temperature=[1, 0.7, 1, 0],
+        top_k=[0, 5, 0, 0],
+        top_p=[1, 1, 0.9, 1],
+        seeds=np.arange(4),
+        sequences=np.arange(4),
+    )
+    nodes = NodeLogits(logits, np.zeros((slots, size), np.float32), np.zeros((slots, size), np.int32))
     q = rng.random((slots, steps, vocabulary)).astype(np.float32)
     q /= q.sum(axis=2, keepdims=True)
     identity = np.arange(vocabulary, dtype=np.int32)
-    lead, tail = (logits, counts, tokens), (depths + 5, active_slots(slots), per_slot, per_node, thresholds)
-    calls = {
-        "accept_draws": (*lead, parents, depths, ancestors, *tail, drawn),
-        "accept_sampled_draws": (*lead, ancestors, q, identity, *tail),
-    }
-    for kernel, arguments in calls.items():
-        host, device = outputs(slots, most), on_device(gpu, outputs(slots, most))
-        moved = [type(v)(*on_device(gpu, list(v))) if isinstance(v, tuple) else on_device(gpu, v) for v in arguments]
-        copies = [_copy(value) for value in arguments]
+    chain = Chain(np.zeros((slots, steps), np.int32), q, identity, identity)
+    state = sequence_state(slots, active=active_slots(slots), token_counts=counts)
+    lead = (nodes, tree, state, rows)
+    for kernel, arguments in {"accept_draws": lead, "accept_sampled_draws": (*lead, chain)}.items():
+        host = accepted_arrays(slots, most)
+        device = on_device(gpu, host)
+        moved, copies = [on_device(gpu, value) for value in arguments], [copied(value) for value in arguments]
         sampled = kernel == "accept_sampled_draws"
-        getattr(gpu.acceptance, kernel)(*moved, *device, *([gpu.workspace] if sampled else []))
-        getattr(TWIN, kernel)(*copies, *host, *([np.zeros(0, np.uint8)] if sampled else []))
-        assert_equal(gpu, device, host, kernel)
+        getattr(gpu.acceptance, kernel)(*moved, device, *([gpu.workspace] if sampled else []))
+        getattr(TWIN, kernel)(*copies, host, *([np.zeros(0, np.uint8)] if sampled else []))
+        assert_same(gpu, device, host, kernel)
+    assert_equals_twin(gpu, "draw_nodes", *lead)
+
+
+def pending_arrays(features: np.ndarray) -> Pending:
+    """What the draft has not seen, beside these `features` [B, Q, F]."""
+    slots, rows = features.shape[:2]
+    counts, start = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+    return Pending(features, np.full((slots, rows), -1, np.int32), counts, start, np.zeros((slots, 1), np.int32))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
@@ -314,10 +302,10 @@ def test_move_accepted(gpu, rng, dtype, caches, heads, width):
         indices[slot, 1:length] = np.sort(rng.permutation(np.arange(1, 45))[: length - 1])
         indices[slot, 0] = 0
     nodes = rng.integers(0, 30_000, (slots, size, features)).astype(dtype)
-    pending = np.ones((slots, most + 1, features), dtype)
-    assert_equals_twin(gpu, "move_accepted", arrays, start, indices, lengths, nodes, pending)
-    few = np.array([1, 0, 2], np.int32)
-    assert_equals_twin(gpu, "move_accepted", arrays, start, indices, few, nodes, pending)
+    pending = pending_arrays(np.ones((slots, most + 1, features), dtype))
+    for counted in (lengths, np.array([1, 0, 2], np.int32)):
+        accepted = Accepted(indices, np.zeros_like(indices), counted)
+        assert_equals_twin(gpu, "move_accepted", arrays, start, accepted, nodes, pending)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
@@ -327,11 +315,12 @@ def test_append_pending(gpu, rng, dtype, width):
     hidden = rng.integers(0, 30_000, (slots, size, width)).astype(dtype)
     features = np.ones((slots, pending, width), dtype)
     counts = np.array([2, 0, pending], np.int32)
-    state = (np.full((slots, pending), -1, np.int32), counts, np.array([30, 40, 50], np.int32))
-    draft = (np.zeros(slots, np.int32), np.zeros((slots, 1), np.int32))
-    step = (hidden[:, :1].copy(), np.array([5, 6, 7], np.int32), np.array([1, 1, 1], np.int32))
-    assert_equals_twin(gpu, "append_pending", *step, features, *state, *draft)
-    assert_equals_twin(gpu, "append_pending", *step[:2], np.array([1, 0, 1], np.int32), features, *state, *draft)
+    waiting = pending_arrays(features)._replace(counts=counts)
+    step = (hidden[:, :1].copy(), np.array([5, 6, 7], np.int32))
+    start = np.array([30, 40, 50], np.int32)
+    for active in ([1, 1, 1], [1, 0, 1]):
+        state = sequence_state(slots, active=np.array(active, np.int32), kvcache_start_index=start)
+        assert_equals_twin(gpu, "append_pending", *step, state, waiting)
 
 
 @pytest.mark.parametrize(("slots", "most", "pending"), [(1, 7, 16), (40, 33, 70)])
@@ -341,71 +330,62 @@ def test_advance_accepted(gpu, rng, slots, most, pending):
 
     ids = rng.integers(-1, 12, (slots, most)).astype(np.int32)  # repeated tokens, and some that are none
     lengths = rng.integers(0, most + 1, slots).astype(np.int32)
-    state = (integers(9, 1), integers(99), integers(99), integers(3, 10))
-    draft = (integers(9, pending), integers(9), integers(9), integers(9, 1))
-    arguments = (ids, lengths, integers(2), *state, *draft, integers(9, most + 1))
-    assert_equals_twin(gpu, "advance_accepted", *arguments)
+    state = sequence_state(
+        slots,
+        active=integers(2),
+        token_ids=integers(9, 1),
+        kvcache_start_index=integers(99),
+        positions=integers(99),
+        token_counts=integers(3, 10),
+    )
+    waiting = Pending(
+        np.zeros((slots, pending, 1), np.float32), integers(9, pending), *[integers(9)] * 2, integers(9, 1)
+    )
+    accepted = Accepted(np.zeros_like(ids), ids, lengths)
+    assert_equals_twin(gpu, "advance_accepted", accepted, state, waiting, integers(9, most + 1))
 
 
 def test_wrong_arguments_are_named(gpu):
-    def integers(*shape):
-        return gpu.zeros(shape, "int32")
-
-    tree = [integers(1, 4) for _ in range(3)]
-    results = (integers(1, 3), integers(1, 3), integers(1))
-    logits = gpu.zeros((1, 4, 8), "float32")
+    tree, results = on_device(gpu, tree_nodes(np.zeros((1, 4), np.int32))), on_device(gpu, accepted_arrays(1, 3))
+    logits, active = gpu.zeros((1, 4, 8), "float32"), gpu.zeros((1,), "int32")
     with pytest.raises(KernelError, match=r"workspace has 16 bytes; expected at least 224"):
-        gpu.acceptance.eagle_accept(logits, *tree, integers(1), None, *results, gpu.zeros((16,), "uint8"))
+        gpu.acceptance.eagle_accept(logits, tree, active, results, gpu.zeros((16,), "uint8"))
     with pytest.raises(KernelError, match=r"expected a multiple of 16 bytes"):
-        gpu.acceptance.eagle_accept(logits, *tree, integers(1), None, *results, gpu.workspace[8:])
+        gpu.acceptance.eagle_accept(logits, tree, active, results, gpu.workspace[8:])
     with pytest.raises(KernelError, match="logits is a ndarray; expected a DeviceArray"):
-        gpu.acceptance.eagle_accept(np.zeros((1, 4, 8), np.float32), *tree, integers(1), None, *results, gpu.workspace)
+        gpu.acceptance.eagle_accept(np.zeros((1, 4, 8), np.float32), tree, active, results, gpu.workspace)
     with pytest.raises(KernelError, match=r"T = 1025; expected at most 1024"):
-        wide = [integers(1, 1025) for _ in range(4)]
-        gpu.acceptance.accept_drawn(*wide, integers(1), None, *results)
+        wide = on_device(gpu, tree_nodes(np.zeros((1, 1025), np.int32)))
+        gpu.acceptance.accept_drawn(wide.tokens, wide, active, results)
 
 
 def test_captured_round_and_its_time(gpu, rng, caplog):
     """The kernels after a greedy verification in one CUDA graph equal the twins; prints microseconds (-s)."""
     size, most, vocabulary, width, pending, rows = 64, 7, 128_256, 6144, 16, 1200
-    tokens, parents, depths, _ = random_trees(rng, 1, size, vocabulary)
+    tree = random_trees(rng, 1, size, vocabulary)
     logits = rng.normal(0, 1, (1, size, vocabulary)).astype(np.float32)
     drawn = rng.integers(0, vocabulary, (1, size)).astype(np.int32)
-    follow_children(rng, drawn, tokens, parents)
+    follow_children(rng, drawn, tree.tokens, tree.parents)
     logits[0, np.arange(size), drawn[0]] = 50
     values = {
         "logits": logits,
-        "tree": [tokens, parents, depths],
-        "active": np.ones(1, np.int32),
-        "accepted": outputs(1, most),
+        "tree": tree,
+        "accepted": accepted_arrays(1, most),
         "caches": [rng.normal(size=(1, 8, rows, 64)).astype(np.float16) for _ in range(32)],
         "hidden": rng.normal(size=(1, size, width)).astype(np.float16),
-        "features": np.zeros((1, pending, width), np.float16),
-        "token_ids": np.zeros((1, 1), np.int32),
-        "start": np.full(1, 100, np.int32),
-        "positions": np.full(1, 101, np.int32),
-        "counts": np.zeros((1, vocabulary), np.int32),
-        "draft": [
-            np.zeros((1, pending), np.int32),
-            *(np.zeros(1, np.int32) for _ in range(2)),
-            np.zeros((1, 1), np.int32),
-        ],
+        "pending": pending_arrays(np.zeros((1, pending, width), np.float16)),
+        "state": sequence_state(1, vocabulary, kvcache_start_index=np.full(1, 100, np.int32)),
         "emitted": np.zeros((1, most + 1), np.int32),
     }
 
     def stages(kernels, a, workspace):
-        indices, ids, lengths = a["accepted"]
-        state = (a["token_ids"], a["start"], a["positions"], a["counts"])
+        state, accepted = a["state"], a["accepted"]
         return {
-            "eagle_accept": lambda: kernels.eagle_accept(
-                a["logits"], *a["tree"], a["active"], None, *a["accepted"], workspace
-            ),
+            "eagle_accept": lambda: kernels.eagle_accept(a["logits"], a["tree"], state.active, accepted, workspace),
             "move_accepted": lambda: kernels.move_accepted(
-                a["caches"], a["start"], indices, lengths, a["hidden"], a["features"]
+                a["caches"], state.kvcache_start_index, accepted, a["hidden"], a["pending"]
             ),
-            "advance_accepted": lambda: kernels.advance_accepted(
-                ids, lengths, a["active"], *state, *a["draft"], a["emitted"]
-            ),
+            "advance_accepted": lambda: kernels.advance_accepted(accepted, state, a["pending"], a["emitted"]),
         }
 
     device = {name: on_device(gpu, value) for name, value in values.items()}
@@ -424,11 +404,11 @@ def test_captured_round_and_its_time(gpu, rng, caplog):
         for stage in host_stages.values():
             stage()
         for name, value in values.items():
-            assert_equal(gpu, device[name], value, name)
+            assert_same(gpu, device[name], value, name)
     assert values["emitted"][0, 0] > 1
 
     def rewind() -> None:
-        gpu.upload(device["start"], np.full(1, 100, np.int32))
+        gpu.upload(device["state"].kvcache_start_index, np.full(1, 100, np.int32))
 
     for name, stage in {**device_stages, "together": round_on_device}.items():
         time = microseconds(gpu, stage, name, rewind)

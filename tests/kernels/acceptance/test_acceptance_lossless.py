@@ -14,15 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_nodes
 
-from edgellm.kernels.acceptance_interface import TARGET_STREAM
-from edgellm.kernels.fixed_point_sampling import Draws
-from edgellm.kernels.numpy_acceptance import NumpyAcceptance
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.acceptance.contract import TARGET_STREAM, Accepted, Chain, NodeLogits, Pending
+from edgellm.kernels.acceptance.distribution import Draws
+from edgellm.kernels.acceptance.twin import NumpyAcceptance
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import SamplingRows
+from edgellm.kernels.sampling.twin import NumpySampling
+from edgellm.kernels.tree.contract import TreeNodes
 
 VOCABULARY, EMITTED, FIRST_TOKEN = 5, 3, 2
 DRAFT_IDS = np.array([4, 0, 1, 3], np.int32)  # target ids of the draft's vocabulary; the draft never says 2
-KERNELS, ACCEPTANCE = NumpyKernels(), NumpyAcceptance()
+KERNELS, ACCEPTANCE = NumpySampling(), NumpyAcceptance()
 NO_WORKSPACE = np.zeros(0, np.uint8)
 
 
@@ -36,9 +40,11 @@ class Settings:
     presence: float = 0.0
     frequency: float = 0.0
 
-    def rows(self, count: int) -> dict[str, np.ndarray]:
-        dtypes = {"top_k": np.int32}
-        return {name: np.full(count, value, dtypes.get(name, np.float32)) for name, value in vars(self).items()}
+    def rows(self, count: int, **names: np.ndarray) -> SamplingRows:
+        """The settings of `count` slots, whose draws have `names`."""
+        penalties = {f"{name}_penalty": getattr(self, name) for name in ("repetition", "presence", "frequency")}
+        filters = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return sampling_rows(count, **penalties, **filters, **names)
 
 
 SETTINGS = {
@@ -130,15 +136,19 @@ class Slots:
 
     def __init__(self, count: int, settings: Settings, most: int) -> None:
         self.count, self.most = count, most
-        self.settings = settings.rows(count)
-        self.seeds = np.full(count, 2**40 + 17, np.uint64)
-        self.sequences = np.arange(count, dtype=np.int32)
-        self.active = np.ones(count, np.int32)
-        self.last = np.full((count, 1), FIRST_TOKEN, np.int32)
+        names = {"seeds": np.full(count, 2**40 + 17, np.uint64), "sequences": np.arange(count)}
+        self.settings = settings.rows(count, **names)
         self.start = np.full(count, 6, np.int32)
-        self.positions = self.start + np.int32(1)
-        self.counts = np.zeros((count, VOCABULARY), np.int32)
-        self.counts[:, FIRST_TOKEN] = 1
+        counts = np.zeros((count, VOCABULARY), np.int32)
+        counts[:, FIRST_TOKEN] = 1
+        self.state = sequence_state(
+            count,
+            token_ids=np.full((count, 1), FIRST_TOKEN, np.int32),
+            kvcache_start_index=self.start,
+            positions=self.start + np.int32(1),
+            token_counts=counts,
+        )
+        self.last, self.positions, self.counts = self.state.token_ids, self.state.positions, counts
         self.tokens = np.full((count, EMITTED + most), -1, np.int32)
         self.filled = np.zeros(count, np.int64)
         self.rounds = 0
@@ -146,40 +156,37 @@ class Slots:
     def unfinished(self) -> bool:
         return bool((self.filled < EMITTED).any())
 
-    def processed(self, logits: np.ndarray, tree_tokens: np.ndarray, ancestors: np.ndarray) -> tuple:
+    def processed(self, logits: np.ndarray, tree: TreeNodes) -> tuple:
         """Logits [B, T, V] after penalties and temperature, and their thresholds [B, T]."""
-        rows, values = tree_tokens.shape[1], np.empty_like(logits)
-        names = ("repetition", "presence", "frequency", "temperature")
-        penalties = [self.settings[name] for name in names]
-        ACCEPTANCE.process_tree_logits(logits, self.counts, tree_tokens, ancestors, *penalties, values)
+        rows, values = tree.tokens.shape[1], np.empty_like(logits)
+        ACCEPTANCE.process_tree_logits(logits, self.counts, tree, self.settings, values)
         # all slots have the same settings, so few rows differ
         distinct, which = np.unique(values.reshape(-1, VOCABULARY), axis=0, return_inverse=True)
         thresholds = np.empty(len(distinct), np.float32)
-        filters = [self.settings[name][:1].repeat(len(distinct)) for name in ("top_k", "top_p", "min_p")]
-        KERNELS.filter_threshold(distinct, *filters, thresholds)
+        KERNELS.filter_threshold(distinct, rows_of(self.settings, slice(0, 1)), thresholds)
         return values, thresholds[which].reshape(self.count, rows)
 
     def drawn(self, values: np.ndarray, thresholds: np.ndarray, draw_positions: np.ndarray) -> np.ndarray:
-        """The token that plain decoding draws at every node, [B, T]: `Kernels.sample`, of all rows at once."""
+        """The token that plain decoding draws at every node, [B, T]: `SamplingKernels.sample`, of all rows at once."""
         rows = thresholds.shape[1]
-        greedy = self.settings["temperature"].repeat(rows) == 0
+        greedy = self.settings.temperature.repeat(rows) == 0
         values = values.reshape(-1, VOCABULARY)
         if greedy.any():
             return values.argmax(axis=1).astype(np.int32).reshape(self.count, rows)
-        names = (self.seeds.repeat(rows), self.sequences.repeat(rows), draw_positions.reshape(-1))
+        names = (self.settings.seeds.repeat(rows), self.settings.sequences.repeat(rows), draw_positions.reshape(-1))
         tokens = Draws(*names, TARGET_STREAM).by_score(values, values >= thresholds.reshape(-1, 1))
         return tokens.reshape(self.count, rows)
 
-    def accepted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        shape = (self.count, self.most)
-        return np.empty(shape, np.int32), np.empty(shape, np.int32), np.empty(self.count, np.int32)
+    def accepted(self) -> Accepted:
+        return accepted_arrays(self.count, self.most)
 
-    def advance(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+    def advance(self, accepted: Accepted) -> None:
         self.rounds += 1
-        draft = [np.zeros((self.count, self.most), np.int32), *(np.zeros(self.count, np.int32) for _ in range(2))]
+        features, ids = np.zeros((self.count, self.most, 1), np.float32), np.zeros((self.count, self.most), np.int32)
+        counts, start = np.zeros(self.count, np.int32), np.zeros(self.count, np.int32)
+        pending = Pending(features, ids, counts, start, np.zeros((self.count, 1), np.int32))
         emitted = np.empty((self.count, self.most + 1), np.int32)
-        state = (self.active, self.last, self.start, self.positions, self.counts)
-        ACCEPTANCE.advance_accepted(ids, lengths, *state, *draft, np.zeros((self.count, 1), np.int32), emitted)
+        ACCEPTANCE.advance_accepted(accepted, self.state, pending, emitted)
         for place in range(self.most):
             takes = (place < emitted[:, 0]) & (self.filled < EMITTED)
             self.tokens[takes, self.filled[takes]] = emitted[takes, place + 1]
@@ -187,18 +194,16 @@ class Slots:
 
 
 def plain_tokens(tables: Tables, settings: Settings, count: int) -> np.ndarray:
-    """What plain decoding emits: `Kernels` alone, no tree, no acceptance."""
+    """What plain decoding emits: `SamplingKernels` alone, no tree, no acceptance."""
     slots = Slots(count, settings, 1)
     rows = slots.settings
     for place in range(EMITTED):
         logits = tables.base[slots.last[:, 0]]
         values, thresholds = np.empty_like(logits), np.empty(count, np.float32)
-        penalties = [rows[name] for name in ("repetition", "presence", "frequency", "temperature")]
-        KERNELS.process_logits(logits, slots.counts, *penalties, values)
-        KERNELS.filter_threshold(values, rows["top_k"], rows["top_p"], rows["min_p"], thresholds)
-        draw = (rows["temperature"], slots.seeds, slots.sequences, slots.positions)
+        KERNELS.process_logits(logits, slots.counts, rows, values)
+        KERNELS.filter_threshold(values, rows, thresholds)
         token = np.empty(count, np.int32)
-        KERNELS.sample(values, thresholds, *draw, token)
+        KERNELS.sample(values, thresholds, rows, slots.positions, token)
         slots.last[:, 0] = token
         slots.positions += 1
         slots.counts[np.arange(count), token] += 1
@@ -232,61 +237,49 @@ def tree_tokens_emitted(tables: Tables, settings: Settings, kind: str, count: in
         for node in range(1, size):
             parent, rank = shape[node]
             tokens[:, node] = ranked[tokens[:, parent], rank]
-        values, thresholds = slots.processed(tables.base[tokens], tokens, repeated[2])
-        drawn = slots.drawn(values, thresholds, slots.positions[:, None] + depths)
-        indices, ids, lengths = slots.accepted()
-        tree = (tokens, repeated[0], repeated[1], slots.active)
-        ACCEPTANCE.accept_drawn(drawn, *tree, None, indices, ids, lengths)
+        tree = TreeNodes(tokens, *repeated, slots.positions[:, None] + depths)
+        values, thresholds = slots.processed(tables.base[tokens], tree)
+        drawn = slots.drawn(values, thresholds, tree.draw_positions)
+        accepted = slots.accepted()
+        indices, ids, lengths = accepted
+        ACCEPTANCE.accept_drawn(drawn, tree, slots.state.active, accepted)
         if redraws:
             ends = indices[np.arange(count), lengths - 1]
             again = slots.drawn(values, thresholds, slots.positions[:, None] + depths + np.int32(1000))
             ids[np.arange(count), lengths - 1] = again[np.arange(count), ends]
-        slots.advance(ids, lengths)
+        slots.advance(accepted)
     return slots
 
 
 def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, count: int, wrong: str = "") -> Slots:
     """Rounds with chains sampled from the draft under its own settings. `wrong`: what is done wrong, see the test."""
     steps = 2
-    slots, draft_rows = Slots(count, settings, steps + 1), draft.rows(count)
+    slots = Slots(count, settings, steps + 1)
+    draft_rows = draft.rows(count, seeds=slots.settings.seeds, sequences=slots.settings.sequences)
     target_to_draft = np.full(VOCABULARY, -1, np.int32)
     target_to_draft[DRAFT_IDS] = np.arange(DRAFT_IDS.size)
     ancestors = np.ascontiguousarray(np.broadcast_to(np.tri(steps + 1, dtype=bool), (count, steps + 1, steps + 1)))
-    filters = [draft_rows[name] for name in ("top_k", "top_p", "min_p")]
     while slots.unfinished():
-        chain = np.full((count, steps), -1, np.int32)
-        q = np.zeros((count, steps, DRAFT_IDS.size), np.float32)
+        drafted, q = np.full((count, steps), -1, np.int32), np.zeros((count, steps, DRAFT_IDS.size), np.float32)
+        chain = Chain(drafted, q, DRAFT_IDS, target_to_draft)
         last = slots.last[:, 0]
-        draw = (slots.seeds, slots.sequences, slots.positions)
         for step in range(steps):
             logits = tables.draft[last]
-            sampling = (draft_rows["temperature"], *filters, *draw)
-            ACCEPTANCE.draft_sample(logits, DRAFT_IDS, *sampling, step, chain, q, NO_WORKSPACE)
-            last = chain[:, step]
+            ACCEPTANCE.draft_sample(step, logits, draft_rows, slots.positions, chain, NO_WORKSPACE)
+            last = drafted[:, step]
             if wrong == "q before its processors":
                 q[:, step] = softmax(logits)
-        tokens = np.concatenate([slots.last, chain], axis=1)
+        tokens = np.concatenate([slots.last, drafted], axis=1)
         if wrong == "unlikely drafts dropped":
-            likely = np.take_along_axis(q, target_to_draft[chain][:, :, None], 2)[:, :, 0] > 0.3
+            likely = np.take_along_axis(q, target_to_draft[drafted][:, :, None], 2)[:, :, 0] > 0.3
             tokens[:, 1:][~np.logical_and.accumulate(likely, axis=1)] = -1
-        values, thresholds = slots.processed(tables.base[tokens], tokens, ancestors)
         draw_positions = slots.positions[:, None] + np.arange(steps + 1, dtype=np.int32)
+        tree = tree_nodes(tokens, ancestors=ancestors, draw_positions=draw_positions)
+        nodes = NodeLogits(*slots.processed(tables.base[tokens], tree), np.zeros(tokens.shape, np.int32))
         accepted = slots.accepted()
-        ACCEPTANCE.accept_sampled_chain(
-            values,
-            thresholds,
-            slots.settings["temperature"],
-            tokens,
-            q,
-            target_to_draft,
-            slots.seeds,
-            slots.sequences,
-            draw_positions,
-            slots.active,
-            *accepted,
-            NO_WORKSPACE,
-        )
-        slots.advance(accepted[1], accepted[2])
+        rows, active = slots.settings, slots.state.active
+        ACCEPTANCE.accept_sampled_chain(nodes, tree, active, rows, chain, accepted, NO_WORKSPACE)
+        slots.advance(accepted)
     return slots
 
 

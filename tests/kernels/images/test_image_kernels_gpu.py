@@ -114,4 +114,6 @@ def test_mrope_rotary_rows(gpu, random_numbers, dtype, tokens, rotary):
     axes = random_numbers.integers(0, 3, rotary).astype(np.int32)
     positions = random_numbers.integers(-2, 80, (3, tokens)).astype(np.int32)
     positions[:, 0] = -5, 2_000_000_000, 76
-    assert_equals_twin(gpu, gpu.images, TWIN, "mrope_rotary_rows", positions, axes, table, np.zeros((1, tokens, rotary), dtype))
+    assert_equals_twin(
+        gpu, gpu.images, TWIN, "mrope_rotary_rows", positions, axes, table, np.zeros((1, tokens, rotary), dtype)
+    )

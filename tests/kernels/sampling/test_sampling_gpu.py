@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 import numpy as np
 import pytest
 from gpu_device import assert_equals_twin as assert_both_equal

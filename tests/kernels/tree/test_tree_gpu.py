@@ -7,27 +7,24 @@ import logging
 import draft_tree_reference as reference
 import numpy as np
 import pytest
-from gpu_device import cuda_device, device_copy
+from gpu_device import assert_same, cuda_device, load_kernels, on_device
 from gpu_timing import microseconds
 
-from edgellm.kernels.draft_tree_interface import Expansion, candidate_count, level_start
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
+from edgellm.kernels.tree.contract import HiddenRows, candidate_count, level_start
+from edgellm.kernels.tree.twin import NumpyTree
 
 pytestmark = pytest.mark.gpu
 
-TWIN = NumpyDraftTree()
+TWIN = NumpyTree()
 DTYPES = pytest.mark.parametrize("compute", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])
 
 
 @pytest.fixture(scope="module")
 def gpu():
     """A CUDA context with a stream, and the kernels loaded into it."""
-    from edgellm.kernels.cuda_draft_tree import CudaDraftTree
-    from edgellm.kernels.launch import KernelModule
-
     with cuda_device() as device:
-        device.draft_tree = CudaDraftTree(KernelModule(device.compute_capability, device.stream.handle))
+        load_kernels(device)
         yield device
 
 
@@ -36,78 +33,88 @@ class Twins:
 
     def __init__(self, gpu, drafting, tree_size: int, tokens: int) -> None:
         self.gpu, self.drafting = gpu, drafting
-        rng = np.random.default_rng(99)
-        batch, vocabulary = drafting.batch, len(drafting.embedding)
-        state = {
-            "candidate_tokens": drafting.candidate_tokens,
-            "candidate_scores": drafting.candidate_scores,
-            "candidate_parents": drafting.candidate_parents,
-            "frontiers": drafting.frontiers,
-            "draft_to_target": drafting.draft_to_target,
-            "committed": drafting.committed,
-            "position_offsets": drafting.position_offsets,
-            "rotary_table": drafting.rotary_table,
-            "embedding": drafting.embedding,
-            "token_ids": rng.integers(0, vocabulary, (batch, 1)).astype(np.int32),
-            "positions": rng.integers(0, 999, batch).astype(np.int32),
+        state, candidates, nodes, inputs = drafting.verification(np.random.default_rng(99), tree_size, tokens)
+        drafting.candidates = candidates
+        hidden, proposal = drafting.proposal(1)
+        self.host = {
+            "candidates": candidates,
+            "committed": state.kvcache_start_index,
+            "state": state,
+            "tables": drafting.tables,
+            "nodes": nodes,
+            "verification": inputs,
+            "fed": hidden.fed,
+            "proposal": proposal,
+            "expansion": drafting.expansion,
         }
-        state |= {f"logits {i + 1}": values for i, values in enumerate(drafting.logits)}
-        state |= {f"hidden {i + 1}": values for i, values in enumerate(drafting.hidden)}
-        outputs = drafting.proposal_outputs()
-        state |= {f"proposal {i}": values for i, values in enumerate(outputs)}
-        self.proposal = [f"proposal {i}" for i in range(len(outputs))]
-        outputs = drafting.verification_outputs(tree_size, tokens)
-        state |= {f"verification {i}": values for i, values in enumerate(outputs)}
-        self.verification = [f"verification {i}" for i in range(len(outputs))]
-        self.host = state
-        self.device = {name: device_copy(gpu, values) for name, values in state.items()}
-        size = gpu.draft_tree.expand_workspace_size(batch, len(drafting.draft_to_target), drafting.top_k)
-        self.host_workspace, self.workspace = np.zeros(0, np.uint8), gpu.zeros((size,), "uint8")
+        self.host |= {f"logits {i + 1}": values for i, values in enumerate(drafting.logits)}
+        self.host |= {f"hidden {i + 1}": values for i, values in enumerate(drafting.hidden)}
+        self.device = {name: on_device(gpu, value) for name, value in self.host.items()}
+        self.device["state"] = self.device["state"]._replace(kvcache_start_index=self.device["committed"])
+        size = gpu.draft_tree.expand_workspace_size(drafting.batch, drafting.logits[0].shape[2], drafting.top_k)
+        self.use_workspace(gpu.zeros((size,), "uint8"))
 
-    CANDIDATES = ("candidate_tokens", "candidate_scores", "candidate_parents")
-    PLACES = ("committed", "position_offsets", "rotary_table", "embedding")
+    def use_workspace(self, workspace) -> None:
+        self.device["expansion"] = self.device["expansion"]._replace(workspace=workspace)
 
-    def expand(self, level: int, score: bool = True) -> None:
-        names = (f"logits {level}", "draft_to_target", "frontiers", *self.CANDIDATES)
-        for kernels, arrays, workspace in self._sides():
-            kernels.expand_frontier(level, score, *[arrays[name] for name in names], workspace)
+    def expand(self, level: int, dynamic: bool = True) -> None:
+        for kernels, arrays in self._sides():
+            self.expand_on(kernels, arrays, level, dynamic)
 
-    def propose(self, level: int, select: bool = True, expanded: bool = True) -> None:
+    def expand_on(self, kernels, arrays, level: int, dynamic: bool = True) -> None:
+        own = self.drafting.level(level, dynamic)
+        kernels.expand_frontier(own, arrays[f"logits {level}"], arrays["candidates"], arrays["expansion"])
+
+    def propose(self, level: int, dynamic: bool = True, expanded: bool = True) -> None:
         """Finishes the expansion of the level, too, where that was just `expanded`."""
-        written = (*self.CANDIDATES, "frontiers", *self.proposal)
-        names = (*self.PLACES, f"hidden {level}", *written)
-        for kernels, arrays, workspace in self._sides():
-            expansion = Expansion(level, select, arrays["draft_to_target"], workspace) if expanded else None
-            kernels.prepare_proposal(level, select, *[arrays[name] for name in names], expansion)
-        self._compare(f"propose {level}", written)
+        for kernels, arrays in self._sides():
+            self.propose_on(kernels, arrays, level, dynamic, expanded)
+        self._compare(f"propose {level}", ("candidates", "fed", "proposal"))
 
-    def verify(self, select: bool = True, candidates: int | None = None, expanded: bool = True) -> None:
+    def propose_on(self, kernels, arrays, level: int, dynamic: bool = True, expanded: bool = True) -> None:
+        kernels.prepare_proposal(
+            self.drafting.level(level, dynamic),
+            arrays["committed"],
+            arrays["tables"],
+            arrays["candidates"],
+            HiddenRows(arrays[f"hidden {level}"], arrays["fed"]),
+            arrays["proposal"],
+            arrays["expansion"] if expanded else None,
+        )
+
+    def verify(self, dynamic: bool = True, level: int | None = None, expanded: bool = True) -> None:
         """Finishes the expansion of the last level, where that was just `expanded`."""
-        written = (*self.CANDIDATES, "frontiers", *self.verification)
-        names = ("token_ids", "positions", *self.PLACES, *written)
-        count = self.drafting.candidate_tokens.shape[1] if candidates is None else candidates
-        for kernels, arrays, workspace in self._sides():
-            expansion = Expansion(self.drafting.steps, select, arrays["draft_to_target"], workspace)
-            arguments = (select, count, *[arrays[name] for name in names], expansion if expanded else None)
-            kernels.prepare_verification(*arguments)
-        self._compare("verify", written)
+        for kernels, arrays in self._sides():
+            self.verify_on(kernels, arrays, dynamic, level, expanded)
+        self._compare("verify", ("candidates", "nodes", "verification"))
+
+    def verify_on(self, kernels, arrays, dynamic: bool = True, level: int | None = None, expanded: bool = True) -> None:
+        bundles = [arrays[name] for name in ("state", "tables", "candidates", "nodes", "verification")]
+        own = self.drafting.level(level or self.drafting.steps, dynamic)
+        kernels.prepare_verification(own, *bundles, arrays["expansion"] if expanded else None)
 
     def _sides(self):
-        """Kernels, arrays and workspace of the twin and of the GPU."""
-        return (TWIN, self.host, self.host_workspace), (self.gpu.draft_tree, self.device, self.workspace)
+        """Kernels and arrays of the twin and of the GPU."""
+        return (TWIN, self.host), (self.gpu.draft_tree, self.device)
 
     def _compare(self, step: str, names) -> None:
         for name in names:
-            np.testing.assert_array_equal(
-                self.gpu.download(self.device[name]), self.host[name], err_msg=f"{step}: {name}"
-            )
+            assert_same(self.gpu, self.device[name], self.host[name], f"{step}: {name}")
 
-    def round(self, select: bool = True) -> None:
-        self.expand(1, select)
+    def round(self, dynamic: bool = True) -> None:
+        self.expand(1, dynamic)
         for level in range(1, self.drafting.steps):
-            self.propose(level, select)
-            self.expand(level + 1, select)
-        self.verify(select)
+            self.propose(level, dynamic)
+            self.expand(level + 1, dynamic)
+        self.verify(dynamic)
+
+    def round_on(self, kernels, arrays) -> None:
+        """A whole round of a dynamic tree on one side."""
+        self.expand_on(kernels, arrays, 1)
+        for level in range(1, self.drafting.steps):
+            self.propose_on(kernels, arrays, level)
+            self.expand_on(kernels, arrays, level + 1)
+        self.verify_on(kernels, arrays)
 
 
 ROUNDS = {
@@ -134,6 +141,15 @@ def test_dynamic_round(gpu, name, kind):
     Twins(gpu, drafting, tree_size, tokens).round()
 
 
+@pytest.mark.parametrize("kind", ["ordinary", "ties", "awkward"])
+@pytest.mark.parametrize(("top_k", "width", "steps"), [(10, 4, 4), (10, 1, 6), (10, 9, 2), (64, 17, 3), (5, 2, 1)])
+def test_trees_narrower_than_built(gpu, top_k, width, steps, kind):
+    rng = np.random.default_rng(width)
+    drafting = reference.random_drafting(rng, 2, top_k, steps, 9001, kind, 300, width=width)
+    size = min(32, candidate_count(steps, width) + 1)
+    Twins(gpu, drafting, size, 40).round()
+
+
 @DTYPES
 @pytest.mark.parametrize("sizes", [(64, 48, 32), (7, 5, 6)])
 def test_dtypes(gpu, compute, sizes):
@@ -153,15 +169,15 @@ def test_static_round(gpu, seed):
     for level in range(1, steps):
         row = rng.integers(level_start(level, top_k), level_start(level + 1, top_k), (batch, top_k))
         strange = rng.integers(-2, count + 3, row.shape)
-        drafting.frontiers[:, level - 1] = np.where(rng.random(row.shape) < 0.2, strange, row)
+        drafting.candidates.frontiers[:, level - 1] = np.where(rng.random(row.shape) < 0.2, strange, row)
     twins = Twins(gpu, drafting, tree_size, 16)
-    selected = twins.host["verification 0"]
+    selected = twins.host["candidates"].selected
     selected[...] = -1
     for b in range(batch):
         chosen = np.sort(rng.permutation(count)[: rng.integers(0, tree_size)])
         selected[b, : chosen.size] = chosen
-    gpu.upload(twins.device["verification 0"], selected)
-    twins.round(select=False)
+    gpu.upload(twins.device["candidates"].selected, selected)
+    twins.round(dynamic=False)
 
 
 @pytest.mark.parametrize("top_k", [1, 6, 40])
@@ -183,7 +199,7 @@ def test_workspace_serves_any_batch_and_width(gpu):
     for batch, top_k in ((1, 10), (8, 3), (2, 10), (8, 10), (1, 1), (8, 10)):
         drafting = reference.random_drafting(rng, batch, top_k, 2, 20_000)
         twins = Twins(gpu, drafting, 5, 8)
-        twins.workspace = workspace
+        twins.use_workspace(workspace)
         twins.round()
 
 
@@ -193,15 +209,15 @@ def test_nodes_of_a_large_selection_tie(gpu):
     drafting = reference.random_drafting(rng, 2, 64, 4, 70, "ties", 1200)
     twins = Twins(gpu, drafting, 1024, 1024)
     twins.round()
-    assert drafting.candidate_tokens.shape[1] > 8192
-    twins.verify(candidates=candidate_count(2, 64), expanded=False)
+    assert drafting.candidates.tokens.shape[1] > 8192
+    twins.verify(level=2, expanded=False)
 
 
 @pytest.mark.parametrize("committed", [0, 60, 66, 70, 75, -3])
 def test_masks_at_the_end_of_the_key_range(gpu, committed):
     drafting = reference.random_drafting(np.random.default_rng(4), 1, 3, 3, 20, keys=70)
     drafting.committed[:] = committed
-    drafting.position_offsets[:] = 2_000_000_000 if committed == 75 else -50
+    drafting.tables.position_offsets[:] = 2_000_000_000 if committed == 75 else -50
     Twins(gpu, drafting, 9, 12).round()
 
 
@@ -211,28 +227,9 @@ def test_captured_round(gpu, caplog):
     drafting = reference.random_drafting(rng, 2, 6, 4, 6000, keys=256, sizes=(64, 64, 32))
     twins = Twins(gpu, drafting, 30, 32)
     twins.round()
-    kernels, device = gpu.draft_tree, twins.device
-    candidates = [device[name] for name in Twins.CANDIDATES]
-    places = [device[name] for name in Twins.PLACES]
-
-    def expansion(level: int) -> Expansion:
-        return Expansion(level, True, device["draft_to_target"], twins.workspace)
-
-    def expand(level: int) -> None:
-        arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
-        kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
 
     def step() -> None:
-        expand(1)
-        for level in range(1, drafting.steps):
-            outputs = [device[name] for name in ("frontiers", *twins.proposal)]
-            inputs = (*places, device[f"hidden {level}"], *candidates)
-            kernels.prepare_proposal(level, True, *inputs, *outputs, expansion(level))
-            expand(level + 1)
-        tree = [device[name] for name in ("frontiers", *twins.verification)]
-        count = drafting.candidate_tokens.shape[1]
-        roots = (device["token_ids"], device["positions"])
-        kernels.prepare_verification(True, count, *roots, *places, *candidates, *tree, expansion(drafting.steps))
+        twins.round_on(gpu.draft_tree, twins.device)
 
     with caplog.at_level(logging.WARNING):
         launch = gpu.capture(step, "a round of drafting")
@@ -240,60 +237,25 @@ def test_captured_round(gpu, caplog):
     for replay in range(20):
         for level, logits in enumerate(drafting.logits, 1):
             logits[...] = reference.random_logits(rng, *logits.shape, ("ordinary", "ties")[replay % 2])
-            gpu.upload(device[f"logits {level}"], logits)
+            gpu.upload(twins.device[f"logits {level}"], logits)
         launch()
-        on_device = {name: gpu.download(array) for name, array in device.items()}
-        for level in range(1, drafting.steps + 1):
-            TWIN.expand_frontier(
-                level,
-                True,
-                drafting.logits[level - 1],
-                drafting.draft_to_target,
-                drafting.frontiers,
-                *drafting.candidates(),
-                twins.host_workspace,
-            )
-            if level < drafting.steps:
-                outputs = [twins.host[name] for name in twins.proposal]
-                TWIN.prepare_proposal(
-                    level,
-                    True,
-                    *[twins.host[name] for name in Twins.PLACES],
-                    drafting.hidden[level - 1],
-                    *drafting.candidates(),
-                    drafting.frontiers,
-                    *outputs,
-                    None,
-                )
-        TWIN.prepare_verification(
-            True,
-            drafting.candidate_tokens.shape[1],
-            *[twins.host[name] for name in ("token_ids", "positions", *Twins.PLACES)],
-            *drafting.candidates(),
-            drafting.frontiers,
-            *[twins.host[name] for name in twins.verification],
-            None,
-        )
-        for name, values in twins.host.items():
-            np.testing.assert_array_equal(on_device[name], values, err_msg=f"replay {replay}: {name}")
+        twins.round_on(TWIN, twins.host)
+        for name, value in twins.host.items():
+            if name != "expansion":
+                assert_same(gpu, twins.device[name], value, f"replay {replay}: {name}")
 
 
 def test_limits_are_refused(gpu):
     drafting = reference.random_drafting(np.random.default_rng(6), 1, 3, 2, 9)
     twins = Twins(gpu, drafting, 5, 8)
-    twins.workspace = gpu.zeros((100,), "uint8")
+    twins.use_workspace(gpu.zeros((100,), "uint8"))
     with pytest.raises(KernelError, match=r"workspace has 100 bytes; expected at least"):
         twins.expand(1)
     with pytest.raises(KernelError, match=r"level 33; expected 1 to 32"):
         twins.device["logits 33"] = twins.device["logits 1"]
-        arrays = ["logits 33", "draft_to_target", "frontiers", *Twins.CANDIDATES]
-        gpu.draft_tree.expand_frontier(33, True, *[twins.device[name] for name in arrays], twins.workspace)
+        twins.expand_on(gpu.draft_tree, twins.device, 33)
     with pytest.raises(KernelError, match=r"K = 65 .*expected 1 to 64"):
         gpu.draft_tree.expand_workspace_size(1, 9, 65)
-    expansion = Expansion(2, True, twins.device["draft_to_target"], twins.workspace)
-    names = (*Twins.PLACES, "hidden 1", *Twins.CANDIDATES, "frontiers", *twins.proposal)
-    with pytest.raises(KernelError, match=r"prepare_proposal: the expansion of level 2; expected that of level 1"):
-        gpu.draft_tree.prepare_proposal(1, True, *[twins.device[name] for name in names], expansion)
 
 
 def test_times_of_the_default_tree(gpu):
@@ -303,41 +265,13 @@ def test_times_of_the_default_tree(gpu):
     drafting = reference.random_drafting(rng, 1, 10, 6, 32_000, keys=1024, compute=np.float16, sizes=sizes)
     twins = Twins(gpu, drafting, 60, 64)
     twins.round()
-    kernels, device = gpu.draft_tree, twins.device
-    candidates = [device[name] for name in Twins.CANDIDATES]
-    places = [device[name] for name in Twins.PLACES]
-    outputs = [device[name] for name in ("frontiers", *twins.proposal)]
-    tree = [device[name] for name in ("frontiers", *twins.verification)]
-    start_of_round = (device["token_ids"], device["positions"])
-
-    def expansion(level: int) -> Expansion:
-        return Expansion(level, True, device["draft_to_target"], twins.workspace)
-
-    def expand(level: int) -> None:
-        arrays = (device["draft_to_target"], device["frontiers"], *candidates, twins.workspace)
-        kernels.expand_frontier(level, True, device[f"logits {level}"], *arrays)
-
-    def propose(level: int) -> None:
-        inputs = (*places, device[f"hidden {level}"], *candidates)
-        kernels.prepare_proposal(level, True, *inputs, *outputs, expansion(level))
-
-    def verify() -> None:
-        count = candidate_count(6, 10)
-        kernels.prepare_verification(True, count, *start_of_round, *places, *candidates, *tree, expansion(6))
-
-    def all_of_a_round() -> None:
-        expand(1)
-        for level in range(1, 6):
-            propose(level)
-            expand(level + 1)
-        verify()
-
+    side = gpu.draft_tree, twins.device
     bounded_steps = {
-        "expand_frontier, root": (lambda: expand(1), 60),
-        "expand_frontier, 10 x 32,000": (lambda: expand(6), 60),
-        "prepare_proposal": (lambda: propose(5), 40),
-        "prepare_verification": (verify, 40),
-        "all of a round": (all_of_a_round, 500),
+        "expand_frontier, root": (lambda: twins.expand_on(*side, 1), 60),
+        "expand_frontier, 10 x 32,000": (lambda: twins.expand_on(*side, 6), 60),
+        "prepare_proposal": (lambda: twins.propose_on(*side, 5), 40),
+        "prepare_verification": (lambda: twins.verify_on(*side), 40),
+        "all of a round": (lambda: twins.round_on(*side), 500),
     }
     for name, (step, bound) in bounded_steps.items():
         time = microseconds(gpu, step, name)
