@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from edgellm.kernels import compiler
+from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
+from edgellm.kernels.tree.launcher import tree_source
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
@@ -47,7 +51,9 @@ def compiled(monkeypatch) -> list[str]:
 
 
 #: Of each source, the modules that a process can ask for.
-MODULES = [OTHER_KERNELS]
+MODULES = [OTHER_KERNELS, DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
+MODULES += [source("bfloat16") for source in (step_source, finite_source, tree_source, images_source)]
+MODULES += [source("float16") for source in (step_source, tree_source)]
 
 
 @pytest.mark.parametrize("source", MODULES, ids=lambda source: source.name)
