@@ -28,7 +28,7 @@ __device__ inline DraftProbabilities draft_probabilities(
 }  // namespace acceptance
 
 // First launch of a draft token's draw: logits over their temperature, and the largest. Grid (blocks of a row, slots).
-__global__ void draft_scale(DraftSampleArguments a, float* scaled, acceptance::Row* workspace, float* thresholds) {
+__global__ void __launch_bounds__(ROW_THREADS, 4) draft_scale(DraftSampleArguments a, float* scaled, acceptance::Row* workspace, float* thresholds) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     unsigned slot = blockIdx.y, vocabulary = a.U;

@@ -39,7 +39,7 @@ __global__ void row_best(Arguments a) {
 
 // Second: the sum of weights and, for the entropy, of weights times distances from the maximum.
 template <class Arguments>
-__global__ void row_total(Arguments a) {
+__global__ void __launch_bounds__(ROW_THREADS, 4) row_total(Arguments a) {
     using namespace acceptance;
     Row* workspace = reinterpret_cast<Row*>(a.workspace);
     unsigned vocabulary = a.V;

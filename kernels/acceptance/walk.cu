@@ -33,7 +33,7 @@ __device__ inline unsigned long long largest_of_row(const float* row, unsigned v
 
 // The argmax of every node's row; the last block of a slot then walks its tree. Grid (blocks of a row, nodes, slots). May be
 // launched while the kernel before it still runs; the tree is older than that one.
-__global__ void eagle_accept(EagleAcceptArguments a) {
+__global__ void __launch_bounds__(ROW_THREADS, 4) eagle_accept(EagleAcceptArguments a) {
     using namespace acceptance;
     __shared__ unsigned long long partial[MAXIMUM_WARPS];
     __shared__ bool is_last;
