@@ -18,3 +18,11 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     if nan.any():  # a payload in the lower half alone would round to infinity; the quiet bit keeps it a NaN
         result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
     return result.reshape(np.shape(values))
+
+
+def store_rounded(values: np.ndarray, target: np.ndarray) -> None:
+    """Set `target` of a compute dtype (uint16: bfloat16) from float32 values of its shape, or that broadcast to it."""
+    if target.dtype == np.uint16:
+        target[...] = bfloat16_bits(values)
+    else:
+        np.copyto(target, values, casting="same_kind")

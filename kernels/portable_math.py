@@ -1,7 +1,7 @@
 """Float32 exponential and logarithm from additions, multiplications and divisions alone.
 
-IEEE 754 fixes the result of these operations, so `cuda/portable_math.cuh`, which does the same ones in the same order,
-gives the same bits on every GPU; library functions differ in the last place from machine to machine. Accuracy is
+IEEE 754 fixes the result of these operations, so `shared/portable_math.cuh`, which does the same ones in the same
+order, gives the same bits on every GPU; library functions differ in the last place from machine to machine. Accuracy is
 about two units in the last place.
 """
 

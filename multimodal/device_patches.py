@@ -16,6 +16,7 @@ from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.tensors import convert
 from edgellm.engines.errors import ImageError
 from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.multimodal.image_layout import FILTERS, ImageLayout, Size, resampling_axes, resampling_weights
 from edgellm.multimodal.image_processor import PreparedImage
 
@@ -29,11 +30,10 @@ _Key = tuple[Size, ImageLayout]
 
 @dataclass(frozen=True)
 class _Tables:
-    """What both passes over images of one size need: the axis of each, first pixels and weights; the values."""
+    """What both passes over images of one size need, and the values."""
 
-    axes: tuple[int, int]
-    first: tuple[Array, Array]
-    second: tuple[Array, Array]
+    first: ResamplingTables
+    second: ResamplingTables
     values: Array
     between: Size
 
@@ -74,9 +74,9 @@ class DevicePatches:
         pixels = leading(self._pixels, image.pixels.shape)
         between = leading(self._between, (*tables.between, 3))
         self._backend.upload(pixels, image.pixels)
-        kernels.resample(pixels, *tables.first, between, tables.axes[0])
-        sizes = (layout.patch_size, layout.merge_size)
-        kernels.resample_to_patches(between, *tables.second, tables.values, target, tables.axes[1], *sizes)
+        kernels.resample(pixels, tables.first, between)
+        grid = PatchGrid(layout.patch_size, layout.merge_size)
+        kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -107,11 +107,12 @@ class DevicePatches:
         axes = resampling_axes(size, layout.resized, layout.resample)
         if axes is None:
             return None
-        weights = []
+        passes = []
         for axis in axes:
             starts, shares = resampling_weights(size[axis], layout.resized[axis], layout.resample)
-            weights.append((uploaded(self._backend, starts[used[axis]]), uploaded(self._backend, shares[used[axis]])))
+            weights = (uploaded(self._backend, table[used[axis]]) for table in (starts, shares))
+            passes.append(ResamplingTables(*weights, axis))
         between = list(size)
-        between[axes[0]] = weights[0][0].shape[0]
+        between[axes[0]] = passes[0].starts.shape[0]
         values = uploaded(self._backend, layout.normalization.table())
-        return _Tables(axes, weights[0], weights[1], values, (between[0], between[1]))
+        return _Tables(passes[0], passes[1], values, (between[0], between[1]))

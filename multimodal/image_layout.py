@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from edgellm.kernels.image_interface import WEIGHT_BITS
-from edgellm.kernels.numpy_image_kernels import normalized_patches
+from edgellm.kernels.images.contract import WEIGHT_BITS
+from edgellm.kernels.images.twin import normalized_patches
 
 Size = tuple[int, int]  # height, width in pixels
 Colour = tuple[int, int, int]

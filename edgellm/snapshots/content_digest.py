@@ -15,7 +15,7 @@ import numpy as np
 
 from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.checkpoints.tensors import STORAGE
-from edgellm.kernels.numpy_kernels import first_not_finite
+from edgellm.kernels.sampling.twin import first_not_finite
 
 DIGEST_BYTES = 32
 _MOST_THREADS = 16

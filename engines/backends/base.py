@@ -15,11 +15,11 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.kernels.acceptance_interface import AcceptanceKernels
+from edgellm.kernels.acceptance.contract import AcceptanceKernels
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.draft_tree_interface import DraftTreeKernels
-from edgellm.kernels.image_interface import ImageKernels
-from edgellm.kernels.interface import Kernels
+from edgellm.kernels.images.contract import ImageKernels
+from edgellm.kernels.sampling.contract import SamplingKernels
+from edgellm.kernels.tree.contract import TreeKernels
 
 
 class Engine(Protocol):
@@ -64,7 +64,7 @@ class Backend(Protocol):
     """What a runner needs of a machine."""
 
     name: str
-    kernels: Kernels
+    kernels: SamplingKernels
     #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy
     compute_dtype: str
     #: how many decode steps may be launched before the first of them is read: 1 hides the host's work, 0 wastes none
@@ -75,7 +75,7 @@ class Backend(Protocol):
     computes_at_once: bool
 
     @property
-    def draft_tree(self) -> DraftTreeKernels:
+    def draft_tree(self) -> TreeKernels:
         """The kernels of the draft's tree, loaded when first asked for."""
 
     @property

@@ -24,11 +24,11 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.numpy_acceptance import NumpyAcceptance
-from edgellm.kernels.numpy_draft_tree import NumpyDraftTree
-from edgellm.kernels.numpy_image_kernels import NumpyImageKernels
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.sampling.twin import NumpySampling
+from edgellm.kernels.tree.twin import NumpyTree
 
 #: Models of fewer parameters compute on one thread (see `blas_threads`).
 _SMALL_MODEL = 100_000_000
@@ -100,12 +100,12 @@ class NumpyBackend:
         self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
     ) -> None:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
-        self.kernels = NumpyKernels()
+        self.kernels = NumpySampling()
 
     @cached_property
-    def draft_tree(self) -> NumpyDraftTree:
+    def draft_tree(self) -> NumpyTree:
         """The kernels of the draft's tree."""
-        return NumpyDraftTree()
+        return NumpyTree()
 
     @cached_property
     def acceptance(self) -> NumpyAcceptance:
@@ -113,9 +113,9 @@ class NumpyBackend:
         return NumpyAcceptance()
 
     @cached_property
-    def image_kernels(self) -> NumpyImageKernels:
+    def image_kernels(self) -> NumpyImages:
         """The kernels of images."""
-        return NumpyImageKernels()
+        return NumpyImages()
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         """Uninitialized memory."""

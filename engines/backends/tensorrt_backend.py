@@ -23,14 +23,14 @@ from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.cuda_acceptance import CudaAcceptance
-from edgellm.kernels.cuda_draft_tree import CudaDraftTree
-from edgellm.kernels.cuda_image_kernels import CudaImageKernels
-from edgellm.kernels.cuda_kernels import CudaKernels
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.sampling.launcher import CudaSampling
+from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -62,7 +62,8 @@ class TensorRTBackend(CudaDevice):
     def _load(self) -> None:
         limits, capability = self._directory.limits, self.compute_capability
         most = limits.max_batch * max((1, *limits.verify_sizes))
-        self.kernels = CudaKernels(self.stream, self._module, max_batch=most)
+        workspace = self.zeros((CudaSampling.workspace_bytes(most),), "uint8")
+        self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
@@ -72,19 +73,19 @@ class TensorRTBackend(CudaDevice):
         self._scratch = self.empty((0,), "uint8")
 
     @cached_property
-    def draft_tree(self) -> CudaDraftTree:
+    def draft_tree(self) -> CudaTree:
         """The kernels of the draft's tree."""
-        return CudaDraftTree(self._module)
+        return CudaTree(self._module, self.compute_dtype)
 
     @cached_property
     def acceptance(self) -> CudaAcceptance:
         """The kernels of acceptance."""
-        return CudaAcceptance(self.kernels, self._module)
+        return CudaAcceptance(self._module, self.kernels)
 
     @cached_property
-    def image_kernels(self) -> CudaImageKernels:
+    def image_kernels(self) -> CudaImages:
         """The kernels of images."""
-        return CudaImageKernels(self._module)
+        return CudaImages(self._module, self.compute_dtype)
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""

@@ -14,7 +14,7 @@ from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.digests import is_known_finite, remember_finite
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
-from edgellm.kernels.numpy_kernels import first_not_finite
+from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
 _PIECE = 1 << 22

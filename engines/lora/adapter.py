@@ -23,7 +23,7 @@ from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig, adapted_projections
 from edgellm.engines.model.config import LARGEST_LORA_RANK, DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.kernels.numpy_kernels import first_not_finite
+from edgellm.kernels.sampling.twin import first_not_finite
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 #: The files of an adapter.

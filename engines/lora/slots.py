@@ -19,7 +19,7 @@ from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.numpy_kernels import first_not_finite
+from edgellm.kernels.sampling.twin import first_not_finite
 
 
 def require_adapters(limits: EngineLimits) -> None:

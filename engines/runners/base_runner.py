@@ -30,7 +30,8 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
 
@@ -58,9 +59,8 @@ class BaseEngineRunner(AdaptedRunner):
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
     `vision_memory`, what a vision encoder takes (bytes by name). A `feature_user` is given what the engines put out for
-    it; what it needs besides is public: `weights`, `caches`, `embedding`, `rotary` and `offsets` [S] (position less
-    row), `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0
-    for an idle one).
+    it; what it needs besides is public: `weights`, `caches`, `tables`, `offsets` [S] (position less row), `image_rows`,
+    `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
     run where a sequence has an adapter. `adapters` (None without) adds and removes them.
@@ -100,8 +100,9 @@ class BaseEngineRunner(AdaptedRunner):
         )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
-        self.embedding = self.weights[EMBEDDING]
-        self.rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        self.offsets = backend.zeros((limits.max_batch,), "int32")
+        self._tables = ModelTables(self.weights[EMBEDDING], rotary, self.offsets)
         cache = kv_cache_shape(config, limits)
         self.caches = {
             f"{kind}_cache_{index}": backend.zeros(cache, "compute")
@@ -115,7 +116,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self.adapters.add(name, adapter)
         self._allocate_state()
         #: The KV rows of the slots; idle ones may be exchanged and copied.
-        self.rows = SlotRows(backend, list(self.caches.values()), self._start)
+        self.rows = SlotRows(backend, list(self.caches.values()), self._state.kvcache_start_index)
         self._steps = CapturedSteps(backend)
         self._stages: dict[tuple[int, int, bool, bool], Stages] = {}
         self.lengths = [0] * limits.max_batch
@@ -157,7 +158,8 @@ class BaseEngineRunner(AdaptedRunner):
             position += tokens
         self.await_rows()
         self.sampling.set(slot, sampling, prompt_ids)
-        for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
+        state = self._state
+        for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
         drawn = self._tokens[one]
         self.sampling.select(one, self._logits[one], drawn, self.sequences(one), self.sampling.plain(one))
@@ -226,11 +228,11 @@ class BaseEngineRunner(AdaptedRunner):
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
-        self.backend.upload(self._token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
+        self.backend.upload(self._state.token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
 
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
-        self.backend.upload(self._active[slot : slot + 1], np.zeros(1, np.int32))
+        self.backend.upload(self._state.active[slot : slot + 1], np.zeros(1, np.int32))
         self.set_adapter(slot, None)
         self.lengths[slot] = 0
 
@@ -241,7 +243,7 @@ class BaseEngineRunner(AdaptedRunner):
         Everything must have been waited for.
         """
         self.rows.swap(source, target)
-        state = self.sequences(slice(0, self.limits.max_batch))
+        state = self._state
         for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
         self.sampling.move(source, target)
@@ -273,17 +275,15 @@ class BaseEngineRunner(AdaptedRunner):
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
         self._buffers = StepBuffers(backend, config, limits)
-        self._token_ids = backend.zeros((slots, 1), "int32")
-        self._start = backend.zeros((slots,), "int32")
-        self.offsets = backend.zeros((slots,), "int32")
-        self._positions = backend.zeros((slots,), "int32")
-        self._active = backend.zeros((slots,), "int32")
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
-        self._image_inputs = ImageInputs(backend, config, limits, self.rotary, self.image_rows)
+        self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+        active, start, positions = (backend.zeros((slots,), "int32") for _ in range(3))
+        token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
+        self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
     def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
         """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
@@ -310,7 +310,8 @@ class BaseEngineRunner(AdaptedRunner):
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
-            return self.engine_weights() | self._step_inputs(shape)
+            bound = self.engine_weights() | self._step_inputs(shape)._asdict() | self._image_inputs.engine_inputs(shape)
+            return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 
         keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
         return self.engines.bound(shape, slots, of_slots, constant, keep)
@@ -321,10 +322,14 @@ class BaseEngineRunner(AdaptedRunner):
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
-    def _step_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """The inputs of an engine other than weights and caches."""
-        start = self._buffers.prefill_start if shape.phase == "prefill" else self._start[: shape.batch]
-        return self._buffers.inputs(shape, start) | self._image_inputs.engine_inputs(shape)
+    def _step_inputs(self, shape: EngineShape, keys: int | None = None) -> StepInputs:
+        """What kernels write for an engine; `keys`: see `StepBuffers.inputs`."""
+        starts = self._state.kvcache_start_index[: shape.batch]
+        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts, keys)
+
+    def tables(self, slots: slice) -> ModelTables:
+        """What steps of the slots look rows up in."""
+        return self._tables._replace(position_offsets=self.offsets[slots])
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
@@ -338,16 +343,10 @@ class BaseEngineRunner(AdaptedRunner):
         plain = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows)
         widest = self.engine_shape(plain, one)
         shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
-        engine, inputs, kernels = self._engine(shape, one), self._step_inputs(shape), self.backend.kernels
-        kernels.embedding_lookup(self.embedding, token_ids, inputs["inputs_embeds"])
-        kernels.prepare_attention(
-            inputs["kvcache_start_index"],
-            self.offsets[one],
-            self.rotary,
-            inputs["rope_rotary_cos_sin"],
-            inputs["attention_mask"],
-        )
-        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, inputs)
+        engine, inputs = self._engine(shape, one), self._step_inputs(shape)
+        self.backend.kernels.prepare_step(self.tables(one), token_ids, inputs)
+        bound = inputs._asdict()
+        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, bound)
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
@@ -361,21 +360,12 @@ class BaseEngineRunner(AdaptedRunner):
         on is looked up here, once."""
         slots = slice(0, batch)
         shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
-        engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
-        mask = inputs["attention_mask"]
-        prepare = partial(
-            self.backend.kernels.prepare_step,
-            self.embedding,
-            self._token_ids[slots],
-            inputs["inputs_embeds"],
-            inputs["kvcache_start_index"],
-            self.offsets[slots],
-            self.rotary,
-            inputs["rope_rotary_cos_sin"],
-            mask if engine.reads_attention_mask else leading(self._buffers.mask, (batch, 1, 1, 0)),
-        )
+        engine = self._engine(shape, slots)
+        inputs = self._step_inputs(shape, None if engine.reads_attention_mask else 0)
+        state = self.sequences(slots)
+        prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), state.token_ids, inputs)
         sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)
-        logits, tokens, state = self._logits[slots], self._tokens[slots], self.sequences(slots)
+        logits, tokens = self._logits[slots], self._tokens[slots]
 
         def step() -> None:
             prepare()
@@ -388,12 +378,4 @@ class BaseEngineRunner(AdaptedRunner):
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""
-        return SequenceState(
-            self._active[slots],
-            self._token_ids[slots],
-            self._start[slots],
-            self._positions[slots],
-            self.sampling.token_counts[slots],
-            self._emitted.index[slots],
-            self._emitted.tokens[slots],
-        )
+        return rows_of(self._state, slots)

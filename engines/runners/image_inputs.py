@@ -42,7 +42,7 @@ class ImageRows:
         """
         before = 0
         for index, row, count in images.within(*chunk):
-            self._backend.kernels.insert_image_rows(
+            self._backend.image_kernels.insert_image_rows(
                 rows[index],
                 token_ids,
                 target,
@@ -97,7 +97,7 @@ class MRopeRows:
         padded[:, :count] = positions[:, first : first + count]
         chunk = leading(self._positions, (3, tokens))
         self._backend.upload(chunk, padded)
-        self._backend.kernels.mrope_rotary_rows(chunk, self._axes, self._table, rope_rotary_cos_sin)
+        self._backend.image_kernels.mrope_rotary_rows(chunk, self._axes, self._table, rope_rotary_cos_sin)
 
 
 class DeepstackInputs:

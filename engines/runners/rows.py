@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.sampling.contract import StepInputs
 
 
 class SlotRows:
@@ -100,18 +101,16 @@ class StepBuffers:
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
 
-    def inputs(self, shape: EngineShape, start: Array) -> dict[str, Array]:
-        """The inputs that embedding lookup and `prepare_attention` fill; the new rows begin at `start` [B] int32."""
+    def inputs(self, shape: EngineShape, start: Array, keys: int | None = None) -> StepInputs:
+        """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. The mask has `keys` keys,
+        those of the shape without."""
         batch, tokens, config = shape.batch, shape.tokens, self._config
-        inputs = {
-            "inputs_embeds": leading(self._embeds, (batch, tokens, config.hidden_size)),
-            "rope_rotary_cos_sin": leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
-            "attention_mask": leading(self.mask, (batch, 1, tokens, shape.key_range)),
-            "kvcache_start_index": start,
-        }
-        if shape.selected < tokens:
-            inputs["last_token_ids"] = self.last_token_ids
-        return inputs
+        return StepInputs(
+            leading(self._embeds, (batch, tokens, config.hidden_size)),
+            leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
+            leading(self.mask, (batch, 1, tokens, shape.key_range if keys is None else keys)),
+            start,
+        )
 
     def outputs(self, shape: EngineShape) -> dict[str, Array]:
         """The features that engines give out; nothing for a base model without a draft."""

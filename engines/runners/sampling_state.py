@@ -8,15 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Readback
-from edgellm.kernels.acceptance_interface import NodeDraws, SlotDraws
+from edgellm.engines.backends.base import Backend, Readback, uploaded
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
 
 
 @dataclass(frozen=True)
 class SamplingValues:
-    """One sequence's sampling, as the kernels take it (`Kernels.process_logits`, `filter_threshold`, `sample`)."""
+    """One sequence's sampling, as the kernels take it (`SamplingRows`)."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -39,31 +39,19 @@ class SamplingValues:
         return self.temperature == 0.0 and not self.penalizes
 
 
-#: The parameters with their dtypes on the device.
-_DTYPES = {
-    "temperature": "float32",
-    "top_k": "int32",
-    "top_p": "float32",
-    "min_p": "float32",
-    "repetition_penalty": "float32",
-    "presence_penalty": "float32",
-    "frequency_penalty": "float32",
-    "seed": "uint64",
-    "sequence": "int32",
-}
-#: What is drawn with, in the order of `SlotDraws` and, at every node of a tree, of `NodeDraws`.
-_PER_SLOT = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "sequence",
-)
-_PER_NODE = ("temperature", "top_k", "top_p", "min_p", "seed", "sequence")
+def sampling_row(values: SamplingValues) -> list[tuple[float, str]]:
+    """Values and dtypes of a sequence's row, in the order of `SamplingRows`."""
+    return [
+        (values.repetition_penalty, "float32"),
+        (values.presence_penalty, "float32"),
+        (values.frequency_penalty, "float32"),
+        (values.temperature, "float32"),
+        (values.top_k, "int32"),
+        (values.top_p, "float32"),
+        (values.min_p, "float32"),
+        (values.seed, "uint64"),
+        (values.sequence, "int32"),
+    ]
 
 
 class SamplingState:
@@ -72,11 +60,8 @@ class SamplingState:
     def __init__(self, backend: Backend, slots: int, vocab_size: int, longest_prompt: int) -> None:
         self._backend = backend
         self._values = [SamplingValues()] * slots
-        self._node_parameters: dict[int, dict[str, Array]] = {}
-        self._stale: set[int] = set()
-        self._parameters: dict[str, Array] = {name: backend.zeros((slots,), dtype) for name, dtype in _DTYPES.items()}
-        for name, array in self._parameters.items():
-            backend.upload(array, np.full(slots, getattr(SamplingValues(), name), np.dtype(_DTYPES[name])))
+        neutral = sampling_row(SamplingValues())
+        self._rows = SamplingRows(*[uploaded(backend, np.full(slots, value, dtype)) for value, dtype in neutral])
         self._processed = backend.empty((slots, vocab_size), "float32")
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
@@ -100,44 +85,18 @@ class SamplingState:
         """How the slots draw."""
         return self._values[slots]
 
-    def slot_draws(self, slots: slice) -> SlotDraws:
-        """The parameters of the slots, each [n]."""
-        return SlotDraws(*[self._parameters[name][slots] for name in _PER_SLOT])
-
-    def node_draws(self, batch: int, nodes: int) -> NodeDraws:
-        """The parameters of the leading slots, each repeated for its `nodes` nodes: [batch * nodes].
-
-        They hold what was set before the latest `refresh_nodes`.
-        """
-        repeated = self._repeated(nodes)
-        return NodeDraws(*[repeated[name][: batch * nodes] for name in _PER_NODE])
-
-    def refresh_nodes(self, nodes: int) -> None:
-        """Bring the arrays of `node_draws` up to date, which a captured step cannot do itself."""
-        arrays = self._repeated(nodes)
-        if nodes in self._stale:
-            self._stale.remove(nodes)
-            for name, array in arrays.items():
-                values = np.asarray([getattr(values, name) for values in self._values], np.dtype(_DTYPES[name]))
-                self._backend.upload(array, np.repeat(values, nodes))
-
-    def _repeated(self, nodes: int) -> dict[str, Array]:
-        if nodes not in self._node_parameters:
-            shape = (len(self._values) * nodes,)
-            self._node_parameters[nodes] = {name: self._backend.zeros(shape, _DTYPES[name]) for name in _PER_NODE}
-            self._stale.add(nodes)
-        return self._node_parameters[nodes]
+    def rows(self, slots: slice) -> SamplingRows:
+        """The parameters of the slots."""
+        return rows_of(self._rows, slots)
 
     def _take(self, slot: int, values: SamplingValues) -> None:
         """Bring what changes to the device: most requests draw as the one before."""
         before, self._values[slot] = self._values[slot], values
         if before == values:
             return
-        self._stale.update(self._node_parameters)
-        for name, array in self._parameters.items():
-            value = getattr(values, name)
-            if value != getattr(before, name):
-                self._backend.upload(array[slot : slot + 1], np.asarray([value], np.dtype(_DTYPES[name])))
+        for array, (value, dtype), old in zip(self._rows, sampling_row(values), sampling_row(before), strict=True):
+            if (value, dtype) != old:
+                self._backend.upload(array[slot : slot + 1], np.asarray([value], dtype))
 
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""
@@ -152,13 +111,10 @@ class SamplingState:
         if plain:
             kernels.argmax(logits, tokens, state)
             return
-        draws = self.slot_draws(slots)
-        processed, thresholds = self._processed[slots], self._thresholds[slots]
-        penalties = (draws.repetition_penalty, draws.presence_penalty, draws.frequency_penalty)
-        kernels.process_logits(logits, self.token_counts[slots], *penalties, draws.temperature, processed)
-        kernels.filter_threshold(processed, draws.top_k, draws.top_p, draws.min_p, thresholds)
-        draw = (draws.temperature, draws.seeds, draws.sequences, state.positions)
-        kernels.sample(processed, thresholds, *draw, tokens, state)
+        rows, processed, thresholds = self.rows(slots), self._processed[slots], self._thresholds[slots]
+        kernels.process_logits(logits, self.token_counts[slots], rows, processed)
+        kernels.filter_threshold(processed, rows, thresholds)
+        kernels.sample(processed, thresholds, rows, state.positions, tokens, state)
 
 
 #: Places of the ring that a sequence's tokens are emitted to: how many may be unread at a time.

@@ -16,8 +16,8 @@ from typing import Any
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DRAFT_RANGES, EngineLimits
-from edgellm.kernels.draft_tree_interface import candidate_count, level_start
 from edgellm.kernels.errors import shown
+from edgellm.kernels.tree.contract import Level, candidate_count, level_start
 
 KINDS = ("tree", "chain", "choices")
 ACCEPTANCES = ("exact", "typical")
@@ -35,7 +35,8 @@ class DraftPlan:
     """One way to draft and verify. Hashable: captured graphs are kept by it.
 
     `top_k` K is the width of a level, `steps` D the number of levels, `tree_size` V the number of verified nodes, the
-    root included. `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
+    root included. Engines and arrays may be wider than the tree: `built_top_k`, where it is not 0, is their width.
+    `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
     drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
     the posterior alpha delta of `AcceptanceKernels.typical_accept`. Build one with `tree`, `chain` or `choices_plan`.
     """
@@ -49,6 +50,7 @@ class DraftPlan:
     acceptance: str = "exact"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
+    built_top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,10 +64,11 @@ class DraftPlan:
         ):
             if value < least:
                 raise EngineError(f"{name} is {value}: expected at least {least}")
-        if self.tree_size > self.candidates + 1:
+        most = candidate_count(self.steps, self.top_k) + 1
+        if self.tree_size > most:
             raise EngineError(
                 f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
-                f"{self.steps} has {self.candidates + 1} nodes, the root included"
+                f"{self.steps} has {most} nodes, the root included"
             )
         for name, share in (
             ("posterior_threshold", self.posterior_threshold),
@@ -83,10 +86,19 @@ class DraftPlan:
         """Whether the tree's shape is fixed in advance."""
         return bool(self.choices)
 
+    @property
+    def columns(self) -> int:
+        """The nodes of a level that engines and arrays have room for: K, or more where the tree is narrower."""
+        return self.built_top_k or self.top_k
+
     @cached_property
     def candidates(self) -> int:
-        """C: how many candidates all levels have together."""
-        return candidate_count(self.steps, self.top_k)
+        """C: how many candidates the arrays of all levels have together."""
+        return candidate_count(self.steps, self.columns)
+
+    def level(self, number: int) -> Level:
+        """A level as the kernels take it."""
+        return Level(number, self.top_k, not self.is_static)
 
     @cached_property
     def longest(self) -> int:
@@ -137,17 +149,15 @@ class DraftPlan:
     def for_engines(self, limits: EngineLimits, fixed_shapes: bool) -> DraftPlan:
         """The plan as engines of these limits take it; raises EngineError where they cannot.
 
-        With `fixed_shapes` they propose for one node a level or for `draft_top_k` nodes, nothing in between.
+        With `fixed_shapes` they propose for one node a level or for `draft_top_k` nodes, nothing in between: a narrower
+        tree leaves nodes idle.
         """
         self.check(limits)
         if not fixed_shapes or self.steps == 1 or self.top_k in limits.propose_widths:
             return self
         if self.is_static:
             return self.widened(limits.draft_top_k)
-        raise EngineError(
-            f"draft_top_k is {self.top_k}: the engines propose 1 or {limits.draft_top_k} tokens a level. Take one of "
-            f"these, or build with --draft-top-k {self.top_k}"
-        )
+        return replace(self, built_top_k=limits.draft_top_k)
 
     def deterministic(self) -> DraftPlan:
         """The same plan with exact acceptance and children that the draft does not draw."""

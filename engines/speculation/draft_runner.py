@@ -26,9 +26,11 @@ from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import SlotRows
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.tree import CandidateBuffers, Candidates, PendingEntries
+from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.draft_tree_interface import Expansion
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
+from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,11 @@ class EagleDraftEngineRunner:
         self._weights = {
             phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
         }
-        self.embedding = own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding]
-        self.rotary = uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity))
+        self._tables = ModelTables(
+            own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding],
+            uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity)),
+            backend.zeros((limits.max_batch,), "int32"),
+        )
         mapping = load_draft_to_target(checkpoint, draft)
         self.draft_to_target = uploaded(backend, mapping)
         self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
@@ -83,10 +88,10 @@ class EagleDraftEngineRunner:
             for index in range(draft.decoder.num_layers)
             for kind in ("k", "v")
         }
-        self.pending = PendingEntries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
+        self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
         self.rows = SlotRows(backend, list(self.caches.values()), self.pending.start)
         self._candidates = CandidateBuffers(backend, limits)
-        self._image_inputs = ImageInputs(backend, draft.decoder, limits, self.rotary)
+        self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
         self._allocate_buffers()
 
     def prefill(
@@ -117,15 +122,16 @@ class EagleDraftEngineRunner:
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.draft.feature_size))
+        inputs = self._inputs(shape, self._prefill_start)
 
         def bindings() -> dict[str, Array]:
             own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
-            return own | self._bindings(shape, one, self._prefill_start)
+            return own | self._bindings(shape, one, inputs)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
-        self._preparation(shape, ids, self._prefill_start, self._offsets[one])()
+        self.backend.kernels.prepare_step(self._tables_of(one), ids, inputs)
         tokens = position + 1, position + 1 + count
-        self._image_inputs.write(slot, images, position, tokens, ids, self._views(shape))
+        self._image_inputs.write(slot, images, position, tokens, ids, inputs._asdict())
         engine.enqueue()
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
@@ -134,17 +140,19 @@ class EagleDraftEngineRunner:
         `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
         `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
         """
-        slots, pending = slice(0, batch), self.pending
+        slots = slice(0, batch)
+        pending = rows_of(self.pending, slots)
         shape = self.accept_shape(batch, tokens, key_range)
+        inputs = self._inputs(shape, pending.start)
 
         def bindings() -> dict[str, Array]:
-            features = leading(pending.features[slots].reshape(-1), (batch, tokens, self.config.draft.feature_size))
-            own = {"hidden_states_input": features, "last_token_ids": pending.last[slots]}
-            return own | self._bindings(shape, slots, pending.start[slots])
+            features = leading(pending.features.reshape(-1), (batch, tokens, self.config.draft.feature_size))
+            own = {"hidden_states_input": features, "last_token_ids": pending.last}
+            return own | self._bindings(shape, slots, inputs)
 
         engine = self._engines.bound(shape, slots, bindings)
-        ids = leading(pending.token_ids[slots].reshape(-1), (batch, tokens))
-        prepare = self._preparation(shape, ids, pending.start[slots], self._offsets[slots])
+        ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
+        prepare = partial(self.backend.kernels.prepare_step, self._tables_of(slots), ids, inputs)
 
         def accept() -> None:
             prepare()
@@ -156,59 +164,40 @@ class EagleDraftEngineRunner:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 
-    def expand_step(self, batch: int, level: int, candidates: Candidates) -> Callable[[], None]:
+    def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
         level - 1."""
-        nodes = 1 if level == 1 else candidates.plan.top_k
-        return partial(
-            self.backend.draft_tree.expand_frontier,
-            level,
-            not candidates.plan.is_static,
-            self.logits(batch, nodes),
-            self.draft_to_target,
-            candidates.frontiers,
-            candidates.tokens,
-            candidates.scores,
-            candidates.parents,
-            self._workspace,
-        )
+        logits = self.logits(batch, 1 if level == 1 else plan.columns)
+        expansion = Expansion(self.draft_to_target, self._workspace)
+        expand = self.backend.draft_tree.expand_frontier
+        return partial(expand, plan.level(level), logits, self.candidates(batch, plan), expansion)
 
-    def expansion(self, level: int, candidates: Candidates) -> Expansion | None:
-        """The expansion of `level`, for the kernel that finishes it; None where candidates are drawn."""
-        plan = candidates.plan
-        return None if plan.sampled else Expansion(level, not plan.is_static, self.draft_to_target, self._workspace)
+    def expansion(self, plan: DraftPlan) -> Expansion | None:
+        """What the kernel that follows `expand` finishes; None where candidates are drawn."""
+        return None if plan.sampled else Expansion(self.draft_to_target, self._workspace)
 
     def propose_step(
-        self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int
+        self, batch: int, level: int, plan: DraftPlan, committed: Array, key_range: int
     ) -> Callable[[], None]:
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
-        slots, width = slice(0, batch), candidates.plan.top_k
+        slots, width = slice(0, batch), plan.columns
         shape = self.propose_shape(batch, width, key_range)
-        views = self._views(shape)
+        inputs = self._inputs(shape, self._propose_start[slots])
+        fed = leading(self._fed, (batch, width, self.config.draft.hidden_size))
 
         def bindings() -> dict[str, Array]:
-            return {"hidden_states_from_draft": views["fed"]} | self._bindings(shape, slots, self._propose_start[slots])
+            return {"hidden_states_from_draft": fed} | self._bindings(shape, slots, inputs)
 
         engine = self._engines.bound(shape, slots, bindings)
         prepare = partial(
             self.backend.draft_tree.prepare_proposal,
-            level,
-            not candidates.plan.is_static,
+            plan.level(level),
             committed,
-            self._offsets[slots],
-            self.rotary,
-            self.embedding,
-            self.hidden_states(batch, 1 if level == 1 else width),
-            candidates.tokens,
-            candidates.scores,
-            candidates.parents,
-            candidates.frontiers,
-            views["inputs_embeds"],
-            views["fed"],
-            self._propose_start[slots],
-            views["rope_rotary_cos_sin"],
-            views["attention_mask"],
-            self.expansion(level, candidates),
+            self._tables_of(slots),
+            self.candidates(batch, plan),
+            HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed),
+            inputs,
+            self.expansion(plan),
         )
 
         def propose() -> None:
@@ -235,7 +224,7 @@ class EagleDraftEngineRunner:
 
     def use_offsets(self, position_offsets: Array) -> None:
         """Take each slot's difference of position and row [S] int32 from `position_offsets`, as the base does."""
-        self._offsets = position_offsets
+        self._tables = self._tables._replace(position_offsets=position_offsets)
 
     def use_image_rows(self, image_rows: ImageRows) -> None:
         """Take images by the base's `image_rows`."""
@@ -265,55 +254,41 @@ class EagleDraftEngineRunner:
         self._prefill_start = backend.zeros((1,), "int32")
         self._prefill_last = backend.zeros((1, 1), "int32")
         self._propose_start = backend.zeros((slots,), "int32")
-        self._offsets = backend.zeros((slots,), "int32")
         self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._logits = backend.zeros((slots * top_k * draft.draft_vocab_size,), "float32")
         size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
         self._workspace = backend.zeros((size,), "uint8")
-        self._shape_views: dict[EngineShape, dict[str, Array]] = {}
+        self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
-    def _views(self, shape: EngineShape) -> dict[str, Array]:
-        """The inputs that kernels fill for a shape, as views of buffers that all shapes share."""
-        views = self._shape_views.get(shape)
-        if views is None:
+    def _tables_of(self, slots: slice) -> ModelTables:
+        """What steps of the slots look rows up in."""
+        return self._tables._replace(position_offsets=self._tables.position_offsets[slots])
+
+    def _inputs(self, shape: EngineShape, start: Array) -> StepInputs:
+        """The inputs that kernels fill for a shape, as views of buffers that all shapes share; rows begin at
+        `start`."""
+        inputs = self._shape_inputs.get(shape)
+        if inputs is None:
             batch, tokens, draft = shape.batch, shape.tokens, self.config.draft
-            views = {
-                "inputs_embeds": leading(self._embeds, (batch, tokens, draft.hidden_size)),
-                "rope_rotary_cos_sin": leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),
-                "attention_mask": leading(self._mask, (batch, 1, tokens, shape.key_range)),
-            }
-            if shape.phase == "propose":
-                views["fed"] = leading(self._fed, (batch, tokens, draft.hidden_size))
+            inputs = StepInputs(
+                leading(self._embeds, (batch, tokens, draft.hidden_size)),
+                leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),
+                leading(self._mask, (batch, 1, tokens, shape.key_range)),
+                start,
+            )
             if shape.phase != "prefill":  # prompts come in any length: not worth keeping
-                self._shape_views[shape] = views
-        return views
+                self._shape_inputs[shape] = inputs
+        return inputs
 
-    def _bindings(self, shape: EngineShape, slots: slice, start: Array) -> dict[str, Array]:
+    def _bindings(self, shape: EngineShape, slots: slice, inputs: StepInputs) -> dict[str, Array]:
         """Everything that all phases bind alike."""
-        bound = self._weights[shape.phase] | self._views(shape)
-        bound.pop("fed", None)
-        bound["kvcache_start_index"] = start
+        bound = self._weights[shape.phase] | inputs._asdict()
         bound["logits"] = self.logits(shape.batch, shape.selected)
         bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
         for name, cache in self.caches.items():
             bound[name] = bound[f"present_{name}"] = cache[slots]
         return bound
-
-    def _preparation(self, shape: EngineShape, token_ids: Array, start: Array, offsets: Array) -> Callable[[], None]:
-        """What fills the inputs of a shape for tokens behind `start` rows."""
-        views = self._views(shape)
-        return partial(
-            self.backend.kernels.prepare_step,
-            self.embedding,
-            token_ids,
-            views["inputs_embeds"],
-            start,
-            offsets,
-            self.rotary,
-            views["rope_rotary_cos_sin"],
-            views["attention_mask"],
-        )
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:

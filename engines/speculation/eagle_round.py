@@ -46,33 +46,29 @@ class EagleRound:
         self.key, self._base = key, base
         batch, plan = key.batch, key.plan
         state = base.sequences(slice(0, batch))
-        candidates, tree = draft.candidates(batch, plan), verification.tree(batch, plan, key.verify_range)
+        candidates, tree = draft.candidates(batch, plan), verification.tree(plan, key.verify_range, state)
         self._tree, self.emitted = tree, tree.emitted
 
         def extension(level: int) -> Callable[[], None]:
             """What adds the candidates of `level`, from the draft's latest logits."""
             if key.acceptance == SAMPLED:
-                return partial(verification.draw_child, batch, level - 1, candidates)
-            return draft.expand_step(batch, level, candidates)
+                return partial(verification.draw_child, batch, level - 1, plan)
+            return draft.expand_step(batch, level, plan)
 
         proposal = [extension(1)]
         for level in range(1, plan.steps):
-            propose = draft.propose_step(batch, level, candidates, state.kvcache_start_index, key.propose_range)
+            propose = draft.propose_step(batch, level, plan, state.kvcache_start_index, key.propose_range)
             proposal += [propose, extension(level + 1)]
 
         def propose_all() -> None:
             for step in proposal:
                 step()
 
-        def accept() -> None:
-            verification.accept(tree, state, key.acceptance)
-            verification.advance(tree, state, draft.pending)
-
         self.stages: dict[str, Callable[[], None]] = {
             DRAFT_ACCEPT: draft.accept_step(batch, key.accept_tokens, key.accept_range),
             DRAFT_PROPOSAL: propose_all,
             BASE_VERIFY: verification.verify_step(tree, candidates, state, key.adapts),
-            ACCEPTANCE: accept,
+            ACCEPTANCE: verification.accept_step(tree, candidates, state, key.acceptance),
         }
 
     def logits(self, slot: int, count: int) -> np.ndarray:
@@ -82,8 +78,9 @@ class EagleRound:
         not.
         """
         backend, tree = self._base.backend, self._tree
-        nodes = backend.read(tree.accepted_indices[slot : slot + 1]).wait()[0, :count].tolist()
-        rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
+        nodes = backend.read(tree.accepted.indices[slot : slot + 1]).wait()[0, :count].tolist()
+        logits = tree.logits.logits
+        rows = logits[slot : slot + 1].reshape(*logits.shape[1:])
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
         temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
         return found if self.key.acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)

@@ -28,6 +28,7 @@ from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDra
 from edgellm.engines.speculation.eagle_round import EagleRound, RoundKey, SlotProgress, StepReadback
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.contracts import rows_of
 
 _TREE_PHASES = ("verify", "accept", "propose")
 
@@ -191,7 +192,7 @@ class EagleRunner:
         widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(plan)
         return [
             (self.draft.accept_shape(batch, accept_tokens, widest), accept_tokens),
-            (self.draft.propose_shape(batch, plan.top_k, widest), (plan.steps - 1) * plan.top_k),
+            (self.draft.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns),
             (self.verification.shape(batch, nodes, widest, adapts), nodes),
         ]
 
@@ -207,8 +208,6 @@ class EagleRunner:
         return list(dict.fromkeys(self._key_ranges(length, engines) for length in lengths))
 
     def _round(self, key: RoundKey) -> EagleRound:
-        if key.acceptance != GREEDY:
-            self.base.sampling.refresh_nodes(self.verification.engine_nodes(key.plan))
         current = self._rounds.get(key)
         if current is None:
             current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, key)
@@ -289,18 +288,8 @@ class EagleRunner:
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""
-        pending, state = self.draft.pending, self.base.sequences(slots)
-        self.backend.acceptance.append_pending(
-            features,
-            tokens,
-            state.active,
-            pending.features[slots],
-            pending.token_ids[slots],
-            pending.counts[slots],
-            state.kvcache_start_index,
-            pending.start[slots],
-            pending.last[slots],
-        )
+        pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
+        self.backend.acceptance.append_pending(features, tokens, state, pending)
 
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""

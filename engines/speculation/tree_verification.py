@@ -11,9 +11,12 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.tree import Candidates, PendingEntries, VerifiedTree, VerifiedTrees
+from edgellm.engines.speculation.tree import VerifiedTree, VerifiedTrees
+from edgellm.kernels.acceptance.contract import Chain, TypicalBounds
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.interface import SequenceState
+from edgellm.kernels.contracts import rows_of
+from edgellm.kernels.sampling.contract import SequenceState
+from edgellm.kernels.tree.contract import Candidates
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
@@ -34,9 +37,9 @@ class TreeVerification:
         #: like the rest. Set it before the first round.
         self.before_acceptance: Callable[[VerifiedTree], None] | None = None
 
-    def tree(self, batch: int, plan: DraftPlan, key_range: int) -> VerifiedTree:
-        """The arrays of a plan's tree, padded to the engine's number of tokens."""
-        return self._trees.of(batch, plan, self.engine_nodes(plan), key_range)
+    def tree(self, plan: DraftPlan, key_range: int, state: SequenceState) -> VerifiedTree:
+        """The arrays of a plan's tree, padded to the engine's number of tokens, for sequences in a `state`."""
+        return self._trees.of(plan, self.engine_nodes(plan), key_range, state.kvcache_start_index)
 
     def engine_nodes(self, plan: DraftPlan) -> int:
         """T: the tokens of the engine that verifies a plan's tree."""
@@ -45,7 +48,7 @@ class TreeVerification:
         return next(size for size in self._sizes if size >= plan.tree_size)
 
     def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
-        """The engine that `verify` runs; `adapts` says whether a slot has an adapter."""
+        """The engine that verifies; `adapts` says whether a slot has an adapter."""
         shape = EngineShape("verify", batch, nodes, key_range, self._kv_rows, nodes)
         return self._base.limits.with_adapters(shape) if adapts else shape
 
@@ -54,34 +57,20 @@ class TreeVerification:
     ) -> Callable[[], None]:
         """What chooses the tree's nodes, lays it out behind the committed rows, and computes logits and features of
         all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
-        batch, nodes = tree.tokens.shape
-        slots, base = slice(0, batch), self._base
-        shape = self.shape(batch, nodes, tree.attention_mask.shape[3], adapts)
-        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
+        (batch, nodes), inputs, plan = tree.nodes.tokens.shape, tree.inputs, tree.plan
+        slots = slice(0, batch)
+        shape = self.shape(batch, nodes, inputs.attention_mask.shape[3], adapts)
+        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
+        tables, expansion = self._base.tables(slots), self._draft.expansion(plan)
         prepare = partial(
             self._backend.draft_tree.prepare_verification,
-            not tree.plan.is_static,
-            tree.plan.candidates,
-            state.token_ids,
-            state.positions,
-            state.kvcache_start_index,
-            base.offsets[slots],
-            base.rotary,
-            base.embedding,
-            candidates.tokens,
-            candidates.scores,
-            candidates.parents,
-            candidates.frontiers,
-            candidates.selected,
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            tree.ancestors,
-            tree.draw_positions,
-            tree.inputs_embeds,
-            tree.rope_rotary_cos_sin,
-            tree.attention_mask,
-            self._draft.expansion(tree.plan.steps, candidates),
+            plan.level(plan.steps),
+            state,
+            tables,
+            candidates,
+            tree.nodes,
+            inputs,
+            expansion,
         )
 
         def verify() -> None:
@@ -90,170 +79,80 @@ class TreeVerification:
 
         return verify
 
-    def accept(self, tree: VerifiedTree, state: SequenceState, acceptance: str) -> None:
-        """Choose what is accepted of the tree, by one of this module's rules."""
+    def accept_step(
+        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, acceptance: str
+    ) -> Callable[[], None]:
+        """What chooses what is accepted of the tree, by one of this module's rules, moves the accepted KV rows
+        together, keeps their features for the draft, and takes the tokens into the state."""
+        kernels, slots = self._backend.acceptance, slice(0, tree.nodes.tokens.shape[0])
+        rows, pending = self._base.sampling.rows(slots), rows_of(self._draft.pending, slots)
+        logits, nodes, accepted, active = tree.logits, tree.nodes, tree.accepted, state.active
+        steps: list[Callable[[], None]] = []
         if self.before_acceptance is not None:
-            self.before_acceptance(tree)
-        batch, nodes = tree.tokens.shape
-        slots, sampling = slice(0, batch), self._base.sampling
-        accepted = (tree.accepted_indices, tree.accepted_ids, tree.lengths)
+            steps.append(partial(self.before_acceptance, tree))
         if acceptance == GREEDY:
-            self._backend.acceptance.eagle_accept(
-                tree.logits,
-                tree.tokens,
-                tree.parents,
-                tree.depths,
-                state.active,
-                None,
-                *accepted,
-                self._workspace("eagle_accept"),
-            )
+            steps.append(partial(kernels.eagle_accept, logits.logits, nodes, active, accepted, self._workspace()))
         elif acceptance == DRAWN:
-            self._backend.acceptance.accept_draws(
-                tree.logits,
-                state.token_counts,
-                tree.tokens,
-                tree.parents,
-                tree.depths,
-                tree.ancestors,
-                tree.draw_positions,
-                state.active,
-                sampling.slot_draws(slots),
-                sampling.node_draws(batch, nodes),
-                tree.thresholds,
-                tree.drawn,
-                *accepted,
-            )
+            steps.append(partial(kernels.accept_draws, logits, nodes, state, rows, accepted))
         elif acceptance == SAMPLED:
-            self._backend.acceptance.accept_sampled_draws(
-                tree.logits,
-                state.token_counts,
-                tree.tokens,
-                tree.ancestors,
-                self._probabilities(batch, tree.plan.steps),
-                self._draft.target_to_draft,
-                tree.draw_positions,
-                state.active,
-                sampling.slot_draws(slots),
-                sampling.node_draws(batch, nodes),
-                tree.thresholds,
-                *accepted,
-                self._workspace("sampling"),
-            )
+            chain, workspace = self._chain(candidates, tree.plan), self._workspace()
+            accept = kernels.accept_sampled_draws
+            steps.append(partial(accept, logits, nodes, state, rows, chain, accepted, workspace))
         else:
-            self._accept_typical(tree, state)
+            bounds = TypicalBounds(tree.plan.posterior_threshold, tree.plan.posterior_alpha)
+            typical = kernels.typical_accept
+            steps.append(partial(kernels.draw_nodes, logits, nodes, state, rows))
+            steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace()))
+        caches, start = list(self._base.caches.values()), state.kvcache_start_index
+        steps.append(partial(kernels.move_accepted, caches, start, accepted, tree.features, pending))
+        steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
 
-    def advance(self, tree: VerifiedTree, state: SequenceState, pending: PendingEntries) -> None:
-        """Move the accepted KV rows together, keep their features for the draft, and take the tokens into the state."""
-        slots = slice(0, tree.tokens.shape[0])
-        acceptance = self._backend.acceptance
-        accepted = (tree.accepted_indices, tree.lengths)
-        caches, features = list(self._base.caches.values()), pending.features[slots]
-        acceptance.move_accepted(caches, state.kvcache_start_index, *accepted, tree.features, features)
-        acceptance.advance_accepted(
-            tree.accepted_ids,
-            tree.lengths,
-            state.active,
-            state.token_ids,
-            state.kvcache_start_index,
-            state.positions,
-            state.token_counts,
-            pending.token_ids[slots],
-            pending.counts[slots],
-            pending.start[slots],
-            pending.last[slots],
-            tree.emitted,
-        )
+        def accept_all() -> None:
+            for step in steps:
+                step()
 
-    def draw_child(self, batch: int, step: int, candidates: Candidates) -> None:
+        return accept_all
+
+    def draw_child(self, batch: int, step: int, plan: DraftPlan) -> None:
         """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
-        slots = slice(0, batch)
-        draws = self._base.sampling.slot_draws(slots)
-        logits = self._draft.logits(batch, 1)
+        slots, logits = slice(0, batch), self._draft.logits(batch, 1)
         self._backend.acceptance.draft_sample(
-            logits.reshape(batch, logits.shape[2]),
-            self._draft.draft_to_target,
-            draws.temperature,
-            draws.top_k,
-            draws.top_p,
-            draws.min_p,
-            draws.seeds,
-            draws.sequences,
-            self._base.sequences(slots).positions,
             step,
-            candidates.tokens,
-            self._probabilities(batch, candidates.plan.steps),
-            self._workspace("draft_sample", self._draft.config.draft.draft_vocab_size),
+            logits.reshape(batch, logits.shape[2]),
+            self._base.sampling.rows(slots),
+            self._base.sequences(slots).positions,
+            self._chain(self._draft.candidates(batch, plan), plan),
+            self._workspace(of_draft=True),
         )
 
-    def _accept_typical(self, tree: VerifiedTree, state: SequenceState) -> None:
-        batch, nodes = tree.tokens.shape
-        acceptance, kernels, sampling = self._backend.acceptance, self._backend.kernels, self._base.sampling
-        slot, node = sampling.slot_draws(slice(0, batch)), sampling.node_draws(batch, nodes)
-        acceptance.process_tree_logits(
-            tree.logits,
-            state.token_counts,
-            tree.tokens,
-            tree.ancestors,
-            slot.repetition_penalty,
-            slot.presence_penalty,
-            slot.frequency_penalty,
-            slot.temperature,
-            tree.logits,
-        )
-        rows = batch * nodes
-        logits, thresholds = tree.logits.reshape(rows, tree.logits.shape[2]), tree.thresholds.reshape(rows)
-        kernels.filter_threshold(logits, node.top_k, node.top_p, node.min_p, thresholds)
-        draw = (node.temperature, node.seeds, node.sequences, tree.draw_positions.reshape(rows))
-        kernels.sample(logits, thresholds, *draw, tree.drawn.reshape(rows))
-        acceptance.typical_accept(
-            tree.logits,
-            tree.thresholds,
-            slot.temperature,
-            tree.drawn,
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            state.active,
-            tree.plan.posterior_threshold,
-            tree.plan.posterior_alpha,
-            tree.accepted_indices,
-            tree.accepted_ids,
-            tree.lengths,
-            self._workspace("sampling"),
-        )
-
-    def _bindings(self, shape: EngineShape, tree: VerifiedTree, start: Array) -> dict[str, Array]:
-        batch = tree.tokens.shape[0]
-        bound = self._base.engine_weights() | {
-            "inputs_embeds": tree.inputs_embeds,
-            "rope_rotary_cos_sin": tree.rope_rotary_cos_sin,
-            "attention_mask": tree.attention_mask,
-            "kvcache_start_index": start,
-            "logits": tree.logits,
-            "hidden_states": tree.features,
-        }
-        for name, cache in self._base.caches.items():
-            bound[name] = bound[f"present_{name}"] = cache[:batch]
-        return bound | self._base.adapter_inputs(shape, slice(0, batch))
-
-    def _probabilities(self, batch: int, steps: int) -> Array:
-        """The draft's distributions of a sampled chain [B, D, U] float32; allocated when first needed."""
+    def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
+        """The sampled chains of the slots; memory for the draft's distributions is allocated when first needed."""
         limits, vocabulary = self._base.limits, self._draft.config.draft.draft_vocab_size
         if self._draft_probabilities is None:
             size = limits.max_batch * limits.draft_steps * vocabulary
             self._draft_probabilities = self._backend.zeros((size,), "float32")
-        return leading(self._draft_probabilities, (batch, steps, vocabulary))
+        shape = (candidates.tokens.shape[0], plan.steps, vocabulary)
+        probabilities = leading(self._draft_probabilities, shape)
+        return Chain(candidates.tokens, probabilities, self._draft.draft_to_target, self._draft.target_to_draft)
 
-    def _workspace(self, use: str, vocabulary: int = 0) -> Array:
-        """The workspace of an acceptance kernel, for the largest tree; allocated when first needed."""
+    def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
+        batch = shape.batch
+        bound = self._base.engine_weights() | tree.inputs._asdict()
+        bound |= {"logits": tree.logits.logits, "hidden_states": tree.features}
+        for name, cache in self._base.caches.items():
+            bound[name] = bound[f"present_{name}"] = cache[:batch]
+        return bound | self._base.adapter_inputs(shape, slice(0, batch))
+
+    def _workspace(self, of_draft: bool = False) -> Array:
+        """The workspace of the acceptance kernels, for the largest tree, or of draws from the draft; allocated when
+        first needed."""
+        use = "draft" if of_draft else "accept"
         if use not in self._workspaces:
             acceptance, limits = self._backend.acceptance, self._base.limits
-            slots, nodes, base_vocabulary = limits.max_batch, limits.verify_sizes[-1], self._base.config.vocab_size
-            size = {
-                "eagle_accept": lambda: acceptance.eagle_accept_workspace_size(slots, nodes, base_vocabulary),
-                "sampling": lambda: acceptance.sampling_workspace_size(slots, nodes, base_vocabulary),
-                "draft_sample": lambda: acceptance.draft_sample_workspace_size(slots, vocabulary),
-            }[use]()
+            slots, vocabulary = limits.max_batch, self._draft.config.draft.draft_vocab_size
+            if of_draft:
+                size = acceptance.draft_workspace_size(slots, vocabulary)
+            else:
+                size = acceptance.accept_workspace_size(slots, limits.verify_sizes[-1])
             self._workspaces[use] = self._backend.zeros((size,), "uint8")
         return self._workspaces[use]

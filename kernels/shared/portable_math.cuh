@@ -2,6 +2,8 @@
 // holds only while the compiler may not fuse multiplications with additions (--fmad=false).
 #pragma once
 
+#include "shared/ordered_keys.cuh"
+
 constexpr float LN2_HIGH = 0.693359375f;
 constexpr float LN2_LOW = -2.12194440e-4f;
 
@@ -21,6 +23,13 @@ __device__ inline unsigned long long fixed_point_exp(float difference) {
     result = result + 1.0f;
     float scale = __int_as_float((int(exponent) + 127 + 32) << 23);
     return __float2ull_rz(result * scale);
+}
+
+// Unnormalized probability in fixed point: 2^32 at the maximum, infinite or not.
+__device__ inline unsigned long long weight_of(float value, float maximum) {
+    value = without_nan(value);
+    if (value == maximum) return 1ull << 32;
+    return fixed_point_exp(value - maximum);
 }
 
 // Natural logarithm of a positive finite value; a subnormal one counts as the smallest normal one.

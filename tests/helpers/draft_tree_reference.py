@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from kernel_bundles import sequence_state, tree_nodes
 
-from edgellm.kernels.draft_tree_interface import candidate_count, level_start
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.tree.contract import (
+    Candidates,
+    Expansion,
+    HiddenRows,
+    Level,
+    TreeNodes,
+    candidate_count,
+    level_start,
+)
 
 
 def best(scored: list[tuple[float, int]], count: int) -> list[int]:
@@ -22,7 +32,12 @@ def round_to_float32(value: float) -> float:
 
 
 def expand(
-    row: np.ndarray, draft_to_target: np.ndarray, parent_score: float, top_k: int, score: bool = True
+    row: np.ndarray,
+    draft_to_target: np.ndarray,
+    parent_score: float,
+    top_k: int,
+    score: bool = True,
+    width: int | None = None,
 ) -> list[tuple[int, float]]:
     """(token, score) of a node's children, summed in float64 (0 without `score`); the missing ones are (-1, -inf)."""
     values = [-np.inf if np.isnan(value) else float(value) for value in row]
@@ -31,17 +46,17 @@ def expand(
     if maximum > -np.inf and parent_score > -np.inf:
         differences = [0.0 if value == maximum else round_to_float32(value - maximum) for value in values]
         log_sum = float(np.log(np.sum(np.exp(differences))))
-        for index in best(list(zip(values, range(len(values)), strict=True)), top_k):
+        for index in best(list(zip(values, range(len(values)), strict=True)), width or top_k):
             total = round_to_float32(parent_score + differences[index] - log_sum) if score else 0.0
             if values[index] > -np.inf < total:
                 children.append((int(draft_to_target[index]), total))
     return children + [(-1, -np.inf)] * (top_k - len(children))
 
 
-def select_frontier(scores: np.ndarray, level: int, top_k: int) -> list[int]:
+def select_frontier(scores: np.ndarray, level: int, top_k: int, width: int) -> list[int]:
     """The level's best candidates, -1 behind."""
     start, end = level_start(level, top_k), level_start(level + 1, top_k)
-    chosen = best([(float(scores[i]), i) for i in range(start, end)], top_k)
+    chosen = best([(float(scores[i]), i) for i in range(start, end)], width)
     return chosen + [-1] * (top_k - len(chosen))
 
 
@@ -94,59 +109,55 @@ def mask_row(keys: int, committed: int, rows: set[int] | list[int]) -> list[bool
 class Drafting:
     """Arrays of a drafting round with B sequences, filled level by level as the runtime does it."""
 
-    logits: list[np.ndarray]  # of each level, [B, 1 or K, Vd]
-    draft_to_target: np.ndarray
+    logits: list[np.ndarray]  # of each level, [B, 1 or K, U]
+    expansion: Expansion
     committed: np.ndarray
-    position_offsets: np.ndarray
-    rotary_table: np.ndarray
-    embedding: np.ndarray
+    tables: ModelTables
     hidden: list[np.ndarray]  # of each level, [B, 1 or K, G]
-    frontiers: np.ndarray
-    candidate_tokens: np.ndarray
-    candidate_scores: np.ndarray
-    candidate_parents: np.ndarray
+    candidates: Candidates
     keys: int
+    width: int  # of the tree, at most K
 
     @property
     def batch(self) -> int:
-        return self.frontiers.shape[0]
+        return self.candidates.frontiers.shape[0]
 
     @property
     def top_k(self) -> int:
-        return self.frontiers.shape[2]
+        return self.candidates.frontiers.shape[2]
 
     @property
     def steps(self) -> int:
         return len(self.logits)
 
-    def candidates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.candidate_tokens, self.candidate_scores, self.candidate_parents
+    def level(self, number: int, dynamic: bool = True) -> Level:
+        return Level(number, self.width, dynamic)
 
-    def proposal_outputs(self) -> tuple[np.ndarray, ...]:
-        """Unwritten arrays for `prepare_proposal`: inputs_embeds to attention_mask."""
-        batch, top_k = self.batch, self.top_k
-        compute = self.embedding.dtype
-        return (
-            np.ones((batch, top_k, self.embedding.shape[1]), compute),
-            np.ones((batch, top_k, self.hidden[0].shape[2]), compute),
-            np.full(batch, -9, np.int32),
-            np.ones((batch, top_k, self.rotary_table.shape[1]), compute),
-            np.ones((batch, 1, top_k, self.keys), bool),
-        )
+    def inputs(self, tokens: int, start: np.ndarray) -> StepInputs:
+        """Unwritten inputs of a step of so many tokens, whose rows begin at `start`."""
+        rows, compute = (self.batch, tokens), self.tables.embedding.dtype
+        embeds = np.ones((*rows, self.tables.embedding.shape[1]), compute)
+        cos_sin = np.ones((*rows, self.tables.rotary.shape[1]), compute)
+        return StepInputs(embeds, cos_sin, np.ones((self.batch, 1, tokens, self.keys), bool), start)
 
-    def verification_outputs(self, tree_size: int, tokens: int) -> tuple[np.ndarray, ...]:
-        """Unwritten arrays for `prepare_verification`: selected to attention_mask."""
-        batch, compute = self.batch, self.embedding.dtype
-        integers = [np.full((batch, tokens), -9, np.int32) for _ in range(4)]
-        return (
-            np.full((batch, tree_size - 1), -9, np.int32),
-            *integers[:3],
-            np.ones((batch, tokens, tokens), bool),
-            integers[3],
-            np.ones((batch, tokens, self.embedding.shape[1]), compute),
-            np.ones((batch, tokens, self.rotary_table.shape[1]), compute),
-            np.ones((batch, 1, tokens, self.keys), bool),
-        )
+    def proposal(self, level: int) -> tuple[HiddenRows, StepInputs]:
+        """What `prepare_proposal` reads and writes beside the candidates."""
+        hidden = self.hidden[level - 1]
+        fed = np.ones((self.batch, self.top_k, hidden.shape[2]), hidden.dtype)
+        return HiddenRows(hidden, fed), self.inputs(self.top_k, np.full(self.batch, -9, np.int32))
+
+    def verification(
+        self, rng: np.random.Generator, tree_size: int, tokens: int
+    ) -> tuple[SequenceState, Candidates, TreeNodes, StepInputs]:
+        """What `prepare_verification` reads and writes, of a tree of `tree_size` nodes padded to `tokens`."""
+        vocabulary = len(self.tables.embedding)
+        roots = rng.integers(0, vocabulary, (self.batch, 1)).astype(np.int32)
+        positions = rng.integers(0, 999, self.batch).astype(np.int32)
+        known = {"token_ids": roots, "positions": positions, "kvcache_start_index": self.committed}
+        candidates = self.candidates._replace(selected=np.full((self.batch, tree_size - 1), -9, np.int32))
+        nodes = tree_nodes(np.full((self.batch, tokens), -9, np.int32))
+        state = sequence_state(self.batch, vocabulary, **known)
+        return state, candidates, nodes, self.inputs(tokens, self.committed)
 
 
 def random_drafting(
@@ -159,8 +170,12 @@ def random_drafting(
     keys: int = 70,
     compute: type = np.float32,
     sizes: tuple[int, int, int] = (6, 5, 4),
+    width: int | None = None,
 ) -> Drafting:
-    """A round with logits of a `kind`; `sizes` are those of embeddings, hidden states and rotary rows."""
+    """A round with logits of a `kind`; `sizes` are those of embeddings, hidden states and rotary rows.
+
+    The tree is `top_k` wide, or narrower than these arrays.
+    """
     embedding_size, hidden_size, rotary_size = sizes
     count = candidate_count(steps, top_k)
     target_vocab = 2 * draft_vocab
@@ -169,19 +184,26 @@ def random_drafting(
         return rng.integers(0, 30_000, shape).astype(compute)
 
     rows = [1] + [top_k] * (steps - 1)
+    logits = [random_logits(rng, batch, n, draft_vocab, kind) for n in rows]
+    mapping = np.sort(rng.permutation(target_vocab)[:draft_vocab]).astype(np.int32)
+    committed = rng.integers(0, max(1, keys - 8), batch).astype(np.int32)
+    offsets = rng.integers(-5, 9, batch).astype(np.int32)
+    rotary = rng.normal(size=(max(keys, 40), rotary_size)).astype(np.float32)
     return Drafting(
-        logits=[random_logits(rng, batch, n, draft_vocab, kind) for n in rows],
-        draft_to_target=np.sort(rng.permutation(target_vocab)[:draft_vocab]).astype(np.int32),
-        committed=rng.integers(0, max(1, keys - 8), batch).astype(np.int32),
-        position_offsets=rng.integers(-5, 9, batch).astype(np.int32),
-        rotary_table=rng.normal(size=(max(keys, 40), rotary_size)).astype(np.float32),
-        embedding=values(target_vocab, embedding_size),
+        logits=logits,
+        expansion=Expansion(mapping, np.zeros(0, np.uint8)),
+        committed=committed,
+        tables=ModelTables(values(target_vocab, embedding_size), rotary, offsets),
         hidden=[values(batch, n, hidden_size) for n in rows],
-        frontiers=np.full((batch, max(1, steps - 1), top_k), -1, np.int32),
-        candidate_tokens=np.full((batch, count), -9, np.int32),
-        candidate_scores=np.full((batch, count), -9, np.float32),
-        candidate_parents=np.full((batch, count), -9, np.int32),
+        candidates=Candidates(
+            np.full((batch, count), -9, np.int32),
+            np.full((batch, count), -9, np.float32),
+            np.full((batch, count), -9, np.int32),
+            np.full((batch, max(1, steps - 1), top_k), -1, np.int32),
+            np.full((batch, 1), -9, np.int32),
+        ),
         keys=keys,
+        width=width or top_k,
     )
 
 

@@ -31,3 +31,57 @@ def device_copy(gpu: Any, values: np.ndarray) -> DeviceArray:
     array = gpu.empty(values.shape, "bfloat16" if values.dtype == np.uint16 else values.dtype.name)
     gpu.upload(array, values)
     return array
+
+
+def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
+    """Hang the kernels on a device: those of plain steps for up to `rows` rows, of trees, acceptance and images."""
+    from edgellm.kernels.acceptance.launcher import CudaAcceptance
+    from edgellm.kernels.images.launcher import CudaImages
+    from edgellm.kernels.launch import KernelModule
+    from edgellm.kernels.sampling.launcher import CudaSampling
+    from edgellm.kernels.tree.launcher import CudaTree
+
+    module = KernelModule(gpu.compute_capability, gpu.stream.handle)
+    gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))
+    gpu.acceptance = CudaAcceptance(module, gpu.kernels)
+    gpu.draft_tree, gpu.images = CudaTree(module, dtype), CudaImages(module, dtype)
+
+
+def on_device(gpu: Any, value: Any) -> Any:
+    """Arrays, also those in bundles and lists, in device memory; other values as they are."""
+    if isinstance(value, np.ndarray):
+        return device_copy(gpu, value)
+    if isinstance(value, tuple):
+        return type(value)(*(on_device(gpu, item) for item in value))
+    return [on_device(gpu, item) for item in value] if isinstance(value, list) else value
+
+
+def copied(value: Any) -> Any:
+    """The same with copies of arrays on the host."""
+    if isinstance(value, tuple):
+        return type(value)(*map(copied, value))
+    if isinstance(value, list):
+        return [*map(copied, value)]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def assert_same(gpu: Any, device: Any, host: Any, message: str) -> None:
+    """Arrays on the device, in bundles and lists too, have the bits of those on the host."""
+    if isinstance(host, (list, tuple)):
+        names = getattr(host, "_fields", range(len(host)))
+        for name, one, other in zip(names, device, host, strict=True):
+            assert_same(gpu, one, other, f"{message}, {name}")
+    elif isinstance(host, np.ndarray):
+        np.testing.assert_array_equal(gpu.download(device), host, err_msg=message)
+
+
+def assert_equals_twin(gpu: Any, kernels: Any, twin: Any, kernel: str, *arguments: Any, repeats: int = 2) -> None:
+    """Run both on copies of the arguments and compare every array afterwards, those only read included.
+
+    The second run shows that a kernel leaves its workspace as it found it.
+    """
+    for _ in range(repeats):
+        device, host = on_device(gpu, list(arguments)), copied(list(arguments))
+        getattr(kernels, kernel)(*device)
+        getattr(twin, kernel)(*host)
+        assert_same(gpu, device, host, kernel)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgellm.kernels.tree.contract import TreeNodes
+
 
 def random_trees(
     rng: np.random.Generator, slots: int, size: int, vocabulary: int, least_share: float = 0.0, reach: int = 4
-) -> tuple[np.ndarray, ...]:
-    """Tokens, parents, depths and ancestors of random trees with padding; siblings may carry the same token.
+) -> TreeNodes:
+    """Random trees with padding, drawn at positions from 0 on; siblings may carry the same token.
 
     More than `least_share` of the `size` nodes exist; a parent stands at most `reach` places before its child.
     """
@@ -26,4 +28,4 @@ def random_trees(
             depths[slot, node] = depths[slot, parent] + 1
             ancestors[slot, node] |= ancestors[slot, parent]
     ancestors[:, 1:, 0] = False
-    return tokens, parents, depths, ancestors
+    return TreeNodes(tokens, parents, depths, ancestors, depths.copy())

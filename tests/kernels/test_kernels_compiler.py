@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from edgellm.kernels import compiler
+from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
-from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import tiled_kernel
 from edgellm.kernels.decode.tilings import Tiling
 from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
+from edgellm.kernels.tree.launcher import tree_source
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
@@ -66,15 +69,22 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     return [kernel.source for kernel in kernels]
 
 
+def other_sources(dtype: str) -> list[ModuleSource]:
+    """All other modules that a process of a model in a dtype can ask for."""
+    drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
+    return drawing + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+
+
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
-    return [OTHER_KERNELS, *decode_sources("float16"), *decode_sources("bfloat16")]
+    dtypes = ("float16", "bfloat16")
+    return [source for dtype in dtypes for source in (*decode_sources(dtype), *other_sources(dtype))]
 
 
 @pytest.mark.parametrize(
     ("architecture", "sources"),
     [
-        ("sm_87", [OTHER_KERNELS, *decode_sources("float16")]),
+        ("sm_87", [*other_sources("float16"), *decode_sources("float16")]),
         ("sm_90", decode_sources("bfloat16")),
         *(
             pytest.param(name, every_source(), marks=pytest.mark.slow)

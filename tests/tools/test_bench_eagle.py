@@ -61,15 +61,15 @@ def test_rounds_of_a_random_draft_get_the_lengths_of_the_schedule(make_checkpoin
     expected = []
 
     def force(verified) -> None:
-        length = int(next(wanted))
-        depths = np.where(verified.tokens[0] >= 0, verified.depths[0], 0)
+        length, nodes, logits = int(next(wanted)), verified.nodes, verified.logits.logits
+        depths = np.where(nodes.tokens[0] >= 0, nodes.depths[0], 0)
         node = next(int(np.argmax(depths == depth)) for depth in range(length - 1, -1, -1) if (depths == depth).any())
         expected.append(int(depths[node]) + 1)
-        verified.logits[0, node] = -np.arange(verified.logits.shape[2])  # token 0, which no child carries
-        assert 0 not in verified.tokens[0, verified.parents[0] == node]
+        logits[0, node] = -np.arange(logits.shape[2])  # token 0, which no child carries
+        assert 0 not in nodes.tokens[0, nodes.parents[0] == node]
         while node > 0:
-            parent = verified.parents[0, node]
-            verified.logits[0, parent, verified.tokens[0, node]] = 1e30
+            parent = nodes.parents[0, node]
+            logits[0, parent, nodes.tokens[0, node]] = 1e30
             node = parent
 
     runner.verification.before_acceptance = force

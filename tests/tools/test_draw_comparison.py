@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.kernels.checks import IN_PROMPT
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.engines.runners.sampling_state import SamplingValues, sampling_row
+from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.twin import NumpySampling
 from tools.bench.draw_comparison import draw_gap, first_difference
 
 PROMPT, ANSWER = [1, 2, 3, 3], [7, 3, 7]
@@ -22,21 +22,15 @@ def test_the_first_difference_as_far_as_both_go() -> None:
 
 def drawn(logits: np.ndarray, values: SamplingValues) -> int:
     """The token that the runtime draws after prompt and answer."""
-    kernels, counts, token = NumpyKernels(), np.zeros((1, logits.size), np.int32), np.zeros(1, np.int32)
+    kernels, counts, token = NumpySampling(), np.zeros((1, logits.size), np.int32), np.zeros(1, np.int32)
     counts[0, PROMPT] = IN_PROMPT
     for token_id in ANSWER:
         counts[0, token_id] += 1
-    one = {name: np.array([getattr(values, name)], np.float32) for name in ("temperature", "top_p", "min_p")}
-    penalties = [
-        np.array([value], np.float32)
-        for value in (values.repetition_penalty, values.presence_penalty, values.frequency_penalty)
-    ]
+    rows = SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(values)])
     processed, threshold = logits[None].copy(), np.zeros(1, np.float32)
-    kernels.process_logits(processed, counts, *penalties, one["temperature"], processed)
-    kernels.filter_threshold(processed, np.array([values.top_k], np.int32), one["top_p"], one["min_p"], threshold)
-    seed, sequence = np.array([values.seed], np.uint64), np.array([values.sequence], np.int32)
-    position = np.array([len(PROMPT) + len(ANSWER)], np.int32)
-    kernels.sample(processed, threshold, one["temperature"], seed, sequence, position, token)
+    kernels.process_logits(processed, counts, rows, processed)
+    kernels.filter_threshold(processed, rows, threshold)
+    kernels.sample(processed, threshold, rows, np.array([len(PROMPT) + len(ANSWER)], np.int32), token)
     return int(token[0])
 
 
@@ -111,10 +105,9 @@ def test_top_p_drops_the_drawn_token_when_what_is_likelier_reaches_it() -> None:
 
 
 def drawn_at(logits: np.ndarray, seed: int) -> int:
-    kernels, token, threshold = NumpyKernels(), np.zeros(1, np.int32), np.zeros(1, np.float32)
+    kernels, token, threshold = NumpySampling(), np.zeros(1, np.int32), np.zeros(1, np.float32)
     logits = np.ascontiguousarray(logits[None], np.float32)
-    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-    kernels.filter_threshold(logits, np.zeros(1, np.int32), one * np.float32(0.9), zero, threshold)
-    position = np.zeros(1, np.int32)
-    kernels.sample(logits, threshold, one, np.array([seed], np.uint64), position.copy(), position, token)
+    rows = SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(replace(TOP_P, seed=seed))])
+    kernels.filter_threshold(logits, rows, threshold)
+    kernels.sample(logits, threshold, rows, np.zeros(1, np.int32), token)
     return int(token[0])

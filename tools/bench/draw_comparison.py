@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.kernels.checks import IN_PROMPT
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.engines.runners.sampling_state import SamplingValues, sampling_row
 from edgellm.kernels.portable_math import gumbel
 from edgellm.kernels.random_numbers import philox_4x32
+from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.twin import NumpySampling
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -35,24 +36,12 @@ def draw_gap(
     them that top-k, top-p and min-p do not keep must get back as well. For top-p that is how far the odds of all
     likelier tokens together, as a logarithm, are from those of top-p: so much these and the rest must move apart.
     """
-    kernels = NumpyKernels()
     counts = np.zeros((1, logits.size), np.int32)
     counts[0, list(prompt_ids)] = IN_PROMPT
     np.add.at(counts[0], list(answer_ids), 1)
 
-    def single(value: float, dtype: type = np.float32) -> np.ndarray:
-        return np.array([value], dtype)
-
     processed = logits[None].astype(np.float32)
-    kernels.process_logits(
-        processed,
-        counts,
-        single(sampling.repetition_penalty),
-        single(sampling.presence_penalty),
-        single(sampling.frequency_penalty),
-        single(sampling.temperature),
-        processed,
-    )
+    NumpySampling().process_logits(processed, counts, _rows(sampling), processed)
     filters = _Filters(processed[0], sampling)
     scores = processed[0].copy()
     if sampling.temperature:
@@ -100,10 +89,13 @@ class _Filters:
 
     def _threshold_of(self, top_p: float, min_p: float) -> np.float32:
         threshold = np.empty(1, np.float32)
-        top_k = np.array([self._sampling.top_k], np.int32)
-        filters = top_k, np.array([top_p], np.float32), np.array([min_p], np.float32)
-        NumpyKernels().filter_threshold(self._values[None], *filters, threshold)
+        rows = _rows(replace(self._sampling, top_p=top_p, min_p=min_p))
+        NumpySampling().filter_threshold(self._values[None], rows, threshold)
         return threshold[0]
+
+
+def _rows(sampling: SamplingValues) -> SamplingRows:
+    return SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(sampling)])
 
 
 def _log_odds(probability: float) -> float:
@@ -113,7 +105,7 @@ def _log_odds(probability: float) -> float:
 
 
 def _noise(ids: Sequence[int], sampling: SamplingValues, position: int) -> np.ndarray:
-    """The Gumbel noise of tokens in the draw at a position (`Kernels.sample`): float32 like `ids`."""
+    """The Gumbel noise of tokens in the draw at a position (`SamplingKernels.sample`): float32 like `ids`."""
     key = sampling.seed & 0xFFFFFFFF, sampling.seed >> 32
     blocks = [philox_4x32((np.array([token // 4]), position, sampling.sequence, 0), key)[0] for token in ids]
     return gumbel(np.array([block[token % 4] for block, token in zip(blocks, ids, strict=True)], np.uint32))

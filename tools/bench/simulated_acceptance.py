@@ -55,8 +55,9 @@ class ForcedAcceptance:
 
     def __call__(self, tree: Any) -> None:
         """Launch the kernel on a `VerifiedTree`."""
-        arrays = (tree.logits, tree.tokens, tree.parents, tree.depths, self._schedule, self._round)
-        sizes = (tree.tokens.shape[1], tree.logits.shape[2], SCHEDULE_ROUNDS)
+        logits, nodes = tree.logits.logits, tree.nodes
+        arrays = (logits, nodes.tokens, nodes.parents, nodes.depths, self._schedule, self._round)
+        sizes = (nodes.tokens.shape[1], logits.shape[2], SCHEDULE_ROUNDS)
         pointers = [array.pointer for array in arrays]
         self._function.prepared_async_call((1, 1), (_THREADS, 1, 1), self._stream, *pointers, *sizes)
 

@@ -33,7 +33,7 @@ from edgellm.engines.model.config import EngineLimits, WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.numpy_kernels import NumpyKernels
+from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.llm import SHIPPED_MODEL
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64,))
@@ -219,7 +219,7 @@ def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str
 
     class Kernels:
         def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
-            NumpyKernels().first_not_finite(view(values), view(index))
+            NumpySampling().first_not_finite(view(values), view(index))
 
     backend.compute_dtype, backend.kernels = dtype, Kernels()
     backend.empty = backend.zeros = lambda shape, kind: zeros(shape, dtype if kind == "compute" else kind)

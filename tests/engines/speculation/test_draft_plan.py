@@ -9,7 +9,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
 from edgellm.errors import RequestError
-from edgellm.kernels.draft_tree_interface import candidate_count
+from edgellm.kernels.tree.contract import candidate_count
 
 LIMITS = EngineLimits(1, 16, 96, 10, 6, 60)
 
@@ -149,8 +149,13 @@ def test_engines_of_fixed_shapes_take_their_own_widths() -> None:
     assert (wide.top_k, wide.choices, len(wide.selection)) == (10, narrow.choices, 25)
     assert narrow.for_engines(LIMITS, fixed_shapes=False) is narrow
     assert chain(5).for_engines(LIMITS, fixed_shapes=True) == chain(5)
-    with pytest.raises(EngineError, match="propose 1 or 10 tokens a level"):
-        tree(4, 3, 12).for_engines(LIMITS, fixed_shapes=True)
+    padded = tree(4, 3, 12).for_engines(LIMITS, fixed_shapes=True)
+    assert (padded.top_k, padded.columns, padded.candidates, padded.longest) == (4, 10, 210, 4)
+    assert (padded.shortened(2).columns, padded.name) == (10, "tree 4/3/12")
+    assert tree(4, 3, 12).for_engines(LIMITS, fixed_shapes=False) == tree(4, 3, 12)
+    assert tree(4, 1, 4).for_engines(LIMITS, fixed_shapes=True) == tree(4, 1, 4)
+    with pytest.raises(EngineError, match=r"draft_top_k is 12 .* at most 10.* build with --draft-top-k 12"):
+        tree(12, 3, 12).for_engines(LIMITS, fixed_shapes=True)
 
 
 @pytest.mark.parametrize(("name", "levels"), [("mc_sim_7b_63", [10, 28, 23, 2]), ("eagle_25", [4, 8, 8, 3, 2])])

@@ -186,9 +186,10 @@ def test_acceptance_can_be_simulated_between_verification_and_acceptance(runner:
     wanted = 3
 
     def accept_levels(verified: VerifiedTree) -> None:
+        logits, tokens = verified.logits.logits, verified.nodes.tokens
         for node in range(wanted):
-            verified.logits[0, node, verified.tokens[0, node + 1]] = 1e6
-        verified.logits[0, wanted, (verified.tokens[0, wanted + 1] + 1) % verified.logits.shape[2]] = 1e6
+            logits[0, node, tokens[0, node + 1]] = 1e6
+        logits[0, wanted, (tokens[0, wanted + 1] + 1) % logits.shape[2]] = 1e6
 
     runner.verification.before_acceptance = accept_levels
     runner.start(0, PROMPT, 0, GREEDY).wait()

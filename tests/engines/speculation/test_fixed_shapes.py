@@ -16,7 +16,15 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 
-PLANS = [chain(4), chain(2), tree(4, 4, 16), tree(4, 2, 7), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
+PLANS = [
+    chain(4),
+    chain(2),
+    tree(4, 4, 16),
+    tree(4, 2, 7),
+    tree(2, 3, 9),
+    tree(3, 4, 12),
+    choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+]
 SAMPLINGS = {
     "greedy": SamplingValues(),
     "sampled": SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5),

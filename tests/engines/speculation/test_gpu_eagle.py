@@ -92,7 +92,7 @@ def test_the_draft_and_the_verified_tree_agree_with_numpy(
             values.append(one.backend.read(one.draft.logits(1, 1)).wait())
             one.round(1, chain(4)).wait()
             trees = one.verification.tree(1, chain(4), one.prepare_round(1, chain(4)).key[-1])
-            values.append(one.backend.read(trees.logits).wait()[:, :1])
+            values.append(one.backend.read(trees.logits.logits).wait()[:, :1])
         for expected, found in (values[0::2], values[1::2]):
             tolerance = LOGIT_TOLERANCES[directory.dtype] * np.abs(expected).max()
             np.testing.assert_allclose(found, expected, atol=tolerance)
@@ -135,11 +135,11 @@ def test_acceptance_can_be_simulated(runner: EagleRunner) -> None:
     for name in list(before.stages)[:3]:
         before.stages[name]()
     verified: VerifiedTree = runner.verification.tree(1, chain(4), before.key[-1])
-    drawn = runner.backend.read(verified.logits).wait().argmax(axis=2).astype(np.int32)
-    tokens = runner.backend.read(verified.tokens).wait()
+    drawn = runner.backend.read(verified.logits.logits).wait().argmax(axis=2).astype(np.int32)
+    tokens = runner.backend.read(verified.nodes.tokens).wait()
     tokens[0, 1 : wanted + 1] = drawn[0, :wanted]
     tokens[0, wanted + 1] = (drawn[0, wanted] + 1) % 320
-    runner.backend.upload(verified.tokens, tokens)
+    runner.backend.upload(verified.nodes.tokens, tokens)
     before.stages["acceptance"]()
     assert runner.backend.read(before.emitted).wait()[0, 0] == wanted + 1
 

@@ -1,0 +1,1 @@
+"""Kernels that accept tokens of a verified tree."""

@@ -1,0 +1,306 @@
+"""The acceptance kernels on the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from edgellm.kernels.acceptance.contract import (
+    DRAFT_STREAM,
+    MAXIMUM_ACCEPTED,
+    MAXIMUM_TREE_SIZE,
+    RESIDUAL_STREAM,
+    TARGET_STREAM,
+    TEST_STREAM,
+    AcceptanceKernels,
+    Accepted,
+    Chain,
+    NodeLogits,
+    Pending,
+    TypicalBounds,
+)
+from edgellm.kernels.acceptance.twin import check_alike
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import cuda_header
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.launcher import Launcher
+from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
+from edgellm.kernels.sampling.launcher import SAMPLING_HEADER, SAMPLING_MACROS, CudaSampling
+from edgellm.kernels.tree.contract import TreeNodes
+
+#: Bytes of one `Row` of acceptance.cuh, which asserts it.
+_ROW_BYTES = 56
+_ROW_THREADS, _WALK_THREADS, _COPY_THREADS, _FEATURE_THREADS, _WARP = 512, 256, 128, 256, 32
+#: Addresses of caches travel with a launch, so nothing is made ready before.
+_CACHES_PER_LAUNCH = 256
+#: The widest type that moves a number of bytes at once.
+_ELEMENTS = {16: "uint4", 4: "unsigned", 2: "unsigned short"}
+
+
+def _source(name: str, *expressions: str) -> ModuleSource:
+    macros = {
+        "ROW_BYTES": _ROW_BYTES,
+        "MAXIMUM_TREE_SIZE": MAXIMUM_TREE_SIZE,
+        "MAXIMUM_ACCEPTED": MAXIMUM_ACCEPTED,
+        "CACHES_PER_LAUNCH": _CACHES_PER_LAUNCH,
+        "TARGET_STREAM": TARGET_STREAM,
+        "DRAFT_STREAM": DRAFT_STREAM,
+        "TEST_STREAM": TEST_STREAM,
+        "RESIDUAL_STREAM": RESIDUAL_STREAM,
+    }
+    headers = (("acceptance/arguments.cuh", cuda_header(AcceptanceKernels)), SAMPLING_HEADER)
+    return ModuleSource(name, (f"acceptance/{name}.cu",), expressions, (*macros.items(), *SAMPLING_MACROS), headers)
+
+
+#: The walk through a tree; what advances after it; the draw at each node; typical acceptance; sampled chains.
+WALK = _source("walk", "eagle_accept", "accept_drawn")
+ADVANCE = _source(
+    "advance",
+    "advance_accepted",
+    *(f"{name}<{element}>" for name in ("move_accepted", "append_pending") for element in _ELEMENTS.values()),
+)
+TREE_LOGITS = _source("tree_logits", "process_tree_logits")
+TYPICAL = _source("typical", "row_best<TypicalAcceptArguments>", "row_total<TypicalAcceptArguments>", "typical_accept")
+CHAINS = _source(
+    "chains",
+    "row_best<AcceptSampledChainArguments>",
+    "row_total<AcceptSampledChainArguments>",
+    *("draft_scale", "draft_total", "draft_draw", "chain_test", "chain_draw"),
+)
+
+
+class CudaAcceptance(Launcher):
+    """See `edgellm.kernels.acceptance.contract.AcceptanceKernels`; arrays are `DeviceArray`."""
+
+    def __init__(self, module: KernelModule, sampling: CudaSampling) -> None:
+        """`sampling` filters and draws; its stream must be the module's."""
+        super().__init__(module, AcceptanceKernels)
+        self._sampling = sampling
+
+    def process_tree_logits(
+        self,
+        logits: DeviceArray,
+        token_counts: DeviceArray,
+        tree: TreeNodes,
+        rows: SamplingRows,
+        processed: DeviceArray,
+    ) -> None:
+        """Penalties and temperature of every node; see the contract."""
+        arguments = (logits, token_counts, tree, rows, processed)
+        sizes = self._check("process_tree_logits", *arguments)
+        packed = self._check.pack("process_tree_logits", sizes, *arguments)
+        self._launch(Kernel(TREE_LOGITS, "process_tree_logits"), self._node_grid(sizes), _ROW_THREADS, (packed,))
+
+    def accept_workspace_size(self, batch: int, tree_size: int) -> int:
+        """Bytes of the workspace of every kernel but `draft_sample`."""
+        return _ROW_BYTES * batch * tree_size
+
+    def eagle_accept(
+        self,
+        logits: DeviceArray,
+        tree: TreeNodes,
+        active: DeviceArray,
+        accepted: Accepted,
+        workspace: DeviceArray,
+    ) -> None:
+        """Greedy acceptance in one launch; see the contract."""
+        arguments = (logits, tree, active, accepted, workspace)
+        sizes = self._check("eagle_accept", *arguments)
+        rows = _rows_of(workspace, "eagle_accept", sizes)
+        packed, kernel = self._check.pack("eagle_accept", sizes, *arguments), Kernel(WALK, "eagle_accept")
+        self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), early=True, zeroed=rows)
+
+    def accept_drawn(self, drawn: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted) -> None:
+        """Follow the drawn tokens through the trees; see the contract."""
+        sizes = self._check("accept_drawn", drawn, tree, active, accepted)
+        packed = self._check.pack("accept_drawn", sizes, drawn, tree, active, accepted)
+        self._launch(Kernel(WALK, "accept_drawn"), (sizes["B"],), _WALK_THREADS, (packed,))
+
+    def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows) -> None:
+        """What plain decoding draws at every node; see the contract."""
+        self._check("draw_nodes", nodes, tree, state, rows)
+        logits, thresholds = self._filter_nodes(nodes, tree, state, rows)
+        flat = thresholds.size
+        self._sampling.sample(logits, thresholds, rows, tree.draw_positions.reshape(flat), nodes.drawn.reshape(flat))
+
+    def typical_accept(
+        self,
+        nodes: NodeLogits,
+        tree: TreeNodes,
+        active: DeviceArray,
+        rows: SamplingRows,
+        bounds: TypicalBounds,
+        accepted: Accepted,
+        workspace: DeviceArray,
+    ) -> None:
+        """Typical acceptance in three launches; see the contract."""
+        arguments = (nodes, tree, active, rows, bounds, accepted, workspace)
+        sizes = self._check("typical_accept", *arguments)
+        used = _rows_of(workspace, "typical_accept", sizes)
+        packed = (self._check.pack("typical_accept", sizes, *arguments),)
+        for name in ("row_best", "row_total"):
+            kernel = Kernel(TYPICAL, f"{name}<TypicalAcceptArguments>")
+            self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, packed, zeroed=used)
+        self._launch(Kernel(TYPICAL, "typical_accept"), (sizes["B"],), _WALK_THREADS, packed, zeroed=used)
+
+    def draft_workspace_size(self, batch: int, draft_vocabulary: int) -> int:
+        """Bytes of workspace that `draft_sample` needs: of scaled logits, row sums and thresholds."""
+        return _scaled_bytes(batch, draft_vocabulary) + (_ROW_BYTES + 4) * batch
+
+    def draft_sample(
+        self,
+        step: int,
+        logits: DeviceArray,
+        rows: SamplingRows,
+        positions: DeviceArray,
+        chain: Chain,
+        workspace: DeviceArray,
+    ) -> None:
+        """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
+        arguments = (step, logits, rows, positions, chain, workspace)
+        sizes = self._check("draft_sample", *arguments)
+        batch, vocabulary = sizes["B"], sizes["U"]
+        _check_workspace(workspace, "draft_sample", sizes, self.draft_workspace_size(batch, vocabulary))
+        scaled_bytes = _scaled_bytes(batch, vocabulary)
+        scaled = DeviceArray(workspace.pointer, (batch, vocabulary), "float32", workspace)
+        sums = workspace[scaled_bytes : scaled_bytes + _ROW_BYTES * batch]
+        thresholds = DeviceArray(sums.pointer + sums.nbytes, (batch,), "float32", workspace)
+        self._fill(sums, 0)
+        grid = (self._blocks(vocabulary, batch, _ROW_THREADS), batch)
+        packed = (self._check.pack("draft_sample", sizes, *arguments), scaled, sums, thresholds)
+        self._launch(Kernel(CHAINS, "draft_scale"), grid, _ROW_THREADS, packed)
+        self._sampling.filter_threshold(scaled, rows, thresholds)
+        for name in ("draft_total", "draft_draw"):
+            self._launch(Kernel(CHAINS, name), grid, _ROW_THREADS, packed)
+
+    def accept_sampled_chain(
+        self,
+        nodes: NodeLogits,
+        tree: TreeNodes,
+        active: DeviceArray,
+        rows: SamplingRows,
+        chain: Chain,
+        accepted: Accepted,
+        workspace: DeviceArray,
+    ) -> None:
+        """Speculative sampling of chains in four launches; see the contract."""
+        arguments = (nodes, tree, active, rows, chain, accepted, workspace)
+        sizes = self._check("accept_sampled_chain", *arguments)
+        used = _rows_of(workspace, "accept_sampled_chain", sizes)
+        packed = (self._check.pack("accept_sampled_chain", sizes, *arguments),)
+        for name in ("row_best", "row_total"):
+            kernel = Kernel(CHAINS, f"{name}<AcceptSampledChainArguments>")
+            self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, packed, zeroed=used)
+        self._launch(Kernel(CHAINS, "chain_test"), (sizes["B"],), _WARP, packed, zeroed=used)
+        grid = (self._blocks(sizes["V"], sizes["B"], _ROW_THREADS), sizes["B"])
+        self._launch(Kernel(CHAINS, "chain_draw"), grid, _ROW_THREADS, packed, zeroed=used)
+
+    def accept_draws(
+        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows, accepted: Accepted
+    ) -> None:
+        """Follow what plain decoding draws at each node, from the logits on; see the contract."""
+        self._check("accept_draws", nodes, tree, state, rows, accepted)
+        self.draw_nodes(nodes, tree, state, rows)
+        self.accept_drawn(nodes.drawn, tree, state.active, accepted)
+
+    def accept_sampled_draws(
+        self,
+        nodes: NodeLogits,
+        tree: TreeNodes,
+        state: SequenceState,
+        rows: SamplingRows,
+        chain: Chain,
+        accepted: Accepted,
+        workspace: DeviceArray,
+    ) -> None:
+        """Acceptance of sampled chains from the logits on; see the contract."""
+        self._check("accept_sampled_draws", nodes, tree, state, rows, chain, accepted, workspace)
+        self._filter_nodes(nodes, tree, state, rows)
+        self.accept_sampled_chain(nodes, tree, state.active, rows, chain, accepted, workspace)
+
+    def move_accepted(
+        self,
+        caches: Sequence[DeviceArray],
+        kvcache_start_index: DeviceArray,
+        accepted: Accepted,
+        hidden_states: DeviceArray,
+        pending: Pending,
+    ) -> None:
+        """Move the accepted rows of all caches and features together, one launch for each 256 caches."""
+        check_alike(caches)
+        arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending)
+        sizes = self._check("move_accepted", *arguments)
+        packed = self._check.pack("move_accepted", sizes, *arguments)
+        item_size = ITEM_SIZES[hidden_states.dtype]
+        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
+            some = caches[first : first + _CACHES_PER_LAUNCH]
+            rows = (sizes["C"] * item_size, sizes["F"] * item_size)
+            width = _element_bytes(rows, *some, hidden_states, pending.features)
+            elements, gathers = rows[0] // width, sizes["W"] if first == 0 else 0
+            grid = (gathers + -(-len(some) * sizes["H"] * elements // _COPY_THREADS), sizes["B"])
+            pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
+            shape = (gathers, len(some), elements, rows[1] // width)
+            kernel = Kernel(ADVANCE, f"move_accepted<{_ELEMENTS[width]}>")
+            self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape), early=True)
+
+    def advance_accepted(
+        self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: DeviceArray
+    ) -> None:
+        """Take the accepted tokens into the state of each active slot; see the contract."""
+        sizes = self._check("advance_accepted", accepted, state, pending, emitted)
+        packed = self._check.pack("advance_accepted", sizes, accepted, state, pending, emitted)
+        self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,), early=True)
+
+    def append_pending(
+        self, hidden_states: DeviceArray, tokens: DeviceArray, state: SequenceState, pending: Pending
+    ) -> None:
+        """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
+        sizes = self._check("append_pending", hidden_states, tokens, state, pending)
+        packed = self._check.pack("append_pending", sizes, hidden_states, tokens, state, pending)
+        row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
+        width = _element_bytes((row_bytes,), hidden_states, pending.features)
+        kernel = Kernel(ADVANCE, f"append_pending<{_ELEMENTS[width]}>")
+        self._launch(kernel, (sizes["B"],), _FEATURE_THREADS, (packed, row_bytes // width))
+
+    def _filter_nodes(
+        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """Process all rows of the logits in place and find their thresholds; both as rows of all trees."""
+        self.process_tree_logits(nodes.logits, state.token_counts, tree, rows, nodes.logits)
+        thresholds = nodes.thresholds.reshape(nodes.thresholds.size)
+        logits = nodes.logits.reshape(thresholds.size, nodes.logits.shape[2])
+        self._sampling.filter_threshold(logits, rows, thresholds)
+        return logits, thresholds
+
+    def _node_grid(self, sizes: dict[str, int]) -> tuple[int, int, int]:
+        """Blocks of a row, nodes, slots."""
+        return self._blocks(sizes["V"], sizes["B"] * sizes["T"], _ROW_THREADS), sizes["T"], sizes["B"]
+
+
+def _rows_of(workspace: DeviceArray, kernel: str, sizes: dict[str, int]) -> DeviceArray:
+    """The part of a workspace that a kernel of these sizes uses."""
+    needed = _ROW_BYTES * sizes["B"] * sizes["T"]
+    _check_workspace(workspace, kernel, sizes, needed)
+    return workspace[:needed]
+
+
+def _check_workspace(workspace: DeviceArray, kernel: str, sizes: dict[str, int], needed: int) -> None:
+    if sizes["N"] < needed:
+        raise KernelError(
+            f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} ({kernel} says how many it needs)"
+        )
+    if workspace.pointer % 16:
+        raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 16 bytes")
+
+
+def _scaled_bytes(batch: int, vocabulary: int) -> int:
+    """Bytes of scaled logits at the start of a workspace of `draft_sample`, filled up to 16."""
+    return -(-batch * vocabulary * ITEM_SIZES["float32"] // 16) * 16
+
+
+def _element_bytes(row_bytes: Sequence[int], *arrays: DeviceArray) -> int:
+    """Bytes that one access can move in rows of `row_bytes` of all the arrays."""
+    sizes = (*row_bytes, *(array.pointer for array in arrays))
+    return next(width for width in _ELEMENTS if not any(size % width for size in sizes))

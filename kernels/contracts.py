@@ -1,0 +1,268 @@
+"""What a kernel takes is declared once, in a method of a `Protocol`; checks, CUDA structs and packing follow from it.
+
+An array is declared by its axes and dtype, `Annotated[OwnArray, "BT int32"]`; what belongs together is a bundle, a
+NamedTuple of such fields. A letter names an axis, which has one size in all arguments of a call; a digit is an axis of
+just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy),
+one in all arguments. Wrong shapes, dtypes and limits raise `KernelError` that names the argument, what was found and
+what was expected.
+
+Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
+axes, called by their letters. `cuda_header` writes these structs for the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import numpy as np
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.errors import KernelError
+
+#: The most rows of a launch that are not on the first axis of its grid.
+MAXIMUM_ROWS = 65_535
+
+#: What "compute" may be; NumPy holds bfloat16 as its uint16 bits.
+COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+
+#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask, a tensor be empty.
+_MAY_BE_EMPTY = frozenset("NL")
+_CUDA_TYPES = {
+    "float32": "float*",
+    "int32": "int*",
+    "int64": "long long*",
+    "uint64": "unsigned long long*",
+    "uint8": "unsigned char*",
+    "bool": "unsigned char*",
+    "compute": "char*",
+}
+_NUMBERS = {bool: "unsigned", int: "int", float: "double"}
+
+Rule = Callable[[dict[str, Any]], str | None]
+_Method = TypeVar("_Method", bound=Callable)
+_Bundle = TypeVar("_Bundle", bound=tuple)
+
+
+class _Field(NamedTuple):
+    """An array (with axes) or a number of a bundle, or of a method where `name` has no dot."""
+
+    name: str
+    axes: str
+    dtype: str  # or the CUDA type of a number
+
+
+class _Parameter(NamedTuple):
+    name: str
+    bundle: type | None
+    fields: tuple[_Field, ...]  # one, but for a bundle
+    optional: bool = False
+
+
+def limited(rule: Rule) -> Callable[[_Method], _Method]:
+    """Let a method's arguments be checked by `rule`, which gets sizes and numbers by name and says what is wrong."""
+
+    def mark(method: _Method) -> _Method:
+        method.rule = rule  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class Contract:
+    """What one kernel takes, read from the annotations of a protocol's method."""
+
+    def __init__(self, method: Callable) -> None:
+        self.name: str = method.__name__
+        self.rule: Rule | None = getattr(method, "rule", None)
+        hints = get_type_hints(method, include_extras=True)
+        hints.pop("return", None)
+        self.parameters = tuple(_parameter(name, annotation) for name, annotation in hints.items())
+        letters = "".join(field.axes for parameter in self.parameters for field in parameter.fields)
+        self.letters = tuple(dict.fromkeys(letter for letter in letters if letter.isalpha()))
+
+    def check(self, kind: type, *arguments: Any) -> dict[str, Any]:
+        """Sizes of the axes by letter, and numbers by name, if the arrays are of `kind` (np.ndarray or DeviceArray) and
+        as declared; of what was found right before, nothing is looked at again."""
+        on_host = kind is np.ndarray
+        found = []
+        for argument in arguments:
+            entries = []
+            for value in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(value, kind):
+                    usable = value.flags.c_contiguous if on_host else value.pointer != 0
+                    entries.append((value.shape, value.dtype, usable))
+                else:
+                    entries.append(value if value is None or isinstance(value, (int, float)) else type(value))
+            found.append(tuple(entries))
+        return _checked(self, kind, tuple(found))
+
+    def pack(self, sizes: dict[str, Any], *arguments: Any) -> ctypes.Array:
+        """The struct that kernels take: addresses and numbers of `arguments`, then the sizes that `check` gave."""
+        words: list[int] = []
+        for parameter, argument in zip(self.parameters, arguments, strict=True):
+            values = (None,) * len(parameter.fields) if argument is None else argument
+            for value in values if isinstance(values, tuple) else (values,):
+                words.append(_word(value))
+        words += [sizes.get(letter, 0) for letter in self.letters]
+        return (ctypes.c_uint64 * len(words))(*words)
+
+    @property
+    def cuda_struct(self) -> str:
+        """Source of the struct, `ArgmaxArguments` for `argmax`."""
+        lines = []
+        for parameter in self.parameters:
+            if parameter.bundle is not None:
+                lines.append(f"    {parameter.bundle.__name__} {parameter.name};")
+            else:
+                lines += [_cuda_member(field, field.name) for field in parameter.fields]
+        lines += [f"    alignas(8) {_size_type(letter)} {letter};" for letter in self.letters]
+        name = "".join(part.capitalize() for part in self.name.split("_"))
+        words = sum(len(parameter.fields) for parameter in self.parameters) + len(self.letters)
+        assertion = f'static_assert(sizeof({name}Arguments) == {8 * words}, "not what the host packs");'
+        return "\n".join((f"struct {name}Arguments {{", *lines, "};", assertion))
+
+
+class Contracts:
+    """The contracts of a protocol's methods, by name, checked for one kind of arrays."""
+
+    def __init__(self, protocol: type, kind: type) -> None:
+        self._contracts, self._kind = _contracts(protocol), kind
+
+    def __call__(self, kernel: str, *arguments: Any) -> dict[str, Any]:
+        """See `Contract.check`."""
+        return self._contracts[kernel].check(self._kind, *arguments)
+
+    def pack(self, kernel: str, sizes: dict[str, Any], *arguments: Any) -> ctypes.Array:
+        """See `Contract.pack`."""
+        return self._contracts[kernel].pack(sizes, *arguments)
+
+
+def cuda_header(*protocols: type) -> str:
+    """Source of the structs of all bundles and kernels of some protocols."""
+    contracts = [contract for protocol in protocols for contract in _contracts(protocol).values()]
+    bundles: dict[str, str] = {}
+    for parameter in (parameter for contract in contracts for parameter in contract.parameters):
+        if parameter.bundle is not None:
+            members = [_cuda_member(field, field.name.partition(".")[2]) for field in parameter.fields]
+            name = parameter.bundle.__name__
+            # Guarded, as headers of several protocols may come together.
+            text = "\n".join(
+                (f"#ifndef STRUCT_{name}", f"#define STRUCT_{name}", f"struct {name} {{", *members, "};", "#endif")
+            )
+            assert bundles.setdefault(name, text) == text, f"two bundles are called {name}"
+    structs = dict.fromkeys(contract.cuda_struct for contract in contracts)
+    return "\n".join(("#pragma once", *bundles.values(), *structs, ""))
+
+
+def rows_of(bundle: _Bundle, rows: slice) -> _Bundle:
+    """The same bundle of some rows of the first axis of its arrays."""
+    return type(bundle)(*(array[rows] for array in bundle))
+
+
+@lru_cache
+def _contracts(protocol: type) -> dict[str, Contract]:
+    return {name: Contract(method) for name, method in vars(protocol).items() if _is_kernel(name, method)}
+
+
+def _is_kernel(name: str, method: Any) -> bool:
+    """Methods that say how much memory a kernel needs take no arrays."""
+    return callable(method) and not name.startswith("_") and not name.endswith("_size")
+
+
+def _parameter(name: str, annotation: Any) -> _Parameter:
+    optional = type(None) in get_args(annotation)
+    if optional:
+        (annotation,) = (option for option in get_args(annotation) if option is not type(None))
+    if isinstance(annotation, type) and hasattr(annotation, "_fields"):
+        hints = get_type_hints(annotation, include_extras=True)
+        fields = (_field(f"{name}.{field}", hints[field]) for field in annotation._fields)
+        return _Parameter(name, annotation, tuple(fields), optional)
+    return _Parameter(name, None, (_field(name, annotation),), optional)
+
+
+def _field(name: str, annotation: Any) -> _Field:
+    if annotation in _NUMBERS:
+        return _Field(name, "", _NUMBERS[annotation])
+    axes, dtype = get_args(annotation)[1].split()
+    return _Field(name, axes, dtype)
+
+
+def _cuda_member(field: _Field, name: str) -> str:
+    return f"    {_CUDA_TYPES[field.dtype]} {name};" if field.axes else f"    alignas(8) {field.dtype} {name};"
+
+
+def _size_type(letter: str) -> str:
+    """Of N, what a call has of some size or other, there may be more than 2^32."""
+    return "unsigned long long" if letter == "N" else "unsigned"
+
+
+def _word(value: Any) -> int:
+    if isinstance(value, DeviceArray):
+        return value.pointer
+    if isinstance(value, float):
+        return struct.unpack("Q", struct.pack("d", value))[0]
+    return value or 0
+
+
+@lru_cache(maxsize=1024)
+def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[str, Any]:
+    """Checked once for each combination of shapes, dtypes and numbers, as these repeat with every token."""
+    sizes: dict[str, Any] = {}
+    compute: str | None = None
+    for field, entry in _pairs(contract, found):
+        if not field.axes:
+            sizes[field.name] = entry
+            continue
+        if not isinstance(entry, tuple):
+            raise _wrong_kind(contract, field, kind, entry)
+        shape, dtype, usable = entry
+        _check_shape(contract, field, shape, sizes)
+        name = _dtype_name(dtype)
+        allowed = (field.dtype,) if field.dtype != "compute" else (compute,) if compute else COMPUTE_DTYPES
+        if name not in allowed:
+            raise KernelError(f"{contract.name}: {field.name} is {name}; expected {' or '.join(map(str, allowed))}")
+        if field.dtype == "compute":
+            compute = name
+        if not usable:
+            raise KernelError(
+                f"{contract.name}: {field.name} is not C-contiguous or has no memory; pass a contiguous array"
+            )
+    wrong = contract.rule(sizes) if contract.rule is not None else None
+    if wrong is not None:
+        raise KernelError(f"{contract.name}: {wrong}")
+    return sizes
+
+
+def _pairs(contract: Contract, found: tuple[tuple, ...]) -> Iterator[tuple[_Field, Any]]:
+    """Every declared field with what was given for it; a bundle that may be left out, and is, has none."""
+    for parameter, entries in zip(contract.parameters, found, strict=True):
+        if entries != (None,) or not parameter.optional:
+            yield from zip(parameter.fields, entries, strict=True)
+
+
+def _check_shape(contract: Contract, field: _Field, shape: tuple[int, ...], sizes: dict[str, Any]) -> None:
+    expected = f"{contract.name}: {field.name} has shape {list(shape)}; expected [{', '.join(field.axes)}]"
+    if len(shape) != len(field.axes):
+        raise KernelError(expected)
+    for axis, size in zip(field.axes, shape, strict=True):
+        wanted = int(axis) if axis.isdigit() else sizes.setdefault(axis, size)
+        if size != wanted or (size == 0 and axis not in _MAY_BE_EMPTY):
+            known = ", ".join(f"{letter} = {sizes[letter]}" for letter in contract.letters if letter in sizes)
+            raise KernelError(f"{expected} with {known}")
+
+
+def _wrong_kind(contract: Contract, field: _Field, kind: type, entry: Any) -> KernelError:
+    name = entry.__name__ if isinstance(entry, type) else type(entry).__name__
+    return KernelError(
+        f"{contract.name}: {field.name} is a {name}; expected a {kind.__name__}, as these kernels work on those"
+    )
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The project's name of a dtype; uint16 on the host stands for the bits of bfloat16."""
+    name = dtype if isinstance(dtype, str) else dtype.name
+    return "bfloat16" if name == "uint16" else name

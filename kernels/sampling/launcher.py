@@ -1,0 +1,151 @@
+"""The kernels of a plain step on the GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import cuda_header
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.sampling.contract import (
+    IN_PROMPT,
+    ModelTables,
+    SamplingKernels,
+    SamplingRows,
+    SequenceState,
+    StepInputs,
+)
+
+#: Bytes of one `FilterRow` of filter.cu, which asserts it; threads of a block that works on a row of the vocabulary.
+FILTER_ROW_BYTES, ROW_THREADS = 45_088, 512
+#: What kernels that use headers of this folder are compiled with.
+SAMPLING_HEADER = ("sampling/arguments.cuh", cuda_header(SamplingKernels))
+SAMPLING_MACROS = (("FILTER_ROW_BYTES", FILTER_ROW_BYTES), ("ROW_THREADS", ROW_THREADS), ("IN_PROMPT", IN_PROMPT))
+_COPY_THREADS = 256
+_TOKENS_PER_BLOCK = 4 * ROW_THREADS
+#: Above this, more blocks only wait in line for the row's atomics.
+_MAXIMUM_BLOCKS_PER_ROW = 64
+#: What one thread looks at, where that makes no more blocks than fill the largest GPUs a few times.
+_BYTES_PER_THREAD, _MOST_BLOCKS = 64, 2048
+#: Of each row's workspace: the best token, the blocks that are done, the filter's.
+_ROW_BYTES = 8 + 4 + 4 + FILTER_ROW_BYTES
+
+
+def _source(name: str, files: tuple[str, ...], *expressions: str) -> ModuleSource:
+    return ModuleSource(name, files, expressions, SAMPLING_MACROS, (SAMPLING_HEADER,))
+
+
+#: What draws tokens, apart from what the argmax needs.
+DRAWING = _source(
+    "sampling",
+    ("sampling/filter.cu", "sampling/sample.cu"),
+    *("filter_range", "filter_histogram", "filter_select", "process_logits", "sample", "count_tokens"),
+)
+
+
+@lru_cache
+def step_source(dtype: str) -> ModuleSource:
+    """What a plain greedy step of a model of `dtype` needs."""
+    return _source(f"step_{dtype}", ("sampling/step.cu",), f"prepare_step<{CUDA_TYPES[dtype]}>", "argmax")
+
+
+@lru_cache
+def finite_source(dtype: str) -> ModuleSource:
+    """What looks for infinities and NaN among weights of `dtype`."""
+    return _source(f"finite_{dtype}", ("sampling/first_not_finite.cu",), f"first_not_finite<{CUDA_TYPES[dtype]}>")
+
+
+class CudaSampling(Launcher):
+    """See `edgellm.kernels.sampling.contract.SamplingKernels`; arrays are `DeviceArray`."""
+
+    def __init__(self, module: KernelModule, dtype: str, workspace: DeviceArray) -> None:
+        """For a model of `dtype`. `workspace` [N] uint8 is zero, of `workspace_bytes` for the most rows of a call."""
+        super().__init__(module, SamplingKernels)
+        self._step = step_source(dtype)
+        self._rows = workspace.size // _ROW_BYTES
+        self._workspace = workspace
+        self._best = workspace[: 8 * self._rows]
+        self._filter_rows = workspace[8 * self._rows :][: FILTER_ROW_BYTES * self._rows]
+        self._finished = workspace[(8 + FILTER_ROW_BYTES) * self._rows :]
+
+    @staticmethod
+    def workspace_bytes(rows: int) -> int:
+        """Bytes of workspace for up to `rows` rows (sequences, or nodes of all trees) of a call."""
+        if rows < 1:
+            raise KernelError(f"{rows} rows; expected at least 1")
+        return _ROW_BYTES * rows
+
+    def prepare_step(self, tables: ModelTables, token_ids: DeviceArray, inputs: StepInputs) -> None:
+        """Embeddings, rotary rows and mask; it lets the next kernel overlap it. See the contract."""
+        sizes = self._check("prepare_step", tables, token_ids, inputs)
+        packed = self._check.pack("prepare_step", sizes, tables, token_ids, inputs)
+        dtype = tables.embedding.dtype
+        kernel = Kernel(step_source(dtype), f"prepare_step<{CUDA_TYPES[dtype]}>")
+        self._launch(kernel, (sizes["T"], sizes["B"], 2), _COPY_THREADS, (packed,))
+
+    def argmax(self, logits: DeviceArray, tokens: DeviceArray, state: SequenceState | None = None) -> None:
+        """The lowest id of the largest logits; a `state` takes it. It overlaps the kernel before it."""
+        sizes = self._check("argmax", logits, tokens, state)
+        packed = self._check.pack("argmax", sizes, logits, tokens, state)
+        self._launch_rows(Kernel(self._step, "argmax"), sizes, packed, self._best, self._finished, early=True)
+
+    def process_logits(
+        self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray
+    ) -> None:
+        """Penalties, then temperature; see the contract."""
+        sizes = self._check("process_logits", logits, token_counts, rows, processed)
+        packed = self._check.pack("process_logits", sizes, logits, token_counts, rows, processed)
+        self._launch_rows(Kernel(DRAWING, "process_logits"), sizes, packed)
+
+    def filter_threshold(self, processed: DeviceArray, rows: SamplingRows, thresholds: DeviceArray) -> None:
+        """The bound of top-k, top-p and min-p of each row, in three launches; see the contract."""
+        sizes = self._check("filter_threshold", processed, rows, thresholds)
+        packed = self._check.pack("filter_threshold", sizes, processed, rows, thresholds)
+        for name in ("filter_range", "filter_histogram", "filter_select"):
+            self._launch_rows(Kernel(DRAWING, name), sizes, packed, self._filter_rows)
+
+    def sample(
+        self,
+        processed: DeviceArray,
+        thresholds: DeviceArray,
+        rows: SamplingRows,
+        positions: DeviceArray,
+        tokens: DeviceArray,
+        state: SequenceState | None = None,
+    ) -> None:
+        """Draw a token of each row by Gumbel-max; a `state` takes it. See the contract."""
+        arguments = (processed, thresholds, rows, positions, tokens, state)
+        sizes = self._check("sample", *arguments)
+        packed = self._check.pack("sample", sizes, *arguments)
+        self._launch_rows(Kernel(DRAWING, "sample"), sizes, packed, self._best, self._finished)
+
+    def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
+        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
+        sizes = self._check("count_tokens", token_ids, token_counts)
+        self._fill(token_counts, 0)
+        if sizes["N"]:
+            packed = self._check.pack("count_tokens", sizes, token_ids, token_counts)
+            self._launch(Kernel(DRAWING, "count_tokens"), (-(-sizes["N"] // _COPY_THREADS),), _COPY_THREADS, (packed,))
+
+    def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
+        """The index of the first value that is infinite or NaN; see the contract."""
+        sizes = self._check("first_not_finite", values, index)
+        self._fill(index, 0xFF)  # -1: more than any index where bits are a size
+        if sizes["N"]:
+            packed = self._check.pack("first_not_finite", sizes, values, index)
+            blocks = min(-(-values.nbytes // (_BYTES_PER_THREAD * _COPY_THREADS)), _MOST_BLOCKS)
+            kernel = Kernel(finite_source(values.dtype), f"first_not_finite<{CUDA_TYPES[values.dtype]}>")
+            self._launch(kernel, (blocks,), _COPY_THREADS, (packed,))
+
+    def _launch_rows(self, kernel: Kernel, sizes: dict[str, int], *arguments: object, early: bool = False) -> None:
+        """Launch a kernel that spreads each row of the vocabulary over several blocks."""
+        rows = sizes["B"]
+        if rows > self._rows:
+            raise KernelError(
+                f"{kernel.expression}: {rows} rows; these kernels have a workspace for at most {self._rows}"
+            )
+        blocks = min(-(-sizes["V"] // _TOKENS_PER_BLOCK), _MAXIMUM_BLOCKS_PER_ROW)
+        self._launch(kernel, (blocks, rows), ROW_THREADS, arguments, early=early, zeroed=self._workspace)

@@ -1,0 +1,165 @@
+"""The draft tree's kernels on the GPU.
+
+Each kernel may start while the one before it in the stream still runs, and waits for it before it reads anything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import cuda_header
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.tree.contract import (
+    MAXIMUM_DRAFT_VOCABULARY,
+    MAXIMUM_TOP_K,
+    MAXIMUM_TREE_TOKENS,
+    Candidates,
+    Expansion,
+    HiddenRows,
+    Level,
+    TreeKernels,
+    TreeNodes,
+    candidate_count,
+)
+from edgellm.kernels.tree.log_softmax import CHUNK
+
+_KEY_BYTES = 8
+_THREADS, _EXPAND_THREADS = 512, 1024
+#: Threads that share one maximum in `draft_expand`, for few and for many of the best keys.
+_LANES_OF_FEW, _LANES_OF_MANY, _FEW = 32, 4, 16
+#: Shared memory for the lists that warps merge.
+_LIST_BYTES = 32 << 10
+#: Up to so many candidates, `draft_verification` keeps their keys, tokens and parents in shared memory.
+_KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
+
+
+@lru_cache
+def tree_source(dtype: str) -> ModuleSource:
+    """What drafting needs for a model of `dtype`."""
+    compute = CUDA_TYPES[dtype]
+    verifications = (f"draft_verification<{compute}, {kept}>" for kept in ("true", "false"))
+    return ModuleSource(
+        f"tree_{dtype}",
+        ("tree/expand.cu", "tree/proposal.cu", "tree/verification.cu"),
+        ("draft_expand", f"draft_proposal<{compute}>", *verifications),
+        (
+            ("CHUNK", CHUNK),
+            ("EXPAND_THREADS", _EXPAND_THREADS),
+            ("TREE_THREADS", _THREADS),
+            ("MAXIMUM_TOP_K", MAXIMUM_TOP_K),
+            ("MAXIMUM_TREE_TOKENS", MAXIMUM_TREE_TOKENS),
+        ),
+        (("tree/arguments.cuh", cuda_header(TreeKernels)),),
+    )
+
+
+class CudaTree(Launcher):
+    """See `edgellm.kernels.tree.contract.TreeKernels`; arrays are `DeviceArray`."""
+
+    def __init__(self, module: KernelModule, dtype: str) -> None:
+        """For a model of `dtype`."""
+        super().__init__(module, TreeKernels)
+        self._dtype = dtype
+
+    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
+        """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
+        if not 1 <= top_k <= MAXIMUM_TOP_K or draft_vocab_size > MAXIMUM_DRAFT_VOCABULARY:
+            raise KernelError(
+                f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected "
+                f"1 to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
+            )
+        return _workspace_bytes(batch, draft_vocab_size, top_k)
+
+    def expand_frontier(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
+        """The likeliest continuations of the root or of each frontier node; see the contract."""
+        arguments = (level, logits, candidates, expansion)
+        sizes = self._check("expand_frontier", *arguments)
+        _check_workspace("expand_frontier", sizes, expansion)
+        lanes = _LANES_OF_FEW if sizes["K"] <= _FEW else _LANES_OF_MANY
+        packed = self._check.pack("expand_frontier", sizes, *arguments)
+        shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * sizes["K"]
+        grid = (_chunks(sizes["U"]), sizes["B"] * sizes["n"])
+        kernel = Kernel(tree_source(self._dtype), "draft_expand")
+        self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes, early=True)
+
+    def prepare_proposal(
+        self,
+        level: Level,
+        committed: DeviceArray,
+        tables: ModelTables,
+        candidates: Candidates,
+        hidden: HiddenRows,
+        inputs: StepInputs,
+        expansion: Expansion | None,
+    ) -> None:
+        """What the draft model reads in the propose step of a level; see the contract."""
+        arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
+        sizes = self._check("prepare_proposal", *arguments)
+        top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
+        mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion)
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level.number - 1) * top_k)
+        packed = self._check.pack("prepare_proposal", sizes, *arguments)
+        dtype = tables.embedding.dtype
+        kernel = Kernel(tree_source(dtype), f"draft_proposal<{CUDA_TYPES[dtype]}>")
+        self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes, early=True)
+
+    def prepare_verification(
+        self,
+        level: Level,
+        state: SequenceState,
+        tables: ModelTables,
+        candidates: Candidates,
+        tree: TreeNodes,
+        inputs: StepInputs,
+        expansion: Expansion | None,
+    ) -> None:
+        """The tree to verify and what the base model reads of it; see the contract."""
+        arguments = (level, state, tables, candidates, tree, inputs, expansion)
+        sizes = self._check("prepare_verification", *arguments)
+        top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
+        mergers, list_bytes = _mergers("prepare_verification", sizes, expansion)
+        rows = 0 if expansion is None else 1 if level.number == 1 else top_k
+        keeps = count <= _KEPT_CANDIDATES
+        shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows + (_KEPT_BYTES * count if keeps else 0)
+        packed = self._check.pack("prepare_verification", sizes, *arguments)
+        dtype = tables.embedding.dtype
+        name = f"draft_verification<{CUDA_TYPES[dtype]}, {'true' if keeps else 'false'}>"
+        kernel, grid = Kernel(tree_source(dtype), name), (sizes["T"], sizes["B"])
+        self._launch(kernel, grid, _THREADS, (packed, mergers), shared_bytes, early=True)
+
+
+def _chunks(draft_vocab_size: int) -> int:
+    return -(-draft_vocab_size // CHUNK)
+
+
+def _workspace_bytes(batch: int, draft_vocab_size: int, top_k: int) -> int:
+    """Of the best keys, the sum and the maximum of each chunk of each row."""
+    return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
+
+
+def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion) -> None:
+    needed = _workspace_bytes(sizes["B"], sizes["U"], sizes["K"])
+    if sizes["N"] < needed:
+        raise KernelError(
+            f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} (expand_workspace_size)"
+        )
+    if expansion.workspace.pointer % 8:
+        raise KernelError(
+            f"{kernel}: workspace starts at {expansion.workspace.pointer:#x}; expected a multiple of 8 bytes"
+        )
+
+
+def _mergers(kernel: str, sizes: dict[str, int], expansion: Expansion | None) -> tuple[int, int]:
+    """How many warps finish an expansion, and bytes of shared memory for the lists that they merge."""
+    if expansion is None:
+        return 0, 0
+    _check_workspace(kernel, sizes, expansion)
+    rows = 1 if sizes["level.number"] == 1 else sizes["K"]
+    list_bytes = _KEY_BYTES * _chunks(sizes["U"]) * sizes["level.width"]
+    mergers = min(rows, _THREADS // 32, max(1, _LIST_BYTES // list_bytes))
+    return mergers, mergers * list_bytes
