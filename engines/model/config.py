@@ -44,7 +44,8 @@ class DecoderConfig:
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`.
+    `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
+    (None: on all); a directory is built for no longer context.
     """
 
     family: str
@@ -82,6 +83,7 @@ class DecoderConfig:
     logits_scale: float = field(default=1.0, metadata=ADDED_LATER)
     nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     fused_projections: bool = field(default=False, metadata=ADDED_LATER)
+    sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:
