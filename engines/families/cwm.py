@@ -20,6 +20,7 @@ CWM = Family(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "sliding_window": 8192,
+        "rope_theta": 1000000.0,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 1000000.0,

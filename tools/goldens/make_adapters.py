@@ -134,6 +134,10 @@ IMAGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "float16",
     ),
+    "llava_mistral.all_but_vision": (
+        {"r": 2, "lora_alpha": 5, "target_modules": _ALL, "exclude_modules": r"model\.vision_tower\..*"},
+        "float32",
+    ),
 }
 #: Of the families whose projections, scales or layers differ from Llama's.
 VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
