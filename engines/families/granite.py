@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.engines.families.decoders import Family, read_decoder
+from edgellm.engines.families.decoders import Family
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.llama import read_llama
 from edgellm.engines.model.config import DecoderConfig
 
 _LARGEST_SCALE = 1e6
@@ -15,13 +16,9 @@ def read_granite(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     def scale(key: str) -> float:
         return fields.positive(key, 1.0, _LARGEST_SCALE)
 
-    bias = fields.switch("attention_bias")
-    return read_decoder(
+    return read_llama(
         fields,
         dtype,
-        attention_bias=bias,
-        attention_output_bias=bias,
-        mlp_bias=fields.switch("mlp_bias"),
         embedding_scale=scale("embedding_multiplier"),
         residual_scale=scale("residual_multiplier"),
         attention_scale=scale("attention_multiplier"),

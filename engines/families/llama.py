@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import DecoderConfig
 
 
-def read_llama(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP."""
-    bias = fields.switch("attention_bias")
-    return read_decoder(
-        fields, dtype, attention_bias=bias, attention_output_bias=bias, mlp_bias=fields.switch("mlp_bias")
-    )
+def read_llama(fields: ConfigFields, dtype: str | None, **own: Any) -> DecoderConfig:
+    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP.
+
+    `own` is what another family with these switches adds, for `read_decoder`.
+    """
+    bias, mlp_bias = fields.switch("attention_bias"), fields.switch("mlp_bias")
+    return read_decoder(fields, dtype, attention_bias=bias, attention_output_bias=bias, mlp_bias=mlp_bias, **own)
 
 
 LLAMA = Family(

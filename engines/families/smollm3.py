@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from edgellm.engines.directories.strict_formats import as_json, is_integer
-from edgellm.engines.families.decoders import Family, read_decoder
+from edgellm.engines.families.decoders import Family
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.llama import read_llama
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 
 
 def read_smollm3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     """Llama's biases; `no_rope_layers` holds 0 for each layer without rotary embedding, else 1."""
     fields.ignore("no_rope_layers", "pretraining_tp")
-    bias = fields.switch("attention_bias")
-    return read_decoder(
-        fields,
-        dtype,
-        attention_bias=bias,
-        attention_output_bias=bias,
-        mlp_bias=fields.switch("mlp_bias"),
-        nope_layers=_nope_layers(fields),
-    )
+    return read_llama(fields, dtype, nope_layers=_nope_layers(fields))
 
 
 def _nope_layers(fields: ConfigFields) -> tuple[int, ...]:
