@@ -57,8 +57,9 @@ def context_bounds(config: DecoderConfig) -> dict[str, int]:
     bounds = {}
     if config.sliding_window is not None:
         bounds["sliding_window"] = config.sliding_window
-    if config.rope_scaling is not None and config.rope_scaling.get(FAR_SCALING):
-        bounds[FAR_SCALING] = int(config.rope_scaling[_LENGTH])
+    scaling = config.rope_scaling or {}
+    if scaling.get(FAR_SCALING) and is_number(scaling.get(_LENGTH)):
+        bounds[FAR_SCALING] = int(scaling[_LENGTH])
     return bounds
 
 
