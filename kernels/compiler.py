@@ -1,16 +1,20 @@
-"""Compiles the CUDA sources with NVRTC, which needs neither a GPU nor a host compiler, and keeps the result.
+"""Compiles modules of kernels with NVRTC, which needs neither a GPU nor a host compiler, and keeps the result.
 
-`cuda.bindings.nvrtc` is imported only when something is to be compiled.
+A module is compiled when it is first asked for: what a model does not need is never compiled. `cuda.bindings.nvrtc` is
+imported only when something is to be compiled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
@@ -18,68 +22,101 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 logger = logging.getLogger("edgellm.kernels")
 
-#: Bytes of one `FilterRow` of cuda/filter_workspace.cuh, which asserts it.
-FILTER_ROW_BYTES = 45_088
-
-_SOURCES = Path(__file__).parent / "cuda"
+_ROOT = Path(__file__).parent
+_INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Without fused multiply-add and with IEEE division, arithmetic gives NumPy's bits: see portable_math.
-_OPTIONS = (
-    "--std=c++17",
-    "--fmad=false",
-    "--prec-div=true",
-    "--ftz=false",
-    f"--define-macro=FILTER_ROW_BYTES={FILTER_ROW_BYTES}",
-)
+_OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--ftz=false", "--generate-line-info")
 
 
-def compile_kernels(architecture: str) -> bytes:
-    """Compile all kernels for `architecture` ("sm_90") and return the cubin, or PTX ("compute_80").
+@dataclass(frozen=True)
+class ModuleSource:
+    """Kernels that are compiled and loaded together.
+
+    `files` are paths below kernels/, as includes are. `expressions` name the instantiations of templates, as
+    "decode::norm<__half>"; kernels that are extern "C" need none. `macros` are names and values, by which a constant of
+    Python's reaches the device. `headers` are names and texts of includes that are no files.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    expressions: tuple[str, ...] = ()
+    macros: tuple[tuple[str, int | str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class CompiledModule(NamedTuple):
+    """A cubin (or PTX), and the name in it of each expression of the source."""
+
+    code: bytes
+    lowered_names: dict[str, str]
+
+
+def compile_module(source: ModuleSource, architecture: str) -> CompiledModule:
+    """Compile a module for `architecture`: "sm_90" for a cubin, "compute_80" for PTX.
 
     Raises MissingDependencyError without NVRTC or CUDA's headers, KernelError with the compiler's log if it refuses.
     """
     nvrtc = _load_nvrtc()
     version = _version(nvrtc)
-    headers = find_headers(version[0])
-    sources = _sources()
-    program_text = "".join(f'#include "{name}"\n' for name in sources if name.endswith(".cu"))
-    options = [option.encode() for option in (*_options(architecture, version), *(f"-I{folder}" for folder in headers))]
+    texts = _texts(source)
+    folders = (f"-I{folder}" for folder in find_headers(version[0]))
+    options = [option.encode() for option in (*_options(source, architecture, version), *folders)]
     status, program = nvrtc.nvrtcCreateProgram(
-        program_text.encode(),
-        b"edgellm_kernels.cu",
-        len(sources),
-        list(sources.values()),
-        [name.encode() for name in sources],
+        "".join(f'#include "{name}"\n' for name in source.files).encode(),
+        f"{source.name}.module".encode(),
+        len(texts),
+        list(texts.values()),
+        [name.encode() for name in texts],
     )
     _check(nvrtc, status, "creating a program")
     try:
+        for expression in source.expressions:
+            _check(nvrtc, *nvrtc.nvrtcAddNameExpression(program, expression.encode()), f"asking for {expression}")
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise _compilation_failure(nvrtc, program, architecture)
-        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
-        status, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
-        _check(nvrtc, status, "reading the size of the compiled kernels")
-        cubin = bytes(size)
-        (status,) = getattr(nvrtc, f"nvrtcGet{kind}")(program, cubin)
-        _check(nvrtc, status, "reading the compiled kernels")
+            raise _compilation_failure(nvrtc, program, source, architecture)
+        return CompiledModule(_code(nvrtc, program, architecture), _lowered_names(nvrtc, program, source))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return cubin
 
 
-def cached_kernels(architecture: str) -> bytes:
-    """The cubin for `architecture`, from the user's cache directory or compiled now and kept there.
+def _code(nvrtc: Any, program: Any, architecture: str) -> bytes:
+    kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+    status, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
+    _check(nvrtc, status, "reading the size of the compiled kernels")
+    code = bytes(size)
+    (status,) = getattr(nvrtc, f"nvrtcGet{kind}")(program, code)
+    _check(nvrtc, status, "reading the compiled kernels")
+    return code
+
+
+def _lowered_names(nvrtc: Any, program: Any, source: ModuleSource) -> dict[str, str]:
+    names = {}
+    for expression in source.expressions:
+        status, name = nvrtc.nvrtcGetLoweredName(program, expression.encode())
+        _check(nvrtc, status, f"reading the name of {expression}")
+        names[expression] = name.decode()
+    return names
+
+
+def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
+    """A module for `architecture`, from the user's cache directory or compiled now and kept there.
 
     A file that does not match its digest is compiled anew; where that cannot be written, every start compiles
-    anew, which takes 30 s of processor time. Raises what `compile_kernels` raises.
+    anew, which takes seconds of processor time. Raises what `compile_module` raises.
     """
-    path = user_cache_directory() / "kernels" / f"{architecture}-{_cache_key(architecture)}.cubin"
-    cubin = _read_verified(path)
-    if cubin is None:
-        logger.warning("The CUDA kernels are compiled for %s now, which takes up to a minute, once", architecture)
-        cubin = compile_kernels(architecture)
-        _keep(path, hashlib.sha256(cubin).digest() + cubin)
-    return cubin
+    name = f"{source.name}-{architecture}-{_cache_key(source, architecture)}.cubin"
+    path = user_cache_directory() / "kernels" / name
+    content = _read_verified(path)
+    if content is not None:
+        names, _, code = content.partition(b"\n")
+        return CompiledModule(code, json.loads(names))
+    logger.warning("The CUDA kernels %s are compiled for %s now, which takes seconds, once", source.name, architecture)
+    module = compile_module(source, architecture)
+    content = json.dumps(module.lowered_names).encode() + b"\n" + module.code
+    _keep(path, hashlib.sha256(content).digest() + content)
+    return module
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -148,7 +185,9 @@ def _check(nvrtc: Any, status: Any, action: str) -> None:
         raise KernelError(f"NVRTC failed while {action}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
 
 
-def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> KernelError | MissingDependencyError:
+def _compilation_failure(
+    nvrtc: Any, program: Any, source: ModuleSource, architecture: str
+) -> KernelError | MissingDependencyError:
     """The error with NVRTC's log or, if the architecture is the reason, with what this NVRTC can compile for."""
     version = ".".join(map(str, _version(nvrtc)))
     status, numbers = nvrtc.nvrtcGetSupportedArchs()
@@ -166,39 +205,48 @@ def _compilation_failure(nvrtc: Any, program: Any, architecture: str) -> KernelE
             "CUDA's headers were found without nv/target, which they include. "
             "Install it with: pip install nvidia-cuda-cccl"
         )
-    return KernelError(f"NVRTC {version} refused the kernels for {architecture}:\n{text}")
+    return KernelError(f"NVRTC {version} refused the kernels {source.name} for {architecture}:\n{text}")
 
 
-def _options(architecture: str, version: tuple[int, int]) -> tuple[str, ...]:
+def _options(source: ModuleSource, architecture: str, version: tuple[int, int]) -> tuple[str, ...]:
     """Options for NVRTC of that version. From 13.0 on it can take all cores; the code does not depend on how many."""
+    macros = (f"--define-macro={name}={value}" for name, value in source.macros)
     all_cores = ("--split-compile=0",) if version >= (13, 0) else ()
-    return (f"--gpu-architecture={architecture}", *_OPTIONS, *all_cores)
+    return (f"--gpu-architecture={architecture}", *_OPTIONS, *macros, *all_cores)
 
 
-def _sources() -> dict[str, bytes]:
-    """All CUDA sources by file name, in a fixed order."""
-    return {path.name: path.read_bytes() for path in sorted(_SOURCES.glob("*.cu*"))}
+def _texts(source: ModuleSource) -> dict[str, bytes]:
+    """The files of a module and all that they include of the project's own, by path below kernels/."""
+    own = {name: text.encode() for name, text in source.headers}
+    texts: dict[str, bytes] = {}
+    waiting = list(source.files)
+    while waiting:
+        name = waiting.pop()
+        if name not in texts:
+            texts[name] = own[name] if name in own else (_ROOT / name).read_bytes()
+            waiting += [include.decode() for include in _INCLUDE.findall(texts[name])]
+    return dict(sorted(texts.items()))
 
 
-def _cache_key(architecture: str) -> str:
-    """SHA-256 over everything that decides the result: sources, options with the architecture, the compiler."""
+def _cache_key(source: ModuleSource, architecture: str) -> str:
+    """SHA-256 over everything that decides the result: source, options with the architecture, the compiler."""
     digest, version = hashlib.sha256(), _version(_load_nvrtc())
-    for part in (repr(version), repr(_options(architecture, version)), repr(_sources())):
-        digest.update(hashlib.sha256(part.encode()).digest())
+    for part in (version, _options(source, architecture, version), source, _texts(source)):
+        digest.update(hashlib.sha256(repr(part).encode()).digest())
     return digest.hexdigest()
 
 
 def _read_verified(path: Path) -> bytes | None:
-    """A kept cubin behind its digest, or None where there is none that matches."""
+    """What was kept behind its digest, or None where there is nothing that matches."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if hashlib.sha256(cubin).digest() != digest:
+    digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(kept).digest() != digest:
         logger.warning("%s is damaged; compiling the kernels again", path)
         return None
-    return cubin
+    return kept
 
 
 def _keep(path: Path, content: bytes) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from edgellm.kernels.acceptance_checks import check_acceptance, check_caches, check_emitted
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.checks import check_device_arguments
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 
 #: As CACHES_PER_LAUNCH of cuda/accept_state.cu: addresses travel with the launch, so nothing is made ready before.
 _CACHES_PER_LAUNCH = 256
@@ -107,7 +108,9 @@ class CudaAcceptedState:
         launch()
 
     def _made(self, name: str, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any]) -> Launch:
-        return Launch(self._module, name, grid, threads, 0, [_argument(value) for value in arguments])
+        return Launch(
+            self._module, Kernel(OTHER_KERNELS, name), grid, threads, 0, [_argument(value) for value in arguments]
+        )
 
 
 def _argument(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.checks import check_device_arguments
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.draft_tree_checks import (
     check_draft_vocabulary,
     check_expansion,
@@ -17,7 +18,7 @@ from edgellm.kernels.draft_tree_checks import (
 )
 from edgellm.kernels.draft_tree_interface import Expansion
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 from edgellm.kernels.log_softmax import CHUNK
 
 _KEY_BYTES = 8
@@ -197,7 +198,7 @@ class CudaDraftTree:
         arguments: tuple[Any, ...],
         threads: int = _THREADS,
     ) -> None:
-        launch = Launch(self._module, name, grid, threads, shared_bytes, arguments)
+        launch = Launch(self._module, Kernel(OTHER_KERNELS, name), grid, threads, shared_bytes, arguments)
         launch.overlap_previous()
         launch()
 

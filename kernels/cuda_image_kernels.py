@@ -6,9 +6,10 @@ import ctypes
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import MAXIMUM_ROWS, check_device_arguments
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.image_interface import check_patches, check_resampling, resampled_size
-from edgellm.kernels.launch import KernelModule, Launch, pointer
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer
 
 _THREADS = 256
 
@@ -32,7 +33,14 @@ class CudaImageKernels:
             )
         numbers = (*(sizes[letter] for letter in "SWXK"), axis)
         grid = (-(-3 * sizes["X"] // _THREADS), sizes["Y"], 1)
-        Launch(self._module, "resample", grid, _THREADS, 0, (*map(pointer, arrays), *map(ctypes.c_uint, numbers)))()
+        Launch(
+            self._module,
+            Kernel(OTHER_KERNELS, "resample"),
+            grid,
+            _THREADS,
+            0,
+            (*map(pointer, arrays), *map(ctypes.c_uint, numbers)),
+        )()
 
     def resample_to_patches(
         self,
@@ -53,4 +61,4 @@ class CudaImageKernels:
         numbers = (sizes["S"], sizes["W"], columns, sizes["K"], axis, patch_size, merge_size, frames)
         arguments = (*map(pointer, arrays), *map(ctypes.c_uint, numbers))
         name = f"resample_to_patches_{patches.dtype}"
-        Launch(self._module, name, (sizes["N"], 1, 1), _THREADS, 0, arguments)()
+        Launch(self._module, Kernel(OTHER_KERNELS, name), (sizes["N"], 1, 1), _THREADS, 0, arguments)()

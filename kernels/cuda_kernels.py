@@ -7,15 +7,24 @@ launched as the decode engine's own kernels are.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.checks import check_device_arguments
-from edgellm.kernels.compiler import FILTER_ROW_BYTES, cached_kernels
+from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.interface import SequenceState
-from edgellm.kernels.launch import KernelModule, Launch, pointer, refused_by_driver
+from edgellm.kernels.launch import Kernel, KernelModule, Launch, pointer, refused_by_driver
 
+#: Bytes of one `FilterRow` of cuda/filter_workspace.cuh, which asserts it.
+FILTER_ROW_BYTES = 45_088
+#: All kernels but those of linear layers and attention.
+OTHER_KERNELS = ModuleSource(
+    "kernels",
+    tuple(f"cuda/{name}" for name in sorted(path.name for path in (Path(__file__).parent / "cuda").glob("*.cu"))),
+    macros=(("FILTER_ROW_BYTES", FILTER_ROW_BYTES),),
+)
 #: Kernel name -> types of its parameters, as `struct` spells them (P pointer, i int, I unsigned int, N size_t).
 _PARAMETERS = {
     "embedding_lookup": "PPPIN",
@@ -69,7 +78,7 @@ class CudaKernels:
         if max_batch < 1:
             raise KernelError(f"max_batch is {max_batch}; expected at least 1")
         try:
-            self._module = cuda.module_from_buffer(cached_kernels(module.architecture))
+            self._module = cuda.module_from_buffer(cached_module(OTHER_KERNELS, module.architecture).code)
         except cuda.Error as error:
             raise refused_by_driver(module.architecture, error) from error
         self._overlapping = module
@@ -157,7 +166,8 @@ class CudaKernels:
             *(ctypes.c_uint(sizes[axis]) for axis in "PRL"),
         )
         grid = (sizes["T"], sizes["B"], 2)
-        Launch(self._overlapping, f"prepare_step_{table.dtype}", grid, _COPY_THREADS, 0, arguments)()
+        kernel = Kernel(OTHER_KERNELS, f"prepare_step_{table.dtype}")
+        Launch(self._overlapping, kernel, grid, _COPY_THREADS, 0, arguments)()
 
     def insert_image_rows(
         self,
@@ -213,7 +223,8 @@ class CudaKernels:
             *map(pointer, state or _NO_STATE),
             ctypes.c_uint(sizes.get("E", 0)),
         )
-        launch = Launch(self._overlapping, "argmax", self._row_grid("argmax", sizes), _ROW_THREADS, 0, arguments)
+        kernel, grid = Kernel(OTHER_KERNELS, "argmax"), self._row_grid("argmax", sizes)
+        launch = Launch(self._overlapping, kernel, grid, _ROW_THREADS, 0, arguments)
         launch.overlap_previous()
         launch()
 

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import cached_kernels
+from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 
-class KernelModule:
-    """The compiled kernels in the current context, for launches on one stream, and what the GPU allows them."""
+class Kernel(NamedTuple):
+    """One kernel of a module: the name expression of its instantiation, or the name of one that is extern "C"."""
 
-    def __init__(self, architecture: str, stream_handle: int, cubin: bytes | None = None) -> None:
-        """Load the kernels for `architecture` ("sm_90"), or `cubin`. Raises MissingDependencyError or KernelError."""
+    source: ModuleSource
+    expression: str
+
+
+class KernelModule:
+    """Kernels in the current context, for launches on one stream, and what the GPU allows them.
+
+    A module of them is loaded, once, when it is first asked for.
+    """
+
+    def __init__(self, architecture: str, stream_handle: int) -> None:
+        """Of kernels for `architecture` ("sm_90"; of "compute_80" the driver translates them).
+
+        Raises MissingDependencyError without cuda.bindings, KernelError if the driver answers no question.
+        """
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -29,11 +42,9 @@ class KernelModule:
         self.architecture = architecture
         self.driver = driver
         self.stream = driver.CUstream(stream_handle)
-        status, self._module = driver.cuModuleLoadData(cubin or cached_kernels(architecture))
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise refused_by_driver(architecture, status)
-        self._functions: dict[str, Any] = {}
-        self._shared_bytes: dict[str, int] = {}
+        self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
+        self._functions: dict[Kernel, Any] = {}
+        self._shared_bytes: dict[Kernel, int] = {}
         device = self._checked(driver.cuCtxGetDevice())
         names = driver.CUdevice_attribute
 
@@ -48,7 +59,9 @@ class KernelModule:
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
         self.driver.cuStreamSynchronize(self.stream)
-        self.driver.cuModuleUnload(self._module)
+        for module, _ in self._loaded.values():
+            self.driver.cuModuleUnload(module)
+        self._loaded, self._functions = {}, {}
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result
@@ -56,25 +69,41 @@ class KernelModule:
             raise KernelError(f"CUDA reported {status} while the kernels were made ready")
         return values[0] if values else None
 
-    def function(self, name: str, shared_bytes: int) -> Any:
-        """The kernel `name`, allowed to use `shared_bytes` of shared memory."""
+    def load(self, source: ModuleSource) -> None:
+        """Have a module of kernels compiled and loaded: not while the stream's work is captured.
+
+        Raises MissingDependencyError or KernelError.
+        """
+        if source in self._loaded:
+            return
+        compiled = cached_module(source, self.architecture)
+        status, module = self.driver.cuModuleLoadData(compiled.code)
+        if status != self.driver.CUresult.CUDA_SUCCESS:
+            raise refused_by_driver(self.architecture, status)
+        self._loaded[source] = module, compiled.lowered_names
+
+    def function(self, kernel: Kernel, shared_bytes: int) -> Any:
+        """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet."""
         attributes = self.driver.CUfunction_attribute
-        if name not in self._functions:
-            function = self._checked(self.driver.cuModuleGetFunction(self._module, name.encode()))
+        if kernel not in self._functions:
+            self.load(kernel.source)
+            module, lowered_names = self._loaded[kernel.source]
+            name = lowered_names.get(kernel.expression, kernel.expression)
+            function = self._checked(self.driver.cuModuleGetFunction(module, name.encode()))
             # One split of cache and shared memory for all: another split would keep kernels from running side by side.
             carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._checked(self.driver.cuFuncSetAttribute(function, carveout, 100))
-            self._functions[name], self._shared_bytes[name] = function, 0
+            self._functions[kernel], self._shared_bytes[kernel] = function, 0
         if shared_bytes > self.shared_limit:
             raise KernelError(
-                f"{name} needs {shared_bytes} bytes of shared memory for this batch and width, the GPU has "
-                f"{self.shared_limit}: use a smaller batch or tree"
+                f"{kernel.expression} needs {shared_bytes} bytes of shared memory for this batch and width, the GPU "
+                f"has {self.shared_limit}: use a smaller batch or tree"
             )
-        if shared_bytes > self._shared_bytes[name]:
+        if shared_bytes > self._shared_bytes[kernel]:
             limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._checked(self.driver.cuFuncSetAttribute(self._functions[name], limit, shared_bytes))
-            self._shared_bytes[name] = shared_bytes
-        return self._functions[name]
+            self._checked(self.driver.cuFuncSetAttribute(self._functions[kernel], limit, shared_bytes))
+            self._shared_bytes[kernel] = shared_bytes
+        return self._functions[kernel]
 
 
 class Launch:
@@ -83,17 +112,20 @@ class Launch:
     def __init__(
         self,
         kernels: KernelModule,
-        name: str,
+        kernel: Kernel,
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int,
         arguments: Sequence[Any],
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
-        """`cluster`: of blocks that may read each other's shared memory (sm_90 and later); divides `grid`."""
+        """`arguments` are ctypes values, structures among them: a kernel gets each by value.
+
+        `cluster`: of blocks that may read each other's shared memory (sm_90 and later); divides `grid`.
+        """
         driver = kernels.driver
         self._driver = driver
-        self._function = kernels.function(name, shared_bytes)
+        self._function = kernels.function(kernel, shared_bytes)
         self._arguments = arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         self._address = ctypes.addressof(self._pointers)
@@ -105,7 +137,7 @@ class Launch:
         self._config = config
         self._can_overlap = kernels.can_overlap
         self._attributes: list[Any] = []
-        self.name = name
+        self.name = kernel.expression
         if cluster != (1, 1, 1):
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

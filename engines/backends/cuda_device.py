@@ -134,6 +134,10 @@ class CudaDevice:
         self._cuda.memset_d8_async(array.pointer, 0, array.nbytes, self.stream)
         return array
 
+    def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """An array in `memory` uint8, from byte `offset` on."""
+        return DeviceArray(memory.pointer + offset, tuple(shape), dtype, memory)
+
     def upload(self, array: DeviceArray, values: np.ndarray) -> None:
         """Copy host values of the same shape and dtype; they may be changed as soon as this returns."""
         if values.shape != array.shape or values.dtype != host_dtype(array.dtype):

@@ -20,8 +20,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
-from edgellm.engines.model.descriptions import ModelConfig, model_description, model_weights
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
+from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.numpy_acceptance import NumpyAcceptance
@@ -63,7 +64,7 @@ class NumpyTransfer:
 
 
 class NumpyEngine:
-    """Runs a model description with the NumPy interpreter on the bound arrays."""
+    """Runs a program with NumPy on the bound arrays."""
 
     reads_attention_mask = True
 
@@ -71,7 +72,7 @@ class NumpyEngine:
         self.shape = shape
         self._bindings: dict[str, np.ndarray] = {}
         operations = NumpyOperations(self._bindings, self._bindings)
-        self._description = model_description(operations, config, shape)
+        self._graph = ProgramGraph(operations, model_program(config, shape))
         parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
         self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
 
@@ -83,7 +84,7 @@ class NumpyEngine:
     def enqueue(self) -> None:
         """Compute; outputs are written into their bound arrays."""
         with self._threads():
-            self._description.describe()
+            self._graph.run()
 
 
 class NumpyBackend:

@@ -115,7 +115,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 y[sequence] += np.dot(low.T, b[rows])
         return y
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
         size = x.shape[-1]
         if x.size == size:
             flat = x.reshape(size)
@@ -126,7 +126,7 @@ class NumpyOperations(Operations[np.ndarray]):
             scale += epsilon
             np.sqrt(scale, out=scale)
             result = x / scale
-        result *= weight
+        result *= weight if offset == 0.0 else weight + np.float32(offset)
         return result
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
@@ -203,11 +203,14 @@ class NumpyOperations(Operations[np.ndarray]):
                     context[b, h] = _attend(grouped[b, h], keys[b, h], values[b, h], bias, visible.first_hidden, tokens)
         return context.reshape(batch, heads, tokens, size)
 
-    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
+    def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
-        result = silu(gate_up[..., :half])
+        result = ACTIVATIONS[kind](gate_up[..., :half])
         result *= gate_up[..., half:]
         return result
+
+    def scale(self, x: np.ndarray, factor: float) -> np.ndarray:
+        return x * np.float32(factor)
 
     def gather_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if rows.size and (rows.min() < 0 or rows.max() >= x.shape[1]):

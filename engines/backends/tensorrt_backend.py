@@ -10,9 +10,8 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.cuda_draft_engine import CudaDraftEngine
-from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
-from edgellm.engines.backends.cuda_tiled_engine import decoder_engine_kind
+from edgellm.engines.backends.kernel_engine import Executor, KernelEngine, kernel_executor
+from edgellm.engines.backends.kernel_executors import ManyRows, StepKernels
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
@@ -21,14 +20,16 @@ from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_part
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.cuda_acceptance import CudaAcceptance
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_image_kernels import CudaImageKernels
 from edgellm.kernels.cuda_kernels import CudaKernels
-from edgellm.kernels.decode_kernels import MAX_ROWS, CudaDecodeKernels
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.launch import KernelModule
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -52,35 +53,37 @@ class TensorRTBackend(CudaDevice):
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._decode_kernels = CudaDecodeKernels(self.compute_capability, self.stream.handle)
-            opened.callback(self._decode_kernels.close)
+            self._module = KernelModule(self.compute_capability, self.stream.handle)
+            opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
 
     def _load(self) -> None:
         limits, capability = self._directory.limits, self.compute_capability
         most = limits.max_batch * max((1, *limits.verify_sizes))
-        self.kernels = CudaKernels(self.stream, self._decode_kernels, max_batch=most)
+        self.kernels = CudaKernels(self.stream, self._module, max_batch=most)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = Platform(capability, self._library.flavour, self._library.version)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
-        self._engines: list[TensorRTEngine | CudaKernelEngine] = []
+        self._engines: list[TensorRTEngine | KernelEngine] = []
+        self._few: dict[int, CudaDecodeKernels] = {}
+        self._many: CudaTiledKernels | None = None
         self._scratch = self.empty((0,), "uint8")
 
     @cached_property
     def draft_tree(self) -> CudaDraftTree:
         """The kernels of the draft's tree."""
-        return CudaDraftTree(self._decode_kernels)
+        return CudaDraftTree(self._module)
 
     @cached_property
     def acceptance(self) -> CudaAcceptance:
         """The kernels of acceptance."""
-        return CudaAcceptance(self.kernels, self._decode_kernels)
+        return CudaAcceptance(self.kernels, self._module)
 
     @cached_property
     def image_kernels(self) -> CudaImageKernels:
         """The kernels of images."""
-        return CudaImageKernels(self._decode_kernels)
+        return CudaImageKernels(self._module)
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
@@ -124,20 +127,23 @@ class TensorRTBackend(CudaDevice):
         self._engines.append(engine)
         return engine
 
-    def _kernel_engine(self, shape: EngineShape) -> CudaKernelEngine | None:
-        kernels, dtype = self._decode_kernels, self.compute_dtype
-        if shape.model == "vision":
+    def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
+        config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
+        executor, reason = kernel_executor(config, shape, dtype, limit)
+        if executor is None:
+            logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
-        if shape.phase == "prefill" and (shape.model == "draft" or shape.tokens > MAX_ROWS):
-            return None  # the common case, which needs no line in the log
-        config: Any = self._directory.model_config(shape.model)  # of the kind of model that the engine is for
-        limit = kernels.shared_limit
-        kind = CudaDraftEngine if shape.model == "draft" else decoder_engine_kind(config, shape, dtype, limit)
-        reason = kind.unsupported(config, shape, dtype, limit)
-        if reason is None:
-            return kind(kernels, config, shape, dtype)
-        logger.info("%s runs on TensorRT: %s", shape.name, reason)
-        return None
+        return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
+
+    def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
+        """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
+        decoder = config.decoder if isinstance(config, DraftConfig) else config
+        few = self._few.get(decoder.head_dim)
+        if few is None:
+            few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
+        if executor is ManyRows and self._many is None:
+            self._many = CudaTiledKernels(self._module, self.compute_dtype)
+        return StepKernels(few, self._many)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

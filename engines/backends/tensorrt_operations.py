@@ -10,11 +10,9 @@ import numpy as np
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
 from edgellm.engines.errors import BuildError
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.descriptions import ModelConfig, model_description
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.operations import Operations
-
-#: Raise this when an emitted network changes though description, shapes and settings do not: plans are then rebuilt.
-NETWORK_VERSION = 2
+from edgellm.engines.model.programs import ModelConfig, model_program
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
@@ -83,13 +81,16 @@ class TensorRTOperations(Operations[Any]):
         added = self._product(low, b, operation.NONE, self.wide_linear)
         return self.add(y, self._reshape(added, tuple(y.shape)))
 
-    def rms_norm(self, x: Any, weight: Any, epsilon: float) -> Any:
+    def rms_norm(self, x: Any, weight: Any, epsilon: float, offset: float = 0.0) -> Any:
         wide = self.to_float32(x)
         mean = self._mean(self._elementwise(wide, wide, "PROD"))
         normed = self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV")
         weight = self._reshape(weight, self._last_axis(weight.shape[0], x))
-        if self.wide_norm:
-            return self._cast(self._elementwise(normed, self.to_float32(weight), "PROD"), self.compute)
+        if self.wide_norm or offset != 0.0:
+            weight = self.to_float32(weight)
+            if offset != 0.0:
+                weight = self._elementwise(weight, self._constant(offset, len(x.shape)), "SUM")
+            return self._cast(self._elementwise(normed, weight, "PROD"), self.compute)
         return self._elementwise(self._cast(normed, self.compute), weight, "PROD")
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
@@ -191,12 +192,15 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def silu_mul(self, gate_up: Any) -> Any:
+    def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
         if self.wide_activation:
             gate, up = self.to_float32(gate), self.to_float32(up)
-        return self.to_compute(self._elementwise(self.activation(gate, "silu"), up, "PROD"))
+        return self.to_compute(self._elementwise(self.activation(gate, kind), up, "PROD"))
+
+    def scale(self, x: Any, factor: float) -> Any:
+        return self._elementwise(x, self._cast(self._constant(factor, len(x.shape)), x.dtype), "PROD")
 
     def gather_rows(self, x: Any, rows: Any) -> Any:
         layer = self.network.add_gather_v2(x, rows, self.trt.GatherMode.DEFAULT)
@@ -293,7 +297,7 @@ def build_plan(
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     kind = attention_kind(attention, target or "")
-    model_description(TensorRTOperations(trt, network, dtype, kind), config, shape).describe()
+    ProgramGraph(TensorRTOperations(trt, network, dtype, kind), model_program(config, shape)).run()
     settings = builder.create_builder_config()
     settings.profiling_verbosity = trt.ProfilingVerbosity.LAYER_NAMES_ONLY
     if library.flavour == "rtx":

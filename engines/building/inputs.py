@@ -31,7 +31,7 @@ from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.descriptions import ModelConfig
+from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"

@@ -25,8 +25,8 @@ from edgellm.engines.directories.plan_files import Platform
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
-from edgellm.engines.model.descriptions import ModelConfig
 from edgellm.engines.model.memory_plan import available_memory
+from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 
 _MOST_WORKERS = 4

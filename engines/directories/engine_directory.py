@@ -32,7 +32,7 @@ from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits
-from edgellm.engines.model.descriptions import ModelConfig
+from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from edgellm.engines.backends.platform import current_compute_capability, find_tensorrt
 from edgellm.engines.directories.digests import hash_bytes
@@ -23,8 +22,8 @@ from edgellm.engines.directories.small_files import read_file
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, JSONObject, plain_values
 from edgellm.engines.errors import PlanError
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.descriptions import ModelConfig, model_description
-from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.graph import NETWORK_VERSION
+from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -265,42 +264,7 @@ def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform)
 
 
 def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:
-    """SHA-256, 64 hexadecimal digits, of all that a plan is built from.
-
-    These are the operations that the model's description calls, with their arguments, the compute dtype, the attention
-    setting and the version of the code that emits layers for the operations.
-    """
-    from edgellm.engines.backends.tensorrt_operations import NETWORK_VERSION  # where plans are of use
-
-    trace = _trace_class()(f"{NETWORK_VERSION} {dtype} {attention}")
-    model_description(trace, config, shape).describe()
-    return trace.digest.hexdigest()
-
-
-def _trace_class() -> Any:
-    """An interpreter that hashes calls. Tensors are numbers, in the order in which they come to be.
-
-    Its methods are made from the abstract ones, so that an operation added later is hashed too.
-    """
-
-    def __init__(self: Any, heading: str) -> None:
-        self.digest = hashlib.sha256(heading.encode())
-        self.tensors = 0
-
-    def traced(name: str) -> Any:
-        def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            self.digest.update(f"\n{name} {_plain(arguments)} {_plain(sorted(named.items()))}".encode())
-            count = len(named.get("sizes", arguments[1] if len(arguments) > 1 else ())) if name == "split" else 1
-            results = list(range(self.tensors, self.tensors + count))
-            self.tensors += count
-            return results if name == "split" else results[0]
-
-        return call
-
-    methods = {name: traced(name) for name in Operations.__abstractmethods__}
-    return type("NetworkTrace", (Operations,), {"__init__": __init__, **methods})
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples, so that a description may use either."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    """SHA-256, 64 hexadecimal digits, of all that a plan is built from: the program, the compute dtype, the attention
+    setting and the version of the code that makes networks of programs."""
+    program = model_program(config, shape)
+    return hashlib.sha256(f"{NETWORK_VERSION} {dtype} {attention} {program}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The networks and weights of the vision encoders: LLaVA's, Qwen2.5-VL's and Qwen3-VL's.
+"""The programs of the vision encoders: LLaVA's, Qwen2.5-VL's and Qwen3-VL's.
 
 LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector. Qwen2.5-VL's attends
 within windows in most layers; Qwen3-VL's adds interpolated positions, and gives out features of several layers.
@@ -6,12 +6,70 @@ within windows in most layers; Qwen3-VL's adds interpolated positions, and gives
 
 from __future__ import annotations
 
-from edgellm.engines.families.vision_layers import VisionDescription, WeightNames
+import math
+from collections.abc import Sequence
+
 from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.model.operations import Operations, Tensor
-from edgellm.engines.model.vision import VisionConfig, declare_inputs, deepstack_name
+from edgellm.engines.model.program import (
+    Add,
+    DropFirst,
+    Edge,
+    EncoderAttention,
+    Gather,
+    Input,
+    Linear,
+    LinearResidual,
+    Norm,
+    Normed,
+    NormLinear,
+    Prepend,
+    Program,
+    Reshape,
+    Step,
+    single_weight,
+)
+from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+
+
+class TowerWeights:
+    """Makes the weights of one part of a checkpoint: `prefix` begins their names, `source` those of the tensors."""
+
+    def __init__(self, prefix: str, source: str, epsilon: float = 0.0) -> None:
+        self._prefix, self._source, self._epsilon = prefix, source, epsilon
+
+    def single(self, name: str, *shape: int) -> WeightSpec:
+        """One tensor as it is."""
+        return single_weight(f"{self._prefix}{name}", *shape, source=f"{self._source}{name}")
+
+    def rms_norm(self, name: str, size: int) -> Norm:
+        """By a weight [H]."""
+        return Norm(self.single(f"{name}.weight", size), self._epsilon)
+
+    def layer_norm(self, name: str, size: int) -> Norm:
+        """By a weight and a bias [H]."""
+        return Norm(self.single(f"{name}.weight", size), self._epsilon, self.single(f"{name}.bias", size))
+
+    def linear(self, name: str, rows: int, columns: int, bias: bool = True) -> Linear:
+        """Weight [N, K] and bias [N]."""
+        weight = self.single(f"{name}.weight", rows, columns)
+        return Linear(f"{self._prefix}{name}", weight, self.single(f"{name}.bias", rows) if bias else None)
+
+    def fused(self, name: str, parts: Sequence[str], rows: int, columns: int) -> Linear:
+        """Weights [N, K] and biases [N] of several layers, one behind the other, as one layer `name`."""
+
+        def spec(kind: str, *width: int) -> WeightSpec:
+            sources = tuple((f"{self._source}{part}.{kind}", (rows, *width)) for part in parts)
+            return WeightSpec(f"{self._prefix}{name}.{kind}", (len(parts) * rows, *width), sources)
+
+        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias"))
+
+    def convolution(self, name: str, rows: int, kernel: tuple[int, ...], bias: bool) -> Linear:
+        """A convolution whose stride is its kernel: one linear layer over flattened patches, [N, product of kernel]."""
+        source = (f"{self._source}{name}.weight", (rows, *kernel))
+        weight = WeightSpec(f"{self._prefix}{name}.weight", (rows, math.prod(kernel)), (source,))
+        return Linear(f"{self._prefix}{name}", weight, self.single(f"{name}.bias", rows) if bias else None)
 
 
 def used_layers(config: VisionConfig) -> int:
@@ -27,209 +85,164 @@ def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     )
 
 
-def llava_weights(config: VisionConfig) -> list[WeightSpec]:
-    """Every weight in order of use; q, k and v are fused into one buffer."""
-    tower, projector = WeightNames(_TOWER, config.tensor_prefix), WeightNames(_PROJECTOR, config.projector_prefix)
-    hidden, inner, out = config.hidden_size, config.intermediate_size, config.out_hidden_size
-    patch = (config.in_channels, config.patch_size, config.patch_size)
-    specs = [tower.convolution("embeddings.patch_embedding", hidden, *patch)]
-    if config.class_token:
-        specs.append(tower.single("embeddings.class_embedding", hidden))
-    else:
-        specs.append(tower.single("embeddings.patch_embedding.bias", hidden))
-    specs.append(tower.single("embeddings.position_embedding.weight", config.tower_rows, hidden))
-    if config.class_token:
-        specs += tower.norm("pre_layrnorm", hidden)  # spelt so in every published checkpoint
-    for index in range(used_layers(config)):
-        layer = f"encoder.layers.{index}."
-        qkv = tuple(f"{layer}self_attn.{each}_proj" for each in "qkv")
-        specs += tower.norm(f"{layer}layer_norm1", hidden)
-        specs += tower.fused(f"{layer}self_attn.qkv_proj", qkv, hidden, hidden)
-        specs += tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
-        specs += tower.norm(f"{layer}layer_norm2", hidden)
-        specs += tower.linear(f"{layer}mlp.fc1", inner, hidden)
-        specs += tower.linear(f"{layer}mlp.fc2", hidden, inner)
-    features = len(config.feature_layers) * hidden
-    specs += projector.linear("linear_1", out, features, config.projector_bias)
-    return specs + projector.linear("linear_2", out, out, config.projector_bias)
-
-
-class LlavaDescription(VisionDescription[Tensor]):
+def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """Every image has the same number of patches, in reading order: nothing is padded."""
-
-    def __init__(self, operations: Operations[Tensor], config: VisionConfig, shape: EngineShape) -> None:
-        super().__init__(operations, config, shape, llava_weights(config))
-
-    def describe(self) -> None:
-        """Declare the input `patches`, compute, and declare `image_embeddings` as the output."""
-        ops, config = self.operations, self.config
-        patches = declare_inputs(ops, config, self.shape)["patches"]
-        hidden = self._embed(patches)
-        states = {0: hidden}
-        for index in range(used_layers(config)):
-            hidden = states[index + 1] = self._layer(f"{_TOWER}encoder.layers.{index}.", hidden)
-        features = [states[index] for index in config.feature_layers]
-        if config.drops_first_row:
-            sizes = (1, config.tower_rows - 1)
-            features = [ops.split(one, sizes, axis=1)[1] for one in features]
-        x = ops.concatenate(features, axis=2) if len(features) > 1 else features[0]
-        x = ops.activation(self.linear(x, f"{_PROJECTOR}linear_1"), config.projector_activation)
-        ops.output("image_embeddings", self.linear(x, f"{_PROJECTOR}linear_2"))
-
-    def _embed(self, patches: Tensor) -> Tensor:
-        ops, config = self.operations, self.config
-        hidden = self.linear(patches, f"{_TOWER}embeddings.patch_embedding")
-        if config.class_token:
-            token = ops.reshape(self.weight(f"{_TOWER}embeddings.class_embedding"), (1, 1, config.hidden_size))
-            hidden = ops.concatenate((token, hidden), axis=1)
-        positions = self.weight(f"{_TOWER}embeddings.position_embedding.weight")
-        hidden = ops.add(hidden, ops.reshape(positions, (1, config.tower_rows, config.hidden_size)))
-        return self.layer_norm(hidden, f"{_TOWER}pre_layrnorm") if config.class_token else hidden
-
-    def _layer(self, layer: str, hidden: Tensor) -> Tensor:
-        ops, config = self.operations, self.config
-        sizes = (1, config.tower_rows)
-        x = self.layer_norm(hidden, f"{layer}layer_norm1")
-        x = self.attention(x, f"{layer}self_attn.qkv_proj", f"{layer}self_attn.out_proj", sizes, None, None)
-        hidden = ops.add(hidden, x)
-        x = self.linear(self.layer_norm(hidden, f"{layer}layer_norm2"), f"{layer}mlp.fc1")
-        return ops.add(hidden, self.linear(ops.activation(x, config.activation), f"{layer}mlp.fc2"))
+    tower = TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(_PROJECTOR, config.projector_prefix)
+    hidden, inner, out, rows = config.hidden_size, config.intermediate_size, config.out_hidden_size, config.tower_rows
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)
+    steps: list[Step] = [NormLinear("hidden_0", (Input("patches"),), embedding)]
+    if config.class_token:
+        steps.append(Prepend("hidden_0", "hidden_0", tower.single("embeddings.class_embedding", hidden)))
+    steps.append(Add("hidden_0", "hidden_0", tower.single("embeddings.position_embedding.weight", rows, hidden)))
+    if config.class_token:
+        norm = tower.layer_norm("pre_layrnorm", hidden)  # spelt so in every published checkpoint
+        steps.append(Normed("hidden_0", "hidden_0", norm))
+    for index in range(used_layers(config)):
+        layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
+        parts = tuple(f"{layer}self_attn.{each}_proj" for each in "qkv")
+        qkv = tower.fused(f"{layer}self_attn.qkv_proj", parts, hidden, hidden)
+        first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
+        steps += [
+            NormLinear("qkv", (Input(value, (first,)),), qkv),
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows)),
+            LinearResidual(result, "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), value),
+            *_mlp(config, result, second, tower.linear(f"{layer}mlp.fc1", inner, hidden)),
+            LinearResidual(result, "activation", tower.linear(f"{layer}mlp.fc2", hidden, inner), result),
+        ]
+    features = [f"hidden_{index}" for index in config.feature_layers]
+    if config.drops_first_row:
+        steps += [DropFirst(f"{value}_patches", value, rows - 1) for value in features]
+        features = [f"{value}_patches" for value in features]
+    linears = (
+        projector.linear("linear_1", out, len(features) * hidden, config.projector_bias),
+        projector.linear("linear_2", out, out, config.projector_bias),
+    )
+    return [*steps, *_projection("image_embeddings", features, linears, config.projector_activation)]
 
 
-def qwen2_5_vl_weights(config: VisionConfig) -> list[WeightSpec]:
-    """Every weight in order of use; gate and up are fused into one buffer."""
-    names, hidden, inner = WeightNames("visual.", config.tensor_prefix), config.hidden_size, config.intermediate_size
-    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    specs = [names.convolution("patch_embed.proj", hidden, *patch)]
-    for index in range(config.num_layers):
-        layer = f"blocks.{index}."
-        specs.append(names.single(f"{layer}norm1.weight", hidden))
-        specs += names.linear(f"{layer}attn.qkv", 3 * hidden, hidden)
-        specs += names.linear(f"{layer}attn.proj", hidden, hidden)
-        specs.append(names.single(f"{layer}norm2.weight", hidden))
-        gate_up = (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj")
-        specs += names.fused(f"{layer}mlp.gate_up_proj", gate_up, inner, hidden)
-        specs += names.linear(f"{layer}mlp.down_proj", hidden, inner)
-    merged = config.merge_patches * hidden
-    specs.append(names.single("merger.ln_q.weight", hidden))
-    specs += names.linear("merger.mlp.0", merged, merged)
-    return specs + names.linear("merger.mlp.2", config.out_hidden_size, merged)
-
-
-class Qwen2_5VLDescription(VisionDescription[Tensor]):
+def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """Rows are in the order of their windows, each window padded to the same size."""
-
-    def __init__(self, operations: Operations[Tensor], config: VisionConfig, shape: EngineShape) -> None:
-        super().__init__(operations, config, shape, qwen2_5_vl_weights(config))
-
-    def describe(self) -> None:
-        """Declare the inputs (`declare_inputs`), compute, and declare `image_embeddings` as the output."""
-        ops, config, rows = self.operations, self.config, self.shape.tokens
-        inputs = declare_inputs(ops, config, self.shape)
-        whole, windows = (1, rows), (rows // config.window_patches, config.window_patches)
-        rotary = ops.to_compute(inputs["rotary_cos_sin"])
-        rotaries = {sizes: ops.reshape(rotary, (*sizes, config.head_dim)) for sizes in (whole, windows)}
-        patches = ops.gather_rows(inputs["patches"], inputs["input_rows"])
-        hidden = self.linear(patches, "visual.patch_embed.proj")
-        for index in range(config.num_layers):
-            is_full = index in config.full_attention_layers
-            sizes, mask = (whole, inputs["attention_mask"]) if is_full else (windows, inputs["window_mask"])
-            layer = f"visual.blocks.{index}."
-            x = ops.reshape(self.rms_norm(hidden, f"{layer}norm1"), (*sizes, config.hidden_size))
-            x = self.attention(x, f"{layer}attn.qkv", f"{layer}attn.proj", sizes, mask, rotaries[sizes])
-            hidden = ops.add(hidden, ops.reshape(x, (*whole, config.hidden_size)))
-            x = self.linear(self.rms_norm(hidden, f"{layer}norm2"), f"{layer}mlp.gate_up_proj")
-            hidden = ops.add(hidden, self.linear(ops.silu_mul(x), f"{layer}mlp.down_proj"))
-        x = self.merged(self.rms_norm(hidden, "visual.merger.ln_q"))
-        x = self.linear(ops.activation(self.linear(x, "visual.merger.mlp.0"), "gelu"), "visual.merger.mlp.2")
-        ops.output("image_embeddings", ops.gather_rows(x, inputs["output_rows"]))
-
-
-def position_table(config: VisionConfig) -> WeightSpec:
-    """The table [positions, H] that is interpolated on the host, and so is no engine's input."""
-    assert config.num_position_embeddings is not None
-    names = WeightNames("visual.", config.tensor_prefix)
-    return names.single("pos_embed.weight", config.num_position_embeddings, config.hidden_size)
-
-
-def qwen3_vl_weights(config: VisionConfig) -> list[WeightSpec]:
-    """Every weight of the engines in order of use."""
-    names, hidden, inner = WeightNames("visual.", config.tensor_prefix), config.hidden_size, config.intermediate_size
+    weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
+    hidden, inner, rows = config.hidden_size, config.intermediate_size, shape.tokens
+    windows = (rows // config.window_patches, config.window_patches)
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    specs = [
-        names.convolution("patch_embed.proj", hidden, *patch),
-        names.single("patch_embed.proj.bias", hidden),
+    steps: list[Step] = [
+        Gather("ordered", "patches", "input_rows"),
+        NormLinear("hidden", (Input("ordered"),), weights.convolution("patch_embed.proj", hidden, patch, bias=False)),
+    ]
+    for index in range(config.num_layers):
+        layer, is_full = f"blocks.{index}.", index in config.full_attention_layers
+        sizes, mask = ((1, rows), "attention_mask") if is_full else (windows, "window_mask")
+        first, second = (weights.rms_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
+        gate_up = weights.fused(
+            f"{layer}mlp.gate_up_proj", (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"), inner, hidden
+        )
+        steps += [
+            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, sizes, mask, "rotary_cos_sin"),
+            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
+            NormLinear("activation", (Input("hidden", (second,)),), gate_up, "silu", gated=True),
+            LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.down_proj", hidden, inner), "hidden"),
+        ]
+    merged = config.merge_patches * hidden
+    return [
+        *steps,
+        Normed("hidden", "hidden", weights.rms_norm("merger.ln_q", hidden)),
+        Reshape("merged", "hidden", (1, rows // config.merge_patches, merged)),
+        *_projection(
+            "tokens",
+            ["merged"],
+            (
+                weights.linear("merger.mlp.0", merged, merged),
+                weights.linear("merger.mlp.2", config.out_hidden_size, merged),
+            ),
+            "gelu",
+        ),
+        Gather("image_embeddings", "tokens", "output_rows"),
+    ]
+
+
+def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The patches come in merge blocks, the padding behind them."""
+    weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
+    hidden, inner, rows = config.hidden_size, config.intermediate_size, shape.tokens
+    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+    embedding = weights.convolution("patch_embed.proj", hidden, patch, bias=True)
+    merged = config.merge_patches * hidden
+
+    def projection(output: str, name: str) -> list[Step]:
+        first = weights.linear(f"{name}.linear_fc1", merged, merged)
+        second = weights.linear(f"{name}.linear_fc2", config.out_hidden_size, merged)
+        return _projection(output, ["merged"], (first, second), "gelu")
+
+    merging = (1, rows // config.merge_patches, merged)
+    steps: list[Step] = [
+        NormLinear("hidden", (Input("patches"),), embedding),
+        Add("hidden", "hidden", "position_embeddings"),
     ]
     for index in range(config.num_layers):
         layer = f"blocks.{index}."
-        specs += names.norm(f"{layer}norm1", hidden)
-        specs += names.linear(f"{layer}attn.qkv", 3 * hidden, hidden)
-        specs += names.linear(f"{layer}attn.proj", hidden, hidden)
-        specs += names.norm(f"{layer}norm2", hidden)
-        specs += names.linear(f"{layer}mlp.linear_fc1", inner, hidden)
-        specs += names.linear(f"{layer}mlp.linear_fc2", hidden, inner)
-    merged = config.merge_patches * hidden
-    mergers = [(f"deepstack_merger_list.{index}", merged) for index in range(len(config.deepstack_layers))]
-    for merger, normed in (*mergers, ("merger", hidden)):
-        specs += names.norm(f"{merger}.norm", normed)
-        specs += names.linear(f"{merger}.linear_fc1", merged, merged)
-        specs += names.linear(f"{merger}.linear_fc2", config.out_hidden_size, merged)
-    return specs
+        first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
+        attention = ("attention_mask", "rotary_cos_sin")
+        steps += [
+            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), *attention),
+            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
+            *_mlp(config, "hidden", second, weights.linear(f"{layer}mlp.linear_fc1", inner, hidden)),
+            LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.linear_fc2", hidden, inner), "hidden"),
+        ]
+        if index in config.deepstack_layers:
+            place = config.deepstack_layers.index(index)
+            name = f"deepstack_merger_list.{place}"
+            steps += [
+                Reshape("merged", "hidden", merging),
+                Normed("merged", "merged", weights.layer_norm(f"{name}.norm", merged)),
+                *projection(deepstack_name(place), name),
+            ]
+    return [
+        *steps,
+        Normed("hidden", "hidden", weights.layer_norm("merger.norm", hidden)),
+        Reshape("merged", "hidden", merging),
+        *projection("image_embeddings", "merger"),
+    ]
 
 
-class Qwen3VLDescription(VisionDescription[Tensor]):
-    """The patches come in merge blocks, the padding behind them."""
-
-    def __init__(self, operations: Operations[Tensor], config: VisionConfig, shape: EngineShape) -> None:
-        super().__init__(operations, config, shape, qwen3_vl_weights(config))
-
-    def describe(self) -> None:
-        """Declare the inputs (`declare_inputs`), compute, and declare embeddings and deepstack features as outputs."""
-        ops, config = self.operations, self.config
-        inputs = declare_inputs(ops, config, self.shape)
-        mask, rotary = inputs["attention_mask"], ops.to_compute(inputs["rotary_cos_sin"])
-        hidden = self.linear(inputs["patches"], "visual.patch_embed.proj")
-        hidden = ops.add(hidden, ops.to_compute(inputs["position_embeddings"]))
-        for index in range(config.num_layers):
-            layer, sizes = f"visual.blocks.{index}.", (1, self.shape.tokens)
-            x = self.layer_norm(hidden, f"{layer}norm1")
-            x = self.attention(x, f"{layer}attn.qkv", f"{layer}attn.proj", sizes, mask, rotary)
-            hidden = ops.add(hidden, x)
-            x = self.linear(self.layer_norm(hidden, f"{layer}norm2"), f"{layer}mlp.linear_fc1")
-            x = self.linear(ops.activation(x, config.activation), f"{layer}mlp.linear_fc2")
-            hidden = ops.add(hidden, x)
-            if index in config.deepstack_layers:
-                place = config.deepstack_layers.index(index)
-                merger = f"visual.deepstack_merger_list.{place}"
-                features = self._merge(self.layer_norm(self.merged(hidden), f"{merger}.norm"), merger)
-                ops.output(deepstack_name(place), features)
-        x = self.merged(self.layer_norm(hidden, "visual.merger.norm"))
-        ops.output("image_embeddings", self._merge(x, "visual.merger"))
-
-    def _merge(self, x: Tensor, merger: str) -> Tensor:
-        x = self.operations.activation(self.linear(x, f"{merger}.linear_fc1"), "gelu")
-        return self.linear(x, f"{merger}.linear_fc2")
+def _mlp(config: VisionConfig, value: str, norm: Norm, linear: Linear) -> list[Step]:
+    """The first half of an MLP without a gate."""
+    return [NormLinear("activation", (Input(value, (norm,)),), linear, config.activation)]
 
 
-_DESCRIPTIONS = {
-    "qwen2_5_vl": (Qwen2_5VLDescription, qwen2_5_vl_weights),
-    "qwen3_vl": (Qwen3VLDescription, qwen3_vl_weights),
-    "llava": (LlavaDescription, llava_weights),
-}
+def _projection(output: str, values: Sequence[str], linears: tuple[Linear, Linear], activation: str) -> list[Step]:
+    """From the `values`, side by side, to the width of the language model."""
+    inputs = tuple(Input(value) for value in values)
+    return [
+        NormLinear("projected", inputs, linears[0], activation),
+        NormLinear(output, (Input("projected"),), linears[1]),
+    ]
 
 
-def vision_description(
-    operations: Operations[Tensor], config: VisionConfig, shape: EngineShape
-) -> VisionDescription[Tensor]:
-    """The description of one vision engine."""
-    return _DESCRIPTIONS[config.family][0](operations, config, shape)
+_STEPS = {"qwen2_5_vl": _qwen2_5_vl_steps, "qwen3_vl": _qwen3_vl_steps, "llava": _llava_steps}
+
+
+def vision_program(config: VisionConfig, shape: EngineShape) -> Program:
+    """The program of one vision engine; its values have one sequence, of R = `shape.tokens` rows of patches."""
+    size = (1, embedding_rows(config, shape), config.out_hidden_size)
+    outputs: Edge = dict.fromkeys(vision_outputs(config), (size, "compute"))
+    return Program(shape, vision_inputs(config, shape), tuple(_STEPS[config.family](config, shape)), outputs)
 
 
 def vision_weights(config: VisionConfig) -> list[WeightSpec]:
     """The weights that the engines take."""
-    return _DESCRIPTIONS[config.family][1](config)
+    rows = config.rows_for_patches(config.merge_patches)
+    return list(vision_program(config, EngineShape("encode", 1, rows, rows, rows, model="vision")).weights.values())
 
 
 def host_weights(config: VisionConfig) -> list[WeightSpec]:
-    """Weights that are read on the host instead: Qwen3-VL's table of positions."""
-    return [position_table(config)] if config.family == "qwen3_vl" else []
+    """Weights that are read on the host instead: Qwen3-VL's table of positions [positions, H], interpolated there."""
+    if config.family != "qwen3_vl":
+        return []
+    assert config.num_position_embeddings is not None
+    names = TowerWeights("visual.", config.tensor_prefix)
+    return [names.single("pos_embed.weight", config.num_position_embeddings, config.hidden_size)]

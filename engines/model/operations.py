@@ -1,9 +1,9 @@
-"""The operations that a model description is written against.
+"""The operations that the steps of a program are made of.
 
-A model family is described once, as calls on an `Operations` object. `TensorRTOperations` turns the calls into a
-TensorRT network, `NumpyOperations` computes them at once in float32; so a description must not look into a tensor,
-only pass it on. Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size, C rows that a KV
-cache holds, L of them that attention reads (the key range), V vocabulary, R rotary size.
+`ProgramGraph` runs a program as calls on an `Operations` object. `TensorRTOperations` turns the calls into a TensorRT
+network, `NumpyOperations` computes them at once in float32; so nobody may look into a tensor, only pass it on. Axis
+letters: B sequences, T tokens of each, H hidden size, n heads, D head size, C rows that a KV cache holds, L of them
+that attention reads (the key range), V vocabulary, R rotary size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensor = TypeVar("Tensor")
 
 
 class Operations(ABC, Generic[Tensor]):
-    """One interpreter of model descriptions."""
+    """One implementation of the operations."""
 
     @abstractmethod
     def input(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
@@ -43,8 +43,9 @@ class Operations(ABC, Generic[Tensor]):
         """
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, the mean in float32 (Zhang and Sennrich 2019)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis, the mean and what is multiplied by in
+        float32 (Zhang and Sennrich 2019)."""
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -98,8 +99,12 @@ class Operations(ABC, Generic[Tensor]):
         """
 
     @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half over the last axis: [B, T, 2F] to [B, T, F]."""
+    def gated(self, gate_up: Tensor, kind: str) -> Tensor:
+        """activation(first half, kind) * second half over the last axis: [B, T, 2F] to [B, T, F]."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """factor * x."""
 
     @abstractmethod
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from edgellm.engines.directories.strict_formats import bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE, EngineShape
-from edgellm.engines.model.operations import Operations, Tensor
 
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
@@ -179,9 +178,3 @@ def vision_outputs(config: VisionConfig) -> tuple[str, ...]:
 def deepstack_name(place: int) -> str:
     """The output with the features that are added after the language model's layer `place`."""
     return f"deepstack_features_{place}"
-
-
-def declare_inputs(operations: Operations[Tensor], config: VisionConfig, shape: EngineShape) -> dict[str, Tensor]:
-    """Declare all `vision_inputs`."""
-    inputs = vision_inputs(config, shape)
-    return {name: operations.input(name, dimensions, dtype) for name, (dimensions, dtype) in inputs.items()}

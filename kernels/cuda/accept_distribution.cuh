@@ -1,9 +1,9 @@
 // Distributions of rows of processed logits in fixed point, as of ../fixed_point_sampling.py.
 #pragma once
 
-#include "acceptance.cuh"
-#include "filter_workspace.cuh"
-#include "philox.cuh"
+#include "cuda/acceptance.cuh"
+#include "cuda/filter_workspace.cuh"
+#include "shared/philox.cuh"
 
 namespace acceptance {
 

@@ -1,4 +1,4 @@
-#include "accept_distribution.cuh"
+#include "cuda/accept_distribution.cuh"
 
 namespace acceptance {
 

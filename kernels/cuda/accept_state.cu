@@ -1,6 +1,6 @@
 // After acceptance: caches, features and counters. What a kernel of compaction, gathering or advance reads comes from the
 // second-level cache, as it may start while the kernel before it still runs.
-#include "programmatic_launch.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace acceptance {
 

@@ -1,7 +1,7 @@
-#include "acceptance.cuh"
-#include "groups.cuh"
-#include "ordered_keys.cuh"
-#include "programmatic_launch.cuh"
+#include "cuda/acceptance.cuh"
+#include "shared/groups.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace acceptance {
 

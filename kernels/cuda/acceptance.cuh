@@ -1,7 +1,7 @@
 // What the acceptance kernels share: limits, workspace, and the walk along drawn tokens.
 #pragma once
 
-#include "reductions.cuh"
+#include "shared/reductions.cuh"
 
 namespace acceptance {
 

@@ -1,7 +1,7 @@
-#include "groups.cuh"
-#include "ordered_keys.cuh"
-#include "programmatic_launch.cuh"
-#include "selection.cuh"
+#include "shared/groups.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/programmatic_launch.cuh"
+#include "cuda/selection.cuh"
 
 // tokens[row] = lowest id of the largest of logits[row]; with a state (active not null) the sequences take their tokens.
 // Grid (blocks of a row, rows). May be launched while the kernel before it still runs.

@@ -2,9 +2,9 @@
 // the kernel that follows puts the chunks together, every block for itself.
 #pragma once
 
-#include "draft_tree.cuh"
-#include "log_softmax.cuh"
-#include "reductions.cuh"
+#include "cuda/draft_tree.cuh"
+#include "shared/log_softmax.cuh"
+#include "shared/reductions.cuh"
 
 namespace draft {
 

@@ -1,6 +1,6 @@
-#include "draft_children.cuh"
-#include "groups.cuh"
-#include "programmatic_launch.cuh"
+#include "cuda/draft_children.cuh"
+#include "shared/groups.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace draft {
 

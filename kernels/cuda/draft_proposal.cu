@@ -1,6 +1,6 @@
-#include "draft_children.cuh"
-#include "draft_tree.cuh"
-#include "programmatic_launch.cuh"
+#include "cuda/draft_children.cuh"
+#include "cuda/draft_tree.cuh"
+#include "shared/programmatic_launch.cuh"
 
 namespace draft {
 

@@ -1,9 +1,9 @@
 // What the kernels of the draft tree share: numbering of candidates, rows of one token.
 #pragma once
 
-#include "embedding_lookup.cuh"
-#include "ordered_keys.cuh"
-#include "prepare_attention.cuh"
+#include "cuda/embedding_lookup.cuh"
+#include "shared/ordered_keys.cuh"
+#include "cuda/prepare_attention.cuh"
 
 namespace draft {
 

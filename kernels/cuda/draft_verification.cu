@@ -1,7 +1,7 @@
-#include "draft_children.cuh"
-#include "draft_tree.cuh"
-#include "programmatic_launch.cuh"
-#include "reductions.cuh"
+#include "cuda/draft_children.cuh"
+#include "cuda/draft_tree.cuh"
+#include "shared/programmatic_launch.cuh"
+#include "shared/reductions.cuh"
 
 namespace draft {
 

@@ -1,4 +1,4 @@
-#include "embedding_lookup.cuh"
+#include "cuda/embedding_lookup.cuh"
 
 // One block a token.
 extern "C" __global__ void embedding_lookup(

@@ -1,5 +1,5 @@
 #pragma once
-#include "groups.cuh"
+#include "shared/groups.cuh"
 
 template <class T>
 __device__ inline void copy_row(T* target, const T* source, size_t elements, unsigned thread, unsigned threads) {

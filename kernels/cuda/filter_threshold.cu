@@ -1,4 +1,4 @@
-#include "filter_workspace.cuh"
+#include "cuda/filter_workspace.cuh"
 
 // First launch. Grid of all three: (blocks of a row, rows), FILTER_THREADS threads.
 extern "C" __global__ void filter_range(

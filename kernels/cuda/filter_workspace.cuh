@@ -8,10 +8,10 @@
 // All sums are of integers, so their order does not matter.
 #pragma once
 
-#include "groups.cuh"
-#include "ordered_keys.cuh"
-#include "portable_math.cuh"
-#include "reductions.cuh"
+#include "shared/groups.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/portable_math.cuh"
+#include "shared/reductions.cuh"
 
 constexpr unsigned BINS = 1024;
 constexpr float BINS_PER_UNIT = 16.0f;  // of logits, at least; the last bin takes everything 64 and more below the maximum

@@ -2,7 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "embedding_lookup.cuh"
+#include "cuda/embedding_lookup.cuh"
 
 // One block a token. The n-th image token takes row first_row + n, if there is one; `inserted` counts those that do.
 extern "C" __global__ void insert_image_rows(

@@ -1,4 +1,4 @@
-#include "prepare_attention.cuh"
+#include "cuda/prepare_attention.cuh"
 
 #define PREPARE_ATTENTION(NAME, COMPUTE)                                                                              \
     extern "C" __global__ void NAME(                                                                                  \

@@ -1,8 +1,8 @@
 // What a decode step does before its engine, in one launch: embedding_lookup and prepare_attention, side by side. Grid
 // (tokens, sequences, 2).
-#include "embedding_lookup.cuh"
-#include "prepare_attention.cuh"
-#include "programmatic_launch.cuh"
+#include "cuda/embedding_lookup.cuh"
+#include "cuda/prepare_attention.cuh"
+#include "shared/programmatic_launch.cuh"
 
 #define PREPARE_STEP(NAME, COMPUTE)                                                                                   \
     extern "C" __global__ void NAME(                                                                                  \

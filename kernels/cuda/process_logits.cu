@@ -1,4 +1,4 @@
-#include "process_row.cuh"
+#include "cuda/process_row.cuh"
 
 // Repetition, presence and frequency penalty of one token, then the temperature. Grid (blocks of a row, rows).
 // `processed` may be `logits`.

@@ -1,7 +1,7 @@
 // Penalties and temperature of one row of logits, spread over the blocks of a row (blockIdx.x).
 #pragma once
 
-#include "groups.cuh"
+#include "shared/groups.cuh"
 
 constexpr int COUNT_BITS = 0x3fffffff;
 

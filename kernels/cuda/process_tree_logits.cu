@@ -1,5 +1,5 @@
-#include "acceptance.cuh"
-#include "process_row.cuh"
+#include "cuda/acceptance.cuh"
+#include "cuda/process_row.cuh"
 
 namespace acceptance {
 

@@ -1,8 +1,8 @@
-#include "groups.cuh"
-#include "ordered_keys.cuh"
-#include "philox.cuh"
-#include "portable_math.cuh"
-#include "selection.cuh"
+#include "shared/groups.cuh"
+#include "shared/ordered_keys.cuh"
+#include "shared/philox.cuh"
+#include "shared/portable_math.cuh"
+#include "cuda/selection.cuh"
 
 // Gumbel-max over the values that pass the row's threshold; without the noise at temperature 0. Grid and state as of
 // argmax; the draw's positions are those before the sequence takes its token, which may be the state's own.

@@ -1,8 +1,8 @@
 // The finish of kernels that choose a token of each row of the vocabulary, several blocks a row.
 #pragma once
 
-#include "reductions.cuh"
-#include "state.cuh"
+#include "shared/reductions.cuh"
+#include "cuda/state.cuh"
 
 // Write the token of the row's best `value_and_id` (see there), 0 where no block has any, and let the row's sequence take
 // it where there is a state. `best` and `finished` hold one word for each row, are 0 before and 0 again afterwards.

@@ -15,8 +15,7 @@ import numpy as np
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.descriptions import model_description
-from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.programs import model_program
 from edgellm.kernels.arrays import DeviceArray
 
 
@@ -87,9 +86,7 @@ class FixedShapeBackend(NumpyBackend):
     def _edge(self, shape: EngineShape) -> set[str]:
         """The names of the engine's tensors: what TensorRT would know."""
         config = self._configs[shape.model]
-        names = _Names()
-        model_description(names, config, shape).describe()
-        return names.found
+        return set(model_program(config, shape).edge)
 
     def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
         self.captures.append(name)
@@ -127,25 +124,6 @@ class FixedShapeEngine:
     def enqueue(self) -> None:
         assert not self._unbound, f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}"
         self._backend.launch(self._engine.enqueue)
-
-
-def _notes(name: str) -> Any:
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        if name in ("input", "weight", "output"):
-            self.found.add(arguments[0])
-        return [0] * len(named.get("sizes", arguments[1])) if name == "split" else 0
-
-    return call
-
-
-class _NamedTensors(Operations):
-    """Interprets a description by noting the names of inputs, weights and outputs."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-
-_Names = type("_Names", (_NamedTensors,), {name: _notes(name) for name in Operations.__abstractmethods__})
 
 
 class _Kernels:

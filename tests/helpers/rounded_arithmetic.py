@@ -20,7 +20,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.model.descriptions import model_description
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.programs import model_program
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 
 #: A GPU's distance from float32 may be this many times that of the rounding below. A tiny Qwen2 with an adapter had 0.8
@@ -71,8 +72,9 @@ class RoundedOperations(NumpyOperations):
         low = self._round(x @ self._round(a).T).reshape(*x.shape[:2], scales.shape[1], -1) * scales[:, None, :, None]
         return self._round(y + self._round(low.reshape(*x.shape[:2], -1) @ self._round(b)))
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-        return self._round(self._round(super().rms_norm(x, np.ones_like(weight), epsilon)) * weight)
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
+        normed = self._round(super().rms_norm(x, np.ones_like(weight), epsilon))
+        return self._round(normed * (weight + np.float32(offset)))
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
         normed = self._round(super().layer_norm(x, np.ones_like(weight), np.zeros_like(bias), epsilon))
@@ -107,11 +109,12 @@ class RoundedOperations(NumpyOperations):
         weights = self._round(scores / scores.sum(axis=-1, keepdims=True))
         return self._round(weights @ values).reshape(batch, heads, tokens, size)
 
-    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
+    def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         gate, up = np.split(gate_up, 2, axis=-1)
-        with np.errstate(over="ignore"):
-            sigmoid = self._round(1 / (1 + np.exp(-gate)))
-        return self._round(self._round(gate * sigmoid) * up)
+        return self._round(self.activation(gate, kind) * up)
+
+    def scale(self, x: np.ndarray, factor: float) -> np.ndarray:
+        return self._round(super().scale(x, factor))
 
     def _round(self, values: np.ndarray) -> np.ndarray:
         return rounded(values, self._dtype)
@@ -134,7 +137,7 @@ class RoundedBackend(NumpyBackend):
         config = self._configs[shape.model]
         engine = NumpyEngine(config, shape)
         operations = RoundedOperations(engine._bindings, engine._bindings, self._dtype)
-        engine._description = model_description(operations, config, shape)
+        engine._graph = ProgramGraph(operations, model_program(config, shape))
         return engine
 
 

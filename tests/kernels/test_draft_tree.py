@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import draft_tree_reference as reference
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.kernels import compiler
 from edgellm.kernels.checks import COMPUTE_DTYPES
+from edgellm.kernels.compiler import compile_module
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
 from edgellm.kernels.draft_tree_interface import candidate_count, level_start
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.log_softmax import CHUNK, LogSoftmax
@@ -327,11 +330,10 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         )
 
 
-def test_kernels_are_compiled_under_the_names_that_the_launcher_uses(monkeypatch):
+def test_kernels_are_compiled_under_the_names_that_the_launcher_uses():
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    sources = {name: text for name, text in compiler._sources().items() if name.endswith(".cuh") or "draft_" in name}
-    monkeypatch.setattr(compiler, "_sources", lambda: sources)
-    cubin = compiler.compile_kernels("sm_90")
+    own = replace(OTHER_KERNELS, files=tuple(name for name in OTHER_KERNELS.files if "draft_" in name))
+    cubin = compile_module(own, "sm_90").code
     kernels = [f"{name}_{dtype}" for name in ("draft_proposal", "draft_verification") for dtype in COMPUTE_DTYPES]
     for name in ("draft_expand", *kernels):
         assert b".text." + name.encode() + b"\0" in cubin

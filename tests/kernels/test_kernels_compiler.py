@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgellm.kernels import compiler
-from edgellm.kernels.compiler import cached_kernels, compile_kernels, find_headers
-from edgellm.kernels.cuda_kernels import _PARAMETERS
+from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
+from edgellm.kernels.cuda_kernels import OTHER_KERNELS
+from edgellm.kernels.decode.attention import attention_source
+from edgellm.kernels.decode.linear import linear_source, norm_source, two_input_source
+from edgellm.kernels.decode.tiled_linear import tiled_source
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -24,35 +28,80 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "kernels"
 
 
+def small(text: str = "") -> ModuleSource:
+    """A module that compiles at once, with a header, a macro and a template."""
+    own = '#include "shared/philox.cuh"\n#include "own.cuh"\n' + text
+    own += "template <typename T> __global__ void add(T* values) { values[threadIdx.x] += AMOUNT; }\n"
+    headers = (("small.cu", own), ("own.cuh", "static_assert(AMOUNT == 3);\n"))
+    return ModuleSource("small", ("small.cu",), ("add<float>", "add<int>"), (("AMOUNT", 3),), headers)
+
+
 @pytest.fixture
-def quick(monkeypatch) -> list[str]:
-    """Compile a few kernels only, for the tests of the cache; lists the architectures compiled."""
-    compiled = []
-    few = {name: text for name, text in compiler._sources().items() if name in ("state.cu", "philox.cuh")}
-    compile_all = compiler.compile_kernels
-    monkeypatch.setattr(compiler, "_sources", lambda: few)
-    monkeypatch.setattr(compiler, "compile_kernels", lambda name: compiled.append(name) or compile_all(name))
-    return compiled
+def compiled(monkeypatch) -> list[str]:
+    """The architectures that modules were compiled for."""
+    found, compile_one = [], compiler.compile_module
+
+    def compile_and_note(source: ModuleSource, architecture: str):
+        found.append(architecture)
+        return compile_one(source, architecture)
+
+    monkeypatch.setattr(compiler, "compile_module", compile_and_note)
+    return found
+
+
+def decode_sources(dtype: str) -> list[ModuleSource]:
+    """All modules of linear layers and attention for a dtype."""
+    one_of_each = [source(dtype) for source in (linear_source, two_input_source, norm_source)]
+    tiled = [tiled_source(dtype, rows) for rows in (32, 64)]
+    return [*one_of_each, *tiled, *(attention_source(dtype, size) for size in (64, 128, 256))]
+
+
+def every_source() -> list[ModuleSource]:
+    """All modules that a process can ask for."""
+    return [OTHER_KERNELS, *decode_sources("float16"), *decode_sources("bfloat16")]
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    ["sm_87", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_90", "sm_110", "sm_120"))],
+    ("architecture", "sources"),
+    [
+        ("sm_87", [OTHER_KERNELS, *decode_sources("float16")]),
+        ("sm_90", decode_sources("bfloat16")),
+        *(
+            pytest.param(name, every_source(), marks=pytest.mark.slow)
+            for name in ("sm_87", "sm_90", "sm_110", "sm_120", "compute_80")
+        ),
+    ],
 )
-def test_compiles_for_jetson_and_pc(architecture):
-    assert architecture in SUPPORTED
-    cubin = compile_kernels(architecture)
-    assert cubin.startswith(b"\x7fELF")
-    for name in _PARAMETERS:
-        assert b".text." + name.encode() + b"\0" in cubin
-    for dtype in (b"float16", b"bfloat16"):  # the decode engine's, whose names are put together where they are launched
-        linear = (b"norm_linear_", b"norm_gate_up_", b"linear_residual_")
-        wide = tuple(name + b"wide_" for name in (*linear, b"norms_linear_"))
-        sizes = b"32_64_", b"32_128_", b"64_64_", b"64_128_"
-        tiled = tuple(b"tiled_" + name + size for name in (b"linear_", b"gate_up_", b"residual_") for size in sizes)
-        attention = b"attention_4_", b"attention_8_", b"attention_16_"
-        for name in (*linear, *wide, *tiled, *attention, b"norm_"):
-            assert b"decode_" + name + dtype in cubin
+def test_compiles_for_jetson_and_pc(architecture, sources):
+    assert architecture.replace("compute_", "sm_") in SUPPORTED
+    for source in sources:
+        module = compile_module(source, architecture)
+        is_ptx = architecture.startswith("compute_")
+        assert is_ptx or module.code.startswith(b"\x7fELF")
+        assert set(module.lowered_names) == set(source.expressions)
+        for name in module.lowered_names.values():
+            assert (name.encode() if is_ptx else b".text." + name.encode() + b"\0") in module.code
+
+
+def test_a_structure_that_the_device_lays_out_otherwise_is_refused():
+    source = linear_source("float16")
+    name = "HOST_NORM_LINEAR_BYTES"
+    wrong = replace(source, macros=(*(pair for pair in source.macros if pair[0] != name), (name, 8)))
+    with pytest.raises(KernelError, match="as the host's structure"):
+        compile_module(wrong, "sm_90")
+
+
+def test_an_expression_is_found_by_its_lowered_name():
+    module = compile_module(small(), "sm_90")
+    assert module.lowered_names.keys() == {"add<float>", "add<int>"}
+    for name in module.lowered_names.values():
+        assert b".text." + name.encode() + b"\0" in module.code
+    assert b".target sm_80" in compile_module(small(), "compute_80").code
+
+
+def test_an_expression_that_the_source_lacks_is_named():
+    with pytest.raises(KernelError, match="nothing_like_it"):
+        compile_module(replace(small(), expressions=("nothing_like_it<float>",)), "sm_90")
 
 
 def test_compiler_knows_every_supported_architecture():
@@ -64,50 +113,54 @@ def test_compiler_knows_every_supported_architecture():
 
 def test_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(KernelError, match=r"cannot compile for sm_52, only for .*sm_90"):
-        compile_kernels("sm_52")
+        compile_module(small(), "sm_52")
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "compute_80"])
-def test_error_shows_the_compilers_log(monkeypatch, architecture):
-    monkeypatch.setattr(compiler, "_sources", lambda: {"broken.cu": b"__global__ void f() { undeclared_name(); }"})
-    with pytest.raises(KernelError, match="undeclared_name"):
-        compile_kernels(architecture)
+def test_error_shows_the_compilers_log(architecture):
+    with pytest.raises(KernelError, match=r"(?s)refused the kernels small for .*undeclared_name"):
+        compile_module(small("__global__ void f() { undeclared_name(); }"), architecture)
 
 
-def test_cache_is_used_and_bound_to_the_sources(cache, quick, monkeypatch, caplog):
-    first = cached_kernels("sm_90")
-    assert cached_kernels("sm_90") == first
-    assert quick == ["sm_90"]
-    assert caplog.text.count("compiled for sm_90 now") == 1  # whoever waits is told, once
-    changed = {name: text + b"\n" for name, text in compiler._sources().items()}
-    monkeypatch.setattr(compiler, "_sources", lambda: changed)
-    cached_kernels("sm_90")
-    cached_kernels("sm_87")
-    assert quick == ["sm_90", "sm_90", "sm_87"]
-    assert len(list(cache.iterdir())) == 3
+def test_cache_is_used_and_bound_to_the_sources(cache, compiled, monkeypatch, caplog):
+    first = cached_module(small(), "sm_90")
+    assert cached_module(small(), "sm_90") == first
+    assert compiled == ["sm_90"]
+    assert caplog.text.count("small are compiled for sm_90 now") == 1  # whoever waits is told, once
+    read = Path.read_bytes  # a header that is included counts, one that is not does not
+    for changed, count in (("philox.cuh", 2), ("reductions.cuh", 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path, name=changed: read(path) + b"\n" * (path.name == name))
+            cached_module(small(), "sm_90")
+            assert len(compiled) == count
+    cached_module(small("\n"), "sm_90")
+    cached_module(replace(small(), expressions=("add<int>",)), "sm_90")
+    cached_module(small(), "sm_87")
+    assert compiled == ["sm_90"] * 4 + ["sm_87"]
+    assert len(list(cache.iterdir())) == 5
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
-def test_damaged_cache_is_compiled_again(cache, quick, damage, caplog):
-    intact = cached_kernels("sm_90")
+def test_damaged_cache_is_compiled_again(cache, compiled, damage, caplog):
+    intact = cached_module(small(), "sm_90")
     (path,) = cache.iterdir()
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
     path.write_bytes(content[: {"flip": len(content), "truncate": 99, "empty": 0}[damage]])
     with caplog.at_level(logging.WARNING):
-        assert cached_kernels("sm_90") == intact
+        assert cached_module(small(), "sm_90") == intact
     assert "damaged" in caplog.text
-    assert cached_kernels("sm_90") == intact
-    assert len(quick) == 2
+    assert cached_module(small(), "sm_90") == intact
+    assert len(compiled) == 2
 
 
-def test_cache_that_cannot_be_written_is_no_error(tmp_path, quick, monkeypatch):
+def test_cache_that_cannot_be_written_is_no_error(tmp_path, compiled, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("a file where the cache directory should be")
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(blocked))
-    assert cached_kernels("sm_90") == cached_kernels("sm_90")
-    assert len(quick) == 2
+    assert cached_module(small(), "sm_90") == cached_module(small(), "sm_90")
+    assert len(compiled) == 2
 
 
 def test_headers_are_found_in_every_layout(tmp_path, monkeypatch):
@@ -131,11 +184,10 @@ def test_missing_headers_name_the_wheel(monkeypatch):
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-runtime nvidia-cuda-cccl"):
-        compile_kernels("sm_90")
+        compile_module(small("#include <cuda_fp16.h>\n"), "sm_90")
 
 
 def test_missing_companion_headers_name_their_wheel(monkeypatch):
-    monkeypatch.setattr(compiler, "_sources", lambda: {"any.cu": b"#include <nv/target>\n"})
     monkeypatch.setattr(compiler, "find_headers", lambda major_version: [])
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-cccl"):
-        compile_kernels("sm_90")
+        compile_module(small("#include <nv/target>\n"), "sm_90")

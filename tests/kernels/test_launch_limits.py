@@ -10,11 +10,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.checks import MAXIMUM_ROWS
 from edgellm.kernels.cuda_draft_tree import CudaDraftTree
 from edgellm.kernels.cuda_image_kernels import CudaImageKernels
-from edgellm.kernels.decode_kernels import CudaDecodeKernels
 from edgellm.kernels.draft_tree_interface import Expansion, candidate_count
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.linear_tilings import tilings
-from edgellm.kernels.tiled_decode_kernels import CudaTiledKernels
 
 
 class NoGPU:
@@ -24,13 +21,6 @@ class NoGPU:
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was asked for: the arguments were not refused")
-
-
-class UnloadedDecodeKernels(NoGPU, CudaDecodeKernels):
-    """The launchers that are a module of kernels themselves, without loading it."""
-
-    def __init__(self) -> None:
-        """There is nothing to load."""
 
 
 def array(*shape: int, dtype: str = "int32") -> DeviceArray:
@@ -108,34 +98,3 @@ def test_an_image_of_more_rows_than_a_launch_takes_is_refused():
     pixels, resampled = array(70_000, 4, 3, dtype="uint8"), array(70_000, 2, 3, dtype="uint8")
     with pytest.raises(KernelError, match=r"resample: 70000 rows of pixels; expected at most 65535"):
         CudaImageKernels(NoGPU()).resample(pixels, array(2), array(2, 3), resampled, 1)
-
-
-def weights(rows: int, columns: int) -> DeviceArray:
-    return array(rows, columns, dtype="float16")
-
-
-def test_linear_layers_of_few_rows_refuse_what_does_not_fit():
-    kernels = UnloadedDecodeKernels()
-    wide = array(17, 64, dtype="float16")
-    with pytest.raises(KernelError, match=r"1 to 16 rows of a width that is a multiple of 8, found 1088 elements"):
-        selected = array(17, 1)
-        kernels.linear_residual(wide, weights(8, 64), None, None, array(17, 8), selected=selected)
-    with pytest.raises(KernelError, match=r"1 to 16 rows of a width that is a multiple of 8, found 60 elements"):
-        kernels.linear_residual(array(2, 60), weights(8, 60), None, None, array(1, 8), selected=array(1, 1))
-    with pytest.raises(KernelError, match=r"x has shape \[2, 64\]; expected at least 3 rows of 64 elements"):
-        kernels.linear_residual(array(2, 64), weights(8, 64), None, None, array(3, 8))
-    with pytest.raises(KernelError, match=r"output has shape \[1, 8\]; expected at least 2 rows of 8 elements"):
-        kernels.linear_residual(array(4, 64), weights(8, 64), None, None, array(1, 8), selected=array(2, 1))
-    with pytest.raises(KernelError, match=r"output has shape \[1, 8\]; expected at least 2 rows of 8 elements"):
-        kernels.norm_linear(array(2, 64), array(64), 1e-5, weights(8, 64), None, array(1, 8))
-
-
-def test_linear_layers_of_many_rows_refuse_what_does_not_fit():
-    kernels, x = CudaTiledKernels(NoGPU()), array(40, 512, dtype="float16")
-    gpu = kernels.gpu
-    with pytest.raises(KernelError, match=r"a tiling for 32 rows was given 40: take one of tilings\(40, gpu\)"):
-        kernels.tiled_linear(tilings(20, gpu)[0], x, weights(8, 512), None, array(40, 8, dtype="float32"))
-    with pytest.raises(KernelError, match=r"output has shape \[39, 8\]; expected at least 40 rows of 8 elements"):
-        kernels.linear(x, weights(8, 512), None, array(39, 8, dtype="float32"))
-    with pytest.raises(KernelError, match=r"output has shape \[40, 64\]; expected at least 40 rows of 512 elements"):
-        kernels.norm(array(40, 64), array(64), 1e-5, array(40, 64, dtype="float16"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 
 
@@ -14,7 +14,7 @@ from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
     """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
     listed: list[Any] = []
-    kinds = (TensorRTEngine, CudaKernelEngine)
+    kinds = (TensorRTEngine, KernelEngine)
     originals = {kind: kind.enqueue for kind in kinds}
 
     def patched(kind: type) -> Callable[[Any], None]:

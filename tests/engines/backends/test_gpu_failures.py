@@ -12,10 +12,11 @@ from gpu_device import cuda_device
 
 from edgellm.engines.backends import tensorrt_backend
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.cuda_kernel_engine import CudaKernelEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.errors import EngineError, KernelError
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.kernels.arrays import DeviceArray
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)
@@ -77,7 +78,7 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
-    monkeypatch.setattr(tensorrt_backend, "CudaDecodeKernels", lambda capability, stream: kernels)
+    monkeypatch.setattr(tensorrt_backend, "KernelModule", lambda capability, stream: kernels)
     monkeypatch.setattr(tensorrt_backend, "CudaKernels", refuse)
     with pytest.raises(KernelError, match="NVRTC refused"):
         tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
@@ -98,20 +99,13 @@ def test_an_engine_without_an_execution_context_says_so():
 
 
 def test_a_binding_that_is_refused_leaves_no_launch_of_the_bindings_before():
-    class Engine(CudaKernelEngine):
-        @staticmethod
-        def unsupported(*arguments: Any) -> None:
-            return None
-
-        def _prepare(self) -> list:
-            return []
-
-    edge = {"first": ((2,), "int32"), "second": ((2,), "int32")}
-    engine = Engine(None, SimpleNamespace(num_layers=0, num_kv_heads=1), SHAPE, edge, {}, ())
+    config = DecoderConfig("llama", 97, 64, 128, 1, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
+    engine = KernelEngine(StepKernels(None, None), FewRows, config, SHAPE, "float16", 1 << 20)
     engine._launches = [lambda: None]
-    with pytest.raises(EngineError, match=r"second is int32 \(3,\), the engine expects int32 \(2,\)"):
-        engine.bind({"first": DeviceArray(16, (2,), "int32"), "second": DeviceArray(16, (3,), "int32")})
-    with pytest.raises(EngineError, match="never bound: second"):
+    start, mask = DeviceArray(16, (1,), "int32"), DeviceArray(16, (3,), "int32")
+    with pytest.raises(EngineError, match=r"attention_mask is int32 \(3,\), the engine expects bool \(1, 1, 1, 64\)"):
+        engine.bind({"kvcache_start_index": start, "attention_mask": mask})
+    with pytest.raises(EngineError, match="never bound: inputs_embeds"):
         engine.enqueue()
 
 

@@ -11,7 +11,8 @@ from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
 from edgellm.engines.errors import BuildError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.vision import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -66,7 +67,7 @@ def described(trt: Any, config: DecoderConfig, shape: EngineShape) -> Any:
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     strongly_typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
-    DecoderDescription(TensorRTOperations(trt, network, config.dtype, "composed"), config, shape).describe()
+    ProgramGraph(TensorRTOperations(trt, network, config.dtype, "composed"), decoder_program(config, shape)).run()
     return network, builder
 
 

@@ -16,7 +16,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineLimits, EngineShape
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -72,7 +73,7 @@ class Sequences:
         }
         shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
         config = replace(self.config, feature_layers=feature_layers)
-        DecoderDescription(NumpyOperations(bindings, self.weights), config, shape).describe()
+        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(config, shape)).run()
         return bindings
 
     def logits(self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None) -> np.ndarray:
@@ -161,7 +162,7 @@ def test_last_token_ids_select_rows() -> None:
         bound |= {"last_token_ids": rows, "logits": np.full((2, rows.shape[1], 80), np.nan, np.float32)}
         logits = bound["logits"]
         shape = EngineShape("prefill", 2, 24, sequences.rows, sequences.rows, selected=rows.shape[1])
-        DecoderDescription(NumpyOperations(bound, sequences.weights), sequences.config, shape).describe()
+        ProgramGraph(NumpyOperations(bound, sequences.weights), decoder_program(sequences.config, shape)).run()
         assert bound["logits"] is logits
         assert_close(logits, np.stack([sequences.expected[b, rows[b]] for b in range(2)]))
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
+from edgellm.engines.backends.kernel_engine import kernel_refusal
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
@@ -24,7 +24,8 @@ from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryErro
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.decoder import DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
 
 LIMITS = EngineLimits(2, 16, 96, max_lora_rank=12, lora_slots=2)
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -81,7 +82,7 @@ def test_the_edge_of_an_engine_with_adapters() -> None:
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(
         1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     )
-    DecoderDescription(TensorRTOperations(trt, network, "float16", "composed"), config, shape).describe()
+    ProgramGraph(TensorRTOperations(trt, network, "float16", "composed"), decoder_program(config, shape)).run()
     inputs = {network.get_input(index).name: network.get_input(index) for index in range(network.num_inputs)}
     projections = adapted_projections(decoder_weights(config))
     assert len(projections) == 4 * config.num_layers
@@ -114,11 +115,10 @@ def test_networks_without_adapters_are_what_they_were() -> None:
 
 def test_the_hand_written_kernels_leave_adapters_to_tensorrt() -> None:
     shape = EngineShape("decode", 1, 1, 1024, 1040)
-    assert CudaDecodeEngine.unsupported(LLAMA, shape, "float16") is None
-    assert (
-        CudaDecodeEngine.unsupported(LLAMA, LIMITS.with_adapters(shape), "float16")
-        == "decode kernels do not apply LoRA adapters"
-    )
+    assert kernel_refusal(LLAMA, shape, "float16", 232_448) is None
+    found = kernel_refusal(LLAMA, LIMITS.with_adapters(shape), "float16", 232_448)
+    assert found is not None
+    assert found.endswith("model.layers.0.self_attn.qkv_proj: LoRA adapters are not applied")
 
 
 def test_a_build_from_the_command_line(

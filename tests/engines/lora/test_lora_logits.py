@@ -16,7 +16,8 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineShape
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
 
 BASES = Path(__file__).parents[2] / "goldens" / "decoder"
@@ -68,7 +69,7 @@ class Adapted:
         }
         shape = EngineShape("prefill", batch, tokens, self.rows, self.rows, selected=tokens)
         shape = replace(shape, lora_slots=len(self.adapters), lora_rank=RANK)
-        DecoderDescription(NumpyOperations(bindings, self.weights), self.config, shape).describe()
+        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(self.config, shape)).run()
         return bindings["logits"]
 
 

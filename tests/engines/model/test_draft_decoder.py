@@ -18,13 +18,14 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.model.config import DRAFT_EMBEDDING, EngineShape
-from edgellm.engines.model.decoder import EMBEDDING, DecoderDescription, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import (
-    DraftDescription,
     draft_engine_weights,
+    draft_program,
     draft_weights,
     load_draft_to_target,
 )
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
@@ -84,7 +85,7 @@ class Base:
             **self.caches,
         }
         shape = EngineShape(phase, 1, tokens, ROWS, ROWS, tokens)
-        DecoderDescription(NumpyOperations(bindings, self.weights), self.config, shape).describe()
+        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(self.config, shape)).run()
         return bindings
 
     def prefill(self, token_ids: np.ndarray, start: int = 0) -> dict[str, np.ndarray]:
@@ -141,7 +142,7 @@ class Head:
             bindings["last_token_ids"] = np.repeat(selected[None].astype(np.int32), self.batch, axis=0)
             count = len(selected)
         shape = EngineShape(phase, self.batch, len(token_ids), ROWS, ROWS, count, "draft")
-        DraftDescription(NumpyOperations(bindings, self.weights), self.config, shape).describe()
+        ProgramGraph(NumpyOperations(bindings, self.weights), draft_program(self.config, shape)).run()
         for output in ("logits", "hidden_states"):
             for row in bindings[output]:
                 np.testing.assert_allclose(row, bindings[output][0], atol=1e-6)

@@ -20,8 +20,9 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.descriptions import ModelConfig, model_description
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.programs import ModelConfig, model_program
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
 HEADS = sorted(path.name for path in GOLDENS.iterdir() if not path.name.endswith("_base"))
@@ -161,7 +162,7 @@ def network_edge(config: ModelConfig, shape: EngineShape, dtype: str) -> tuple[d
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     strongly_typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
-    model_description(TensorRTOperations(trt, network, dtype, "composed"), config, shape).describe()
+    ProgramGraph(TensorRTOperations(trt, network, dtype, "composed"), model_program(config, shape)).run()
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
     edges = [{tensor.name: (tuple(tensor.shape), tensor.dtype.name) for tensor in group} for group in (inputs, outputs)]
@@ -172,7 +173,7 @@ def test_a_description_of_the_wrong_model_is_refused(tiny_draft_engines: Path) -
     directory = EngineDirectory.open(tiny_draft_engines)
     for shape in directory.limits.engine_shapes():
         other = directory.models["base" if shape.model == "draft" else "draft"]
-        with pytest.raises(ValueError, match="cannot be described by"):
+        with pytest.raises(ValueError, match="is no engine of a"):
             network_digest(other, shape, "float16", "auto")
     with pytest.raises(EngineError, match="there is no draft model"):
         NumpyBackend(directory.config).load_engine(EngineShape("accept", 1, 4, 112, 112, 1, "draft"))

@@ -1,0 +1,214 @@
+"""Engines of hand-written kernels: decode, verify and draft steps, and short prefills, as launches prepared once.
+
+They stand behind the same edge as TensorRT's engines and write the same KV rows, so that all share caches and weights.
+Each new token sees the committed rows, itself, and in steps of several tokens the new ones that `attention_mask` lets
+it see; nothing else of the mask is read (but by drafts, whose earlier nodes stand among the committed rows), so a step
+costs what the sequences' lengths ask for, not what the capacity does.
+
+A token's logits and features are the same bits in every batch, in every tree that has its ancestors in order of depth,
+and in the decode step that computes it alone: whether a draft is accepted cannot depend on what else was verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels, scratch_of
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS
+
+#: The shared memory that a block may have, in bytes, by compute capability.
+SHARED_MEMORY = {
+    **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99 << 10),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), 227 << 10),
+}
+#: Up to so many rows the kernels of few are the faster ones (`kernel_speed.py steps`, H200).
+_FEW_ROWS = 12
+_ALIGNMENT = 256
+
+Executor = type[FewRows]
+
+
+def kernel_executor(
+    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int
+) -> tuple[Executor | None, str]:
+    """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
+    memory, or None; and why no better one: the first step of the program that it cannot run, and the reason.
+
+    A verify step of more rows than one launch takes runs in passes of some of its sequences.
+    """
+    if dtype not in ("float16", "bfloat16"):
+        return None, f"kernels compute in float16 and bfloat16, not {dtype}"
+    if shape.phase in ("prefill", "encode") and shape.tokens > MAX_TILED_ROWS:
+        return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {shape.tokens}"
+    part = _passes(shape)[-1][1]
+    program = model_program(config, part)
+    few_first = part.batch * part.tokens <= _FEW_ROWS or part.model == "draft" or part.phase == "prefill"
+    reasons = []
+    for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
+        reason = executor.refusal(program, shared_limit)
+        if reason is None:
+            return executor, reasons[0] if reasons else ""
+        reasons.append(reason)
+    return None, reasons[-1] if few_first else reasons[0]
+
+
+def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
+    """Why no executor by hand-written kernels runs a shape, None if one does."""
+    executor, reason = kernel_executor(config, shape, dtype, shared_limit)
+    return reason if executor is None else None
+
+
+class KernelEngine:
+    """Enqueues the launches of a program, or of one for each pass, on what is bound.
+
+    Not thread-safe: enqueue from the thread that owns the stream.
+    """
+
+    def __init__(
+        self,
+        kernels: StepKernels,
+        executor: Executor,
+        config: ModelConfig,
+        shape: EngineShape,
+        dtype: str,
+        shared_limit: int,
+    ) -> None:
+        """`executor` is one that takes the shape, as `kernel_executor` finds it."""
+        self.shape, self.executor = shape, executor
+        self.reads_attention_mask = shape.phase != "decode"
+        self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
+        self._program = model_program(config, shape)
+        self._passes = [(slots, model_program(config, part)) for slots, part in _passes(shape)]
+        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in self._program.edge.items()}
+        layouts = [self._layout(program) for _, program in self._passes]
+        self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
+        self._bound: dict[str, Array] = {}
+        self._scratch: list[dict[str, Array]] = []
+        self._launches: list[Any] = []
+        self._launches_by_layer: list[Any] = []
+        self._layer_starts: dict[int, int] = {}
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all inputs and outputs."""
+        return tuple(self._tensors)
+
+    def attach(self, device: Any, scratch: Array) -> None:
+        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
+        if scratch.nbytes < self.scratch_bytes:
+            raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
+        self._scratch = []
+        for (_, program), layout in zip(self._passes, self._layouts, strict=True):
+            arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
+            rows = program.shape.batch * program.shape.tokens
+            # Not in the shared scratch: the counters must be zero between steps.
+            arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
+            self._scratch.append(arrays)
+        self._launches, self._launches_by_layer = [], []
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`."""
+        self._launches, self._launches_by_layer = [], []
+        for name, array in bindings.items():
+            if name not in self._tensors:
+                raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
+            expected = self._tensors[name]
+            if (array.shape, str(array.dtype)) != expected:
+                raise EngineError(
+                    f"{self.shape.name}: {name} is {array.dtype} {array.shape}, "
+                    f"the engine expects {expected[1]} {expected[0]}"
+                )
+            self._bound[name] = array
+
+    def enqueue(self) -> None:
+        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
+        if not self._launches:
+            self._launches = self._prepare()
+            for launch in self._launches:
+                launch.overlap_previous()
+        for launch in self._launches:
+            launch()
+
+    def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
+        """As `enqueue`; `before_layer` is called before each layer's work is enqueued, and can let that wait."""
+        if not self._launches_by_layer:
+            self._launches_by_layer = self._prepare()
+            for number, launch in enumerate(self._launches_by_layer):
+                if number not in self._layer_starts:  # that one must not overtake what its layer waits for
+                    launch.overlap_previous()
+        for number, launch in enumerate(self._launches_by_layer):
+            if number in self._layer_starts:
+                before_layer(self._layer_starts[number])
+            launch()
+
+    def _prepare(self) -> list[Any]:
+        """The launches of all passes, any of which may start while the one before still runs."""
+        self._check_bound()
+        launches: list[Any] = []
+        for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
+            arrays = partial(self._array, slots, scratch)
+            executor = self.executor(self._kernels, program, arrays, self._shared_limit)
+            starts = {step: attention.index for step, attention in _before_attention(program)}
+            for number, step in enumerate(program.steps):
+                if number in starts:
+                    self._layer_starts[len(launches)] = starts[number]
+                # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                launches += executor.launches(step, next_early=number != min(starts))
+        return launches
+
+    def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
+        """A tensor at the edge, of a pass its sequences' part, or a value."""
+        if name in scratch:
+            return scratch[name]
+        of_sequences = name not in self._program.weights
+        return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
+
+    def _check_bound(self) -> None:
+        unbound = self._tensors.keys() - self._bound.keys()
+        if not self.reads_attention_mask:
+            unbound.discard("attention_mask")
+        if unbound:
+            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
+        if not self._scratch:
+            raise EngineError(f"{self.shape.name}: attach was not called")
+        for name in self._program.caches:
+            present, cache = self._bound[f"present_{name}"], self._bound[name]
+            if present is not cache and getattr(present, "pointer", 0) != getattr(cache, "pointer", 1):
+                raise EngineError(f"{self.shape.name}: present_{name} must be bound to the memory of its cache")
+
+    def _own(self, kind: str) -> str:
+        return self._dtype if kind == "compute" else kind
+
+    def _layout(self, program: Program) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
+        """Offset, shape and dtype of every intermediate result, and the bytes of all."""
+        layout, offset = {}, 0
+        for name, (size, kind) in scratch_of(program).items():
+            layout[name] = (offset, size, self._own(kind))
+            nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return layout, offset
+
+
+def _before_attention(program: Program) -> list[tuple[int, Any]]:
+    """The number of the step before each attention, and the attention."""
+    return [(program.steps.index(step) - 1, step) for step in program.attentions]
+
+
+def _passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large verify steps."""
+    count = 1
+    if shape.phase == "verify" and shape.tokens <= MAX_TILED_ROWS:
+        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
+    ends = [shape.batch * number // count for number in range(count + 1)]
+    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

@@ -1,0 +1,310 @@
+"""The executors of programs by hand-written kernels: which steps each can run, and by which launches.
+
+Kernels of few rows norm inside their linear layers: every block of a layer norms for itself, which is fastest for up to
+a dozen rows, but takes shared memory for whole rows. Kernels of many rows have the norms as launches of their own, for
+all blocks of the linear layer that follows. Either gives a row the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from edgellm.engines.model.program import (
+    Attention,
+    Edge,
+    Input,
+    Keep,
+    Linear,
+    LinearResidual,
+    Norm,
+    NormLinear,
+    Program,
+    Scale,
+    Step,
+    cache_names,
+)
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.attention import attention_partials, attention_shared_bytes
+from edgellm.kernels.decode.contract import (
+    ACTIVATIONS,
+    MAX_ROWS,
+    MAX_TILED_ROWS,
+    MAX_TOKENS,
+    AttentionScratch,
+    AttentionStep,
+    AttentionWeights,
+    Kept,
+    LinearWeights,
+    NormedInput,
+    attention_refusal,
+    padded_columns,
+)
+from edgellm.kernels.decode.linear import (
+    linear_residual_shared_bytes,
+    norm_linear_shared_bytes,
+    norm_shared_bytes,
+)
+from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
+
+#: Where the inputs of a linear layer come together that does not norm them itself.
+_PACKED = "packed"
+
+
+class StepKernels(NamedTuple):
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many."""
+
+    few: Any
+    many: Any
+
+
+class FewRows:
+    """Runs a program's steps on bound arrays by the kernels of few rows."""
+
+    name = "kernels of few rows"
+    most_rows = MAX_ROWS
+
+    def __init__(self, kernels: StepKernels, program: Program, arrays: Callable[[str], Array], limit: int) -> None:
+        """`arrays` gives the array of a tensor at the engine's edge, or of a value; `limit` is the shared memory that a
+        block may have, in bytes."""
+        self._kernels, self._program, self._array, self._limit = kernels, program, arrays, limit
+        self._rows = program.shape.batch * program.shape.tokens
+
+    @classmethod
+    def refusal(cls, program: Program, limit: int) -> str | None:
+        """Why this executor cannot run a program where blocks may have so much shared memory, None if it can."""
+        rows = program.shape.batch * program.shape.tokens
+        if rows > cls.most_rows:
+            return f"{cls.name} take up to {cls.most_rows} rows, not {rows}"
+        for step in program.steps:
+            reason = step_refusal(step, program) or cls._memory_refusal(step, program, limit)
+            if reason is not None:
+                return f"{cls.name} cannot run {title(step)}: {reason}"
+        return None
+
+    @classmethod
+    def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
+        needed = cls._shared_bytes(step, program, limit)
+        if needed <= limit:
+            return None
+        rows = program.shape.batch * program.shape.tokens
+        return f"{rows} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
+
+    @classmethod
+    def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
+        shape = program.shape
+        rows = shape.batch * shape.tokens
+        if isinstance(step, Attention):
+            return attention_shared_bytes(shape.tokens, step.heads[2])
+        if isinstance(step, NormLinear) and cls.norms_inside(step):
+            widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
+            return norm_linear_shared_bytes(rows, widths, limit, step.gated)
+        if isinstance(step, NormLinear | LinearResidual):
+            return linear_residual_shared_bytes(rows, limit)
+        return 0
+
+    @staticmethod
+    def norms_inside(step: NormLinear) -> bool:
+        """Whether one kernel norms the inputs of a linear layer and multiplies them."""
+        return len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
+
+    def launches(self, step: Step, next_early: bool) -> list[Any]:
+        """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
+        done."""
+        if isinstance(step, Attention):
+            return [self._attention(step)]
+        if isinstance(step, Scale):
+            return [self._kernels.few.scale_rows(self._array(step.value), step.factor, self._array(step.output))]
+        if isinstance(step, LinearResidual):
+            return [self._linear_residual(step)]
+        assert isinstance(step, NormLinear)
+        return self._norm_linear(step, next_early)
+
+    def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
+        few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
+        if not self.norms_inside(step):
+            x, launches = self._together(step, padded=False)
+            return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
+        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        if step.gated:
+            return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
+        return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
+
+    def _linear_residual(self, step: LinearResidual, kernels: Any = None) -> Any:
+        selected = (self._array("last_token_ids"),) if step.selects else ()
+        return (kernels or self._kernels.few).linear_residual(
+            self._array(step.value),
+            self._weights(step.linear),
+            self._array(step.residual),
+            self._array(step.output),
+            step.scale,
+            self._kept(step.keep),
+            *selected,
+        )
+
+    def _attention(self, step: Attention) -> Any:
+        array, mask = self._array, self._program.shape.phase != "decode"
+        norms = [None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm)]
+        epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
+        return self._kernels.few.attention(
+            array(step.value),
+            AttentionWeights(*norms, epsilon, offset, step.scale, step.rotary > 0),
+            AttentionStep(
+                array("rope_rotary_cos_sin"),
+                array("kvcache_start_index"),
+                array("attention_mask") if mask else None,
+                *map(array, cache_names(step.index)),
+                step.masks_all,
+            ),
+            AttentionScratch(array("partial"), array("counters")),
+            array(step.output),
+        )
+
+    def _together(self, step: NormLinear, padded: bool, next_early: bool = True) -> tuple[Array, list[Any]]:
+        """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
+        launches that bring them there, each normed."""
+        given = step.inputs[0]
+        if len(step.inputs) == 1 and not given.norms and given.value in self._program.inputs and step.keep is None:
+            return self._array(given.value), []
+        columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
+        rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
+        packed = self._array(_PACKED)[: rows * width].reshape(rows, width)
+        parts: list[tuple[NormedInput, Keep | None]] = []
+        for given in step.inputs:
+            parts += [(part, None) for part in self._parts(given)]
+        if step.keep is not None:
+            parts[-1] = (parts[-1][0], step.keep)
+        launches, column = [], 0
+        for number, (part, keep) in enumerate(parts):
+            early = next_early or number > 0
+            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early))
+            column += part.width or part.values.shape[-1]
+        return packed, launches
+
+    def _parts(self, given: Input) -> list[NormedInput]:
+        if not given.norms:
+            return [NormedInput(self._array(given.value), None)]
+        if len(given.norms) == 1:
+            return [self._normed(given.value, given.norms[0])]
+        parts, first = [], 0
+        for norm in given.norms:
+            width = norm.weight.shape[0]
+            parts.append(self._normed(given.value, norm)._replace(first=first, width=width))
+            first += width
+        return parts
+
+    def _normed(self, value: str, norm: Norm) -> NormedInput:
+        return NormedInput(self._array(value), self._array(norm.weight.name), norm.epsilon, norm.offset)
+
+    def _weights(self, linear: Linear) -> LinearWeights:
+        bias = None if linear.bias is None else self._array(linear.bias.name)
+        return LinearWeights(self._array(linear.weight.name), bias)
+
+    def _kept(self, keep: Keep | None) -> Kept | None:
+        return None if keep is None else Kept(self._array(keep.target), keep.place, keep.raw)
+
+
+class ManyRows(FewRows):
+    """The same by the kernels of many rows; what has few rows and no norm goes to the kernels of few."""
+
+    name = "kernels of many rows"
+    most_rows = MAX_TILED_ROWS
+
+    @classmethod
+    def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
+        rows = program.shape.batch * program.shape.tokens
+        if isinstance(step, NormLinear):
+            return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
+        if isinstance(step, LinearResidual) and not step.selects and not _streams(rows, limit):
+            return tiled_shared_bytes(limit)
+        return super()._shared_bytes(step, program, limit)
+
+    @classmethod
+    def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
+        rows = program.shape.batch * program.shape.tokens
+        if isinstance(step, LinearResidual) and step.selects and rows > MAX_ROWS:
+            return f"it selects rows, of up to {MAX_ROWS}, not {rows}"
+        return super()._memory_refusal(step, program, limit)
+
+    def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
+        many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
+        x, launches = self._together(step, padded=True, next_early=next_early)
+        if step.gated:
+            return [*launches, many.gate_up(x, linear, step.activation, output)]
+        return [*launches, many.linear(x, linear, output, step.scale)]
+
+    def _linear_residual(self, step: LinearResidual, kernels: Any = None) -> Any:
+        streams = _streams(self._rows, self._limit)
+        return super()._linear_residual(step, self._kernels.few if streams else self._kernels.many)
+
+
+def _streams(rows: int, limit: int) -> bool:
+    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
+
+
+def step_refusal(step: Step, program: Program) -> str | None:
+    """What about a step no kernel can do, whatever the GPU has; None if there is nothing."""
+    shape = program.shape
+    if isinstance(step, Attention):
+        if shape.tokens > MAX_TOKENS:
+            return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
+        return attention_refusal(*step.heads)
+    if isinstance(step, Scale):
+        return None
+    if not isinstance(step, NormLinear | LinearResidual):
+        return "there is no kernel for it"
+    if step.linear.name in program.adapted:
+        return "LoRA adapters are not applied"
+    columns = step.linear.weight.shape[1]
+    if columns % 8:
+        return f"widths must be multiples of 8, not {columns}"
+    if isinstance(step, LinearResidual):
+        return "features of all rows are taken where some are selected" if step.selects and step.keep else None
+    if step.selects:
+        return "features of all rows are taken where some are selected"
+    if any(norm.bias is not None for given in step.inputs for norm in given.norms):
+        return "there is no kernel for layer norms"
+    if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel"
+    return None
+
+
+def title(step: Step) -> str:
+    """A step in a few words, for messages."""
+    if isinstance(step, Attention):
+        return f"the attention of layer {step.index}"
+    if isinstance(step, NormLinear | LinearResidual):
+        return f"the linear layer {step.linear.name}"
+    return f"the step {type(step).__name__} to {step.output}"
+
+
+def scratch_of(program: Program) -> Edge:
+    """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
+    shape = program.shape
+    rows, chosen = shape.batch * shape.tokens, shape.batch * shape.selected
+    found: Edge = {}
+    packed = 0
+    for step in program.steps:
+        if isinstance(step, Attention):
+            heads, kv_heads, size = step.heads
+            found[step.output] = ((rows, heads * size), "compute")
+            found["partial"] = ((attention_partials(rows, heads, kv_heads, shape.kv_rows, size),), "float32")
+            continue
+        if isinstance(step, Scale):
+            found[step.output] = ((rows, program.inputs[step.value][0][-1]), "float32")
+            continue
+        assert isinstance(step, NormLinear | LinearResidual)
+        width, columns = step.linear.weight.shape
+        if isinstance(step, LinearResidual):
+            count = chosen if step.selects else found[step.value][0][0]
+            found[step.output] = ((count, width), "float32")
+            continue
+        packed = max(packed, rows * padded_columns(columns))
+        given = step.inputs[-1].value
+        count = rows if given in program.inputs else found[given][0][0]
+        if step.output not in program.outputs:
+            result = (width // 2, "compute") if step.gated else (width, "float32")
+            found[step.output] = ((count, result[0]), result[1])
+        if step.keep is not None and step.keep.target not in program.outputs:
+            found[step.keep.target] = ((count, columns // len(step.inputs)), "compute")
+    return found | {_PACKED: ((packed,), "compute")}

@@ -1,0 +1,225 @@
+"""Runs a program by operations: NumPy computes them at once, TensorRT makes a network of them.
+
+Every kind of step is told once here, in terms of `Operations`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic
+
+from edgellm.engines.lora.config import SCALES
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.program import (
+    Add,
+    Attention,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Input,
+    Keep,
+    Linear,
+    LinearResidual,
+    Norm,
+    Normed,
+    NormLinear,
+    Prepend,
+    Program,
+    Reshape,
+    Scale,
+    cache_names,
+)
+
+#: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
+NETWORK_VERSION = 3
+
+#: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
+#: 16 heads all of them would be a gigabyte.
+_MOST_SCORES = 1 << 26
+
+
+class ProgramGraph(Generic[Tensor]):
+    """A program's steps as calls on `operations`; `run` makes them."""
+
+    def __init__(self, operations: Operations[Tensor], program: Program) -> None:
+        self._operations, self._program = operations, program
+        kinds: dict[type, Callable[[Any], None]] = {
+            Scale: self._scale,
+            Add: self._add,
+            Normed: self._normed,
+            NormLinear: self._norm_linear,
+            LinearResidual: self._linear_residual,
+            Attention: self._attention,
+            EncoderAttention: self._encoder_attention,
+            Gather: self._gather,
+            Prepend: self._prepend,
+            DropFirst: self._drop_first,
+            Reshape: self._reshape,
+        }
+        self._steps = [(kinds[type(step)], step) for step in program.steps]
+        self._values: dict[str, Tensor] = {}
+        self._kept: dict[str, dict[int, Tensor]] = {}
+
+    def run(self) -> None:
+        """Take the inputs, compute, and give out the outputs."""
+        operations, values = self._operations, self._values
+        values.clear()
+        self._kept.clear()
+        for run, step in self._steps:
+            run(step)
+        for name, parts in self._kept.items():
+            ordered = [parts[place] for place in sorted(parts)]
+            values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
+        for name, (_, dtype) in self._program.outputs.items():
+            operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
+
+    def _value(self, name: str) -> Tensor:
+        """A value, or an input of the engine."""
+        if name not in self._values:
+            shape, dtype = self._program.inputs[name]
+            self._values[name] = self._operations.input(name, shape, dtype)
+        return self._values[name]
+
+    def _residual(self, x: Tensor) -> Tensor:
+        return self._operations.to_float32(x) if self._program.wide_residual else x
+
+    def _weight(self, spec: WeightSpec) -> Tensor:
+        return self._operations.weight(spec.name, spec.shape)
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.bias is None:
+            return self._operations.rms_norm(x, self._weight(norm.weight), norm.epsilon, norm.offset)
+        return self._operations.layer_norm(x, self._weight(norm.weight), self._weight(norm.bias), norm.epsilon)
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """With LoRA adapters where the engine has them."""
+        operations, shape = self._operations, self._program.shape
+        bias = None if linear.bias is None else self._weight(linear.bias)
+        y = operations.linear(x, self._weight(linear.weight), bias)
+        adapted = self._program.adapted.get(linear.name)
+        if adapted is None:
+            return y
+        if SCALES not in self._values:
+            self._values[SCALES] = operations.input(SCALES, (shape.batch, shape.lora_slots), "compute")
+        a, b = (operations.weight(*edge) for edge in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return operations.adapt(y, x, a, b, self._values[SCALES])
+
+    def _input(self, given: Input) -> Tensor:
+        x = self._value(given.value)
+        if len(given.norms) < 2:
+            return self._norm(x, given.norms[0]) if given.norms else x
+        sizes = [norm.weight.shape[0] for norm in given.norms]
+        parts = zip(self._operations.split(x, sizes, axis=2), given.norms, strict=True)
+        return self._operations.concatenate([self._norm(part, norm) for part, norm in parts], axis=2)
+
+    def _keep(self, keep: Keep | None, x: Tensor) -> None:
+        if keep is not None:
+            self._kept.setdefault(keep.target, {})[keep.place] = x
+            self._values[keep.target] = x
+
+    def _selected(self, x: Tensor, selects: bool) -> Tensor:
+        return self._operations.gather_rows(x, self._value("last_token_ids")) if selects else x
+
+    def _norm_linear(self, step: NormLinear) -> None:
+        operations = self._operations
+        inputs = [self._input(given) for given in step.inputs]
+        if step.keep is not None:
+            raw = step.keep.raw
+            self._keep(step.keep, operations.to_compute(self._value(step.inputs[-1].value)) if raw else inputs[-1])
+        x = operations.concatenate(inputs, axis=2) if len(inputs) > 1 else inputs[0]
+        y = self._linear(operations.to_compute(self._selected(x, step.selects)), step.linear)
+        if step.activation is not None:
+            y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
+        if step.scale != 1.0:
+            y = operations.scale(operations.to_float32(y), step.scale)
+        self._values[step.output] = y
+
+    def _linear_residual(self, step: LinearResidual) -> None:
+        operations = self._operations
+        residual = self._residual(self._value(step.residual))
+        if step.keep is not None:
+            self._keep(step.keep, operations.to_compute(residual))
+        y = self._linear(self._selected(self._value(step.value), step.selects), step.linear)
+        y = self._residual(y)
+        if step.scale != 1.0:
+            y = operations.scale(y, step.scale)
+        self._values[step.output] = operations.add(self._selected(residual, step.selects), y)
+
+    def _attention(self, step: Attention) -> None:
+        operations, shape = self._operations, self._program.shape
+        heads, kv_heads, size = step.heads
+        qkv = operations.split_heads(self._value(step.value), heads + 2 * kv_heads)
+        cos_sin = self._value("rope_rotary_cos_sin") if step.rotary else None
+        if step.q_norm is not None and step.k_norm is not None:
+            query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
+            query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
+            if cos_sin is not None:
+                query, key = (operations.rotary_embedding(x, cos_sin) for x in (query, key))
+        else:  # one rotation serves queries and keys
+            rotated, value = operations.split(qkv, (heads + kv_heads, kv_heads), axis=1)
+            if cos_sin is not None:
+                rotated = operations.rotary_embedding(rotated, cos_sin)
+            query, key = operations.split(rotated, (heads, kv_heads), axis=1)
+        mask, start = self._value("attention_mask"), self._value("kvcache_start_index")
+        cache = (shape.batch, kv_heads, shape.kv_rows, size)
+        keys, values = (
+            operations.kv_cache_update(operations.input(name, cache, "compute"), update, start)
+            for name, update in zip(cache_names(step.index), (key, value), strict=True)
+        )
+        for name, updated in zip(cache_names(step.index), (keys, values), strict=True):
+            operations.output(f"present_{name}", updated)
+        self._values[step.output] = operations.merge_heads(operations.attention(query, keys, values, mask, step.scale))
+
+    def _encoder_attention(self, step: EncoderAttention) -> None:
+        operations, heads, size = self._operations, step.heads, step.head_size
+        count, rows = step.windows
+        x = operations.reshape(self._value(step.value), (count, rows, 3 * heads * size))
+        rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
+        if step.rotary is not None:
+            cos_sin = operations.to_compute(self._value(step.rotary))
+            rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
+        query, key = operations.split(rotated, (heads, heads), axis=1)
+        mask = None if step.mask is None else self._value(step.mask)
+        blocks = _query_blocks(count * heads, rows)
+        parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
+        contexts = [operations.attention(part, key, value, mask, size**-0.5) for part in parts]
+        context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
+        merged = operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
+        self._values[step.output] = merged
+
+    def _scale(self, step: Scale) -> None:
+        self._values[step.output] = self._operations.scale(self._residual(self._value(step.value)), step.factor)
+
+    def _add(self, step: Add) -> None:
+        operations, x, other = self._operations, self._value(step.value), step.other
+        if isinstance(other, WeightSpec):
+            added = operations.reshape(self._weight(other), (1, *other.shape))
+        else:
+            added = self._value(other)
+            added = self._residual(added) if self._program.wide_residual else operations.to_compute(added)
+        self._values[step.output] = operations.add(x, added)
+
+    def _normed(self, step: Normed) -> None:
+        self._values[step.output] = self._norm(self._value(step.value), step.norm)
+
+    def _gather(self, step: Gather) -> None:
+        self._values[step.output] = self._operations.gather_rows(self._value(step.value), self._value(step.rows))
+
+    def _prepend(self, step: Prepend) -> None:
+        row = self._operations.reshape(self._weight(step.row), (1, 1, *step.row.shape))
+        self._values[step.output] = self._operations.concatenate((row, self._value(step.value)), axis=1)
+
+    def _drop_first(self, step: DropFirst) -> None:
+        self._values[step.output] = self._operations.split(self._value(step.value), (1, step.rows), axis=1)[1]
+
+    def _reshape(self, step: Reshape) -> None:
+        self._values[step.output] = self._operations.reshape(self._value(step.value), step.shape)
+
+
+def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
+    """Into how many queries each the attention of `rows` rows is cut; `heads` are those of all sequences together."""
+    count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
+    size = -(-rows // max(1, count))
+    return tuple(min(size, rows - start) for start in range(0, rows, size))

@@ -1,0 +1,283 @@
+"""A model as a program: a short list of fused steps, which executors run.
+
+A family's decoder, a draft head or a vision encoder is written once, as the steps of one engine shape. A step names the
+values that it reads and writes, its weights, and its parameters. Values are rows: of B sequences by T tokens, of so
+many elements. `graph.py` runs a program by operations (TensorRT, NumPy), the kernel executors by hand-written kernels.
+
+Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size, N rows and K columns of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+
+from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
+from edgellm.engines.model.config import EngineShape, WeightSpec
+
+#: Shape and dtype ("compute", "float32", "int32" or "bool") by name.
+Edge = dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm (Zhang and Sennrich 2019) by weight + offset, or with a bias a layer norm (Ba et al. 2016)."""
+
+    weight: WeightSpec
+    epsilon: float
+    bias: WeightSpec | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [.., K] times the transpose of a weight [N, K], plus a bias [N]; its weights are named after it."""
+
+    name: str
+    weight: WeightSpec
+    bias: WeightSpec | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that a linear layer takes, normed before; several stand side by side.
+
+    `parts`: so many equal parts of it are normed each by its own of `norms`.
+    """
+
+    value: str
+    norms: tuple[Norm, ...] = ()
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A step's (last) input also becomes columns `place` * width .. of the value or output `target`.
+
+    `raw`: as it was before its norm.
+    """
+
+    target: str
+    place: int = 0
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a program; `output` is the value that it writes."""
+
+    output: str
+
+    @property
+    def weights(self) -> Iterator[WeightSpec]:
+        """Its weights, in order of use."""
+        return _weights(self)
+
+
+def _weights(part: object) -> Iterator[WeightSpec]:
+    if isinstance(part, WeightSpec):
+        yield part
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from _weights(one)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _weights(getattr(part, field.name))
+
+
+@dataclass(frozen=True)
+class Scale(Step):
+    """output = factor * value, in the dtype of the residual stream."""
+
+    value: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class Add(Step):
+    """output = value + an input of the engine, or a weight whose rows are those of one sequence."""
+
+    value: str
+    other: str | WeightSpec
+
+
+@dataclass(frozen=True)
+class Normed(Step):
+    """output = norm(value)."""
+
+    value: str
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class NormLinear(Step):
+    """output = scale * linear(inputs, each normed, side by side), in compute dtype (logits: float32).
+
+    `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
+    rows only those that `last_token_ids` names.
+    """
+
+    inputs: tuple[Input, ...]
+    linear: Linear
+    activation: str | None = None
+    gated: bool = False
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = False
+
+
+@dataclass(frozen=True)
+class LinearResidual(Step):
+    """output = residual + scale * linear(value). `keep` gets the residual; `selects` as in `NormLinear`."""
+
+    value: str
+    linear: Linear
+    residual: str
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = False
+
+
+@dataclass(frozen=True)
+class Attention(Step):
+    """Grouped-query attention over KV caches `index`: q/k norm, rotary embedding, cache write, softmax of scores.
+
+    `value` [.., (n + 2 n_kv) D] holds query, key and value heads, `heads` are n, n_kv and D. `rotary` is the size that
+    is rotated (0: none).
+    `masks_all`: the mask decides about the rows before the new ones too (trees of a draft).
+    """
+
+    value: str
+    index: int
+    heads: tuple[int, int, int]
+    scale: float
+    rotary: int
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    masks_all: bool = False
+
+
+@dataclass(frozen=True)
+class EncoderAttention(Step):
+    """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
+
+    `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
+    them.
+    """
+
+    value: str
+    heads: int
+    head_size: int
+    windows: tuple[int, int]
+    mask: str | None = None
+    rotary: str | None = None
+
+
+@dataclass(frozen=True)
+class Gather(Step):
+    """output = the rows of value that the engine's input `rows` [B, M] names."""
+
+    value: str
+    rows: str
+
+
+@dataclass(frozen=True)
+class Prepend(Step):
+    """output = a row that is a weight, then those of value."""
+
+    value: str
+    row: WeightSpec
+
+
+@dataclass(frozen=True)
+class DropFirst(Step):
+    """output = the `rows` rows of value behind its first."""
+
+    value: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Reshape(Step):
+    """output = the elements of value in another `shape`: neighbouring rows side by side as one."""
+
+    value: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One engine: what it takes, its steps in their order, and what it gives out.
+
+    `inputs` and `outputs` are those besides weights, caches and adapters. With `wide_residual` the residual stream is
+    in float32 whatever the compute dtype is.
+    """
+
+    shape: EngineShape
+    inputs: Edge
+    steps: tuple[Step, ...]
+    outputs: Edge
+    wide_residual: bool = False
+
+    @cached_property
+    def weights(self) -> dict[str, WeightSpec]:
+        """By name, in order of use."""
+        return {spec.name: spec for step in self.steps for spec in step.weights}
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The steps that have KV caches."""
+        return tuple(step for step in self.steps if isinstance(step, Attention))
+
+    @cached_property
+    def caches(self) -> Edge:
+        """`k_cache_{i}` and `v_cache_{i}`, [B, n_kv, rows, D] each."""
+        shape = self.shape
+        return {
+            name: ((shape.batch, step.heads[1], shape.kv_rows, step.heads[2]), "compute")
+            for step in self.attentions
+            for name in cache_names(step.index)
+        }
+
+    @cached_property
+    def adapted(self) -> dict[str, AdaptedProjection]:
+        """The linear layers that LoRA adapters are applied to, by name; none in an engine without adapters."""
+        if not self.shape.lora_slots:
+            return {}
+        return {each.name: each for each in adapted_projections(list(self.weights.values()))}
+
+    @cached_property
+    def edge(self) -> Edge:
+        """Every tensor that an engine of this program is bound to."""
+        shape, edge = self.shape, {**self.inputs}
+        edge |= {name: (spec.shape, "compute") for name, spec in self.weights.items()}
+        if self.adapted:
+            edge[SCALES] = ((shape.batch, shape.lora_slots), "compute")
+        for each in self.adapted.values():
+            edge |= {name: (size, "compute") for name, size in each.edge(shape.lora_slots, shape.lora_rank)}
+        return edge | self.caches | {f"present_{name}": kind for name, kind in self.caches.items()} | self.outputs
+
+
+def cache_names(index: int) -> tuple[str, str]:
+    """The engine's inputs with a layer's keys and values."""
+    return f"k_cache_{index}", f"v_cache_{index}"
+
+
+def token_inputs(shape: EngineShape, hidden_size: int, rotary_dim: int) -> Edge:
+    """What every engine of a language model reads: embeddings, rotary rows, mask, where its KV rows begin, and the
+    rows that get logits where not all do."""
+    batch, tokens = shape.batch, shape.tokens
+    inputs: Edge = {
+        "inputs_embeds": ((batch, tokens, hidden_size), "compute"),
+        "rope_rotary_cos_sin": ((batch, tokens, rotary_dim), "compute"),
+        "attention_mask": ((batch, 1, tokens, shape.key_range), "bool"),
+        "kvcache_start_index": ((batch,), "int32"),
+    }
+    if shape.selected < tokens:
+        inputs["last_token_ids"] = ((batch, shape.selected), "int32")
+    return inputs
+
+
+def single_weight(name: str, *shape: int, source: str | None = None) -> WeightSpec:
+    """A buffer that one tensor fills: the tensor `source` of the checkpoint, by default that of the same name."""
+    return WeightSpec(name, shape, ((source or name, shape),))

@@ -1,0 +1,108 @@
+"""Structures that the kernels take by value, and the constants that they share with the device.
+
+The device asserts the size of each structure, and what the launchers count of a block's shared memory, against macros
+named HOST_...: a source that fits no longer is refused when it is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.decode.contract import (
+    ACTIVATIONS,
+    SLICES,
+    Kept,
+    LinearWeights,
+    NormedInput,
+    slice_steps,
+)
+from edgellm.kernels.errors import KernelError
+
+#: Threads of a block of the kernels of few rows and of norms.
+THREADS = 32 * SLICES
+#: By dtype, its name on the device.
+CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+
+
+class KeptArgument(ctypes.Structure):
+    """`Kept` of common.cuh."""
+
+    _fields_ = [("target", ctypes.c_void_p), ("stride", ctypes.c_int), ("raw", ctypes.c_int)]
+
+
+class LinearArgument(ctypes.Structure):
+    """`Linear` of common.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("batch", "rows", "columns", "steps")),
+    ]
+
+
+class NormedArgument(ctypes.Structure):
+    """`NormedInput` of activations.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "weight")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
+        *((name, ctypes.c_int) for name in ("stride", "is_float")),
+    ]
+
+
+#: What every source of this folder asserts or takes.
+MACROS = (
+    ("HOST_SLICES", SLICES),
+    ("HOST_THREADS", THREADS),
+    ("HOST_GELU_TANH", ACTIVATIONS["gelu_tanh"]),
+    ("HOST_KEPT_BYTES", ctypes.sizeof(KeptArgument)),
+    ("HOST_LINEAR_BYTES", ctypes.sizeof(LinearArgument)),
+    ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
+)
+
+
+def kept_argument(kept: Kept | None, width: int) -> KeptArgument:
+    """Where a kernel leaves `width` columns more. Raises KernelError if the target has no such place."""
+    if kept is None:
+        return KeptArgument()
+    target, stride = kept.target, kept.target.shape[-1]
+    if stride % width or not 0 <= kept.place < stride // width:
+        raise KernelError(f"features of {target.shape} have no place {kept.place} of width {width}")
+    return KeptArgument(target.pointer + kept.place * width * ITEM_SIZES[target.dtype], stride, kept.raw)
+
+
+def linear_argument(linear: LinearWeights, batch: int, rows: int, scale: float) -> LinearArgument:
+    """A linear layer of `rows` outputs for `batch` rows of activations."""
+    columns = linear.weight.shape[1]
+    return LinearArgument(*addresses(*linear), scale, batch, rows, columns, slice_steps(columns))
+
+
+def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:
+    """An input of float32 or of the compute dtype. Raises KernelError for another, or one that is not aligned."""
+    values, stride = normed.values, normed.values.shape[-1]
+    if values.dtype not in ("float32", dtype) or normed.first % 8 or normed.columns % 8 or stride % 8:
+        raise KernelError(
+            f"decode kernels take inputs of float32 or {dtype} whose columns come in eights, found columns "
+            f"{normed.first} to {normed.first + normed.columns} of {values.dtype} {list(values.shape)}"
+        )
+    first = values.pointer + normed.first * ITEM_SIZES[values.dtype]
+    return NormedArgument(
+        first, *addresses(normed.weight), normed.epsilon, normed.offset, stride, values.dtype == "float32"
+    )
+
+
+def addresses(*arrays: DeviceArray | None) -> tuple[int, ...]:
+    """Of arrays; 0 for None."""
+    return tuple(0 if array is None else array.pointer for array in arrays)
+
+
+def rows_of(array: DeviceArray) -> int:
+    """Rows of an array, all axes but the last together."""
+    return array.size // array.shape[-1]
+
+
+def check_room(name: str, array: DeviceArray, batch: int, width: int) -> None:
+    """KernelError if an array does not hold `batch` rows of `width` elements."""
+    if array.size < batch * width:
+        raise KernelError(f"{name} has shape {list(array.shape)}; expected at least {batch} rows of {width} elements")

@@ -1,0 +1,155 @@
+// What the kernels of linear layers and attention share: conversions, loads with cache hints, sums over a warp, tensor
+// cores. Names in capitals that begin with HOST_ are what the launchers take a constant to be.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "shared/programmatic_launch.cuh"
+
+namespace decode {
+
+constexpr unsigned FULL_WARP = 0xffffffffu;
+// A linear layer's sums over K: of slices of K, each from zero; then of groups of them, in order.
+constexpr int SLICES = 16, SLICES_OF_A_GROUP = 4;
+static_assert(SLICES == HOST_SLICES, "the host pads rows to whole slices");
+constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
+
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T> __device__ __forceinline__ T from_float(float value);
+template <> __device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+
+// Where a kernel also leaves rows of T, `stride` apart: normalized or, where `raw`, as they were. Null: nowhere.
+struct Kept {
+    void* target;
+    int stride, raw;
+};
+
+// A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,
+// and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's.
+struct Linear {
+    const void *weight, *bias;
+    float scale;
+    int batch, rows, columns, steps;
+};
+static_assert(sizeof(Kept) == HOST_KEPT_BYTES && sizeof(Linear) == HOST_LINEAR_BYTES, "as the host's structures");
+
+template <typename T> __device__ __forceinline__ float2 unpack(unsigned pair);
+template <> __device__ __forceinline__ float2 unpack<__half>(unsigned pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
+template <> __device__ __forceinline__ unsigned pack<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+template <typename T> __device__ __forceinline__ void unpack8(uint4 packed, float (&values)[8]) {
+    const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<T>(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+template <typename T> __device__ __forceinline__ uint4 pack8(const float (&values)[8]) {
+    return make_uint4(pack<T>(values[0], values[1]), pack<T>(values[2], values[3]), pack<T>(values[4], values[5]),
+                      pack<T>(values[6], values[7]));
+}
+
+// Activations come from the previous kernel, which may still run when this one starts: always from the second-level
+// cache, never through a first-level line that an earlier kernel left behind.
+__device__ __forceinline__ void load8_float(const float* pointer, float (&values)[8]) {
+    const float4 low = __ldcg(reinterpret_cast<const float4*>(pointer));
+    const float4 high = __ldcg(reinterpret_cast<const float4*>(pointer) + 1);
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(FULL_WARP, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, offset));
+    return value;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes to shared memory, asynchronously; zeros, and nothing is read, where they do not exist.
+__device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(exists ? 16u : 0u)
+                 : "memory");
+}
+
+// Ends a group of the thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Returns when at most `PENDING` of the thread's groups, the youngest ones, are under way.
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ uint4 read_shared_16(unsigned shared) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared)
+                 : "memory");
+    return value;
+}
+
+// sum [8 or 16 rows, 8 weight rows] += a [.., 16] times the transpose of b [8, 16]; of 8 rows, the lower half of the 16
+// that the instruction multiplies is zero. A lane holds sums of row lane / 4, weight rows 2 (lane % 4) and + 1, then of
+// the row 8 further.
+#define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
+    __device__ __forceinline__ void multiply_add(float (&sum)[2], const unsigned (&a0)[1], const unsigned (&a2)[1],    \
+                                                 unsigned b0, unsigned b1, T) {                                        \
+        float lower[2];                                                                                                \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%9,%10,%11,%11};"                                        \
+                     : "=f"(sum[0]), "=f"(sum[1]), "=f"(lower[0]), "=f"(lower[1])                                      \
+                     : "r"(a0[0]), "r"(0u), "r"(a2[0]), "r"(b0), "r"(b1), "f"(sum[0]), "f"(sum[1]), "f"(0.f));         \
+    }                                                                                                                  \
+    __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned (&a0)[2], const unsigned (&a2)[2],    \
+                                                 unsigned b0, unsigned b1, T) {                                        \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
+                     : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1));                              \
+    }
+DECODE_MULTIPLY_ADD(__half, "f16")
+DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
+#undef DECODE_MULTIPLY_ADD
+
+// Waits for the THREADS threads of a team, 0 to 3, which lie one behind the other in a block. Barriers have constant
+// numbers: tools that look for races do not follow others.
+template <int THREADS> __device__ __forceinline__ void wait_for_team(int team) {
+    if (team == 0) asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    else if (team == 1) asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+    else if (team == 2) asm volatile("bar.sync 3, %0;" ::"n"(THREADS) : "memory");
+    else asm volatile("bar.sync 4, %0;" ::"n"(THREADS) : "memory");
+}
+
+}  // namespace decode

@@ -1,0 +1,139 @@
+"""What the kernels of linear layers and attention take: bundles, limits, and which shapes they refuse.
+
+`Array` is a NumPy array (float32 where the device has the compute dtype) for the twins of `numpy_twins`, which define
+what is computed, and a `DeviceArray` for the launchers. R rows stand for the new tokens of all sequences: B in a decode
+step, B T in a verify or draft step. "compute" is the model's dtype, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from edgellm.kernels.arrays import OwnArray
+from edgellm.kernels.errors import KernelError
+
+#: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
+MAX_ROWS = 16
+#: The most rows that kernels of many rows take.
+MAX_TILED_ROWS = 64
+#: The most new tokens of a sequence that attention takes, query heads a key-value head, and elements of a head.
+MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
+#: What a gated layer applies to its gate, and the number by which the kernels know it.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+#: A linear layer's sums over K: so many slices of it, in steps of so many columns.
+SLICES, STEP = 16, 32
+
+
+class NormedInput(NamedTuple):
+    """What a linear layer takes once it is normalized: rows whose columns `first` to `first + width` count.
+
+    `values` [R, C] float32 or compute; `weight` [width] of the RMS norm, to which `offset` is added in float32 (Gemma:
+    1), None for the values as they are, rounded to compute. `width` None: all columns.
+    """
+
+    values: OwnArray
+    weight: OwnArray | None
+    epsilon: float = 0.0
+    offset: float = 0.0
+    first: int = 0
+    width: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """How many columns count. Raises KernelError where the values or the weight have others."""
+        whole = self.values.shape[-1]
+        width = whole - self.first if self.width is None else self.width
+        if not 0 <= self.first <= self.first + width <= whole or not width:
+            raise KernelError(f"columns {self.first} to {self.first + width} of an input of {whole} columns")
+        if self.weight is not None and self.weight.size != width:
+            raise KernelError(f"a norm of {self.weight.size} weights for {width} columns; expected as many")
+        return width
+
+
+class LinearWeights(NamedTuple):
+    """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups."""
+
+    weight: OwnArray
+    bias: OwnArray | None = None
+
+
+class Kept(NamedTuple):
+    """Where a kernel also leaves what it normalized, or what that was before (`raw`), or the residual it read.
+
+    Columns `place` width to `(place + 1) width` of `target` [R, n width] compute.
+    """
+
+    target: OwnArray
+    place: int = 0
+    raw: bool = False
+
+
+class AttentionWeights(NamedTuple):
+    """How a layer's heads are made ready: norms of q and k [D] (`offset` as in `NormedInput`), scale of the scores.
+
+    `rotary` False: no rotary embedding.
+    """
+
+    q_norm: OwnArray | None
+    k_norm: OwnArray | None
+    epsilon: float
+    offset: float
+    scale: float
+    rotary: bool = True
+
+
+class AttentionStep(NamedTuple):
+    """The tokens of a step and a layer's KV rows, which get theirs.
+
+    `rope_rotary_cos_sin` [B, T, rotary] compute, `kvcache_start_index` [B] int32, `attention_mask` [B, 1, T, L] bool
+    (None: T is 1), caches [B, n_kv, rows, D] compute. `masks_all`: the mask decides about the rows before
+    start_index[b] too.
+    """
+
+    rope_rotary_cos_sin: OwnArray
+    kvcache_start_index: OwnArray
+    attention_mask: OwnArray | None
+    k_cache: OwnArray
+    v_cache: OwnArray
+    masks_all: bool = False
+
+
+class AttentionScratch(NamedTuple):
+    """A launch's own memory: `partial` float32 of `attention_partials`, `counters` [R, n_kv] uint32, zero before and
+    after."""
+
+    partial: OwnArray
+    counters: OwnArray
+
+
+def slice_steps(columns: int) -> int:
+    """Steps of 32 columns in each of the slices whose sums are added."""
+    return -(-columns // (SLICES * STEP))
+
+
+def padded_columns(columns: int) -> int:
+    """Columns of all slices."""
+    return SLICES * STEP * slice_steps(columns)
+
+
+def attention_refusal(heads: int, kv_heads: int, head_size: int) -> str | None:
+    """Why the attention kernel does not take such heads, or None if it does."""
+    if (
+        head_size % 8 == 0
+        and 0 < head_size <= MAX_HEAD_SIZE
+        and heads % kv_heads == 0
+        and heads <= MAX_GROUP * kv_heads
+    ):
+        return None
+    return (
+        f"decode attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and up to {MAX_GROUP} query heads a "
+        f"key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value heads"
+    )
+
+
+def activation_number(activation: str) -> int:
+    """By which the kernels know an activation. Raises KernelError for others."""
+    if activation not in ACTIVATIONS:
+        raise KernelError(f"decode kernels have no activation {activation}, only {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]

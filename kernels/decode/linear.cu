@@ -1,0 +1,287 @@
+// Linear layers of decode, verify and draft steps: a few rows of activations times a weight matrix [N, K] that is
+// streamed once from memory. What limits them is memory, so everything serves to keep loads in flight: each thread copies
+// weights asynchronously into a ring of its own in shared memory, the first ones before the kernel waits for its predecessor.
+//
+// A block of 16 warps computes units of 8 or 16 weight rows (or of 8 gate and 8 up rows); the warps split K, each
+// multiplies its slice on the tensor cores, and the 16 partial sums are added in a fixed order, in groups of four. The
+// order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
+// two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
+// activations half as often) and from those of tiled_linear.cu.
+#include "decode/activations.cuh"
+#include "decode/outputs.cuh"
+
+namespace decode {
+
+constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
+
+// PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
+// weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
+// multiprocessor) or wide.
+template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
+    static constexpr int TILES = TILES_, HALVES = HALVES_;
+    static constexpr bool PAIRED = PAIRED_;
+    static constexpr int STAGES = DEPTH / TILES;
+    static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
+    static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
+    static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
+    static constexpr int BLOCKS = HALVES == 1 ? 2 : 1;                   // on a multiprocessor
+    static constexpr int HELD = HALVES == 1 ? 2 : 8;                     // see stage_normalized
+
+    // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
+    // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
+    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
+    static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
+    static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
+    static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
+        return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
+    }
+    static __device__ constexpr int staged_bytes(int batch, int steps) { return SUMS_BEGIN + WARPS * steps * batch * 64; }
+    static __device__ constexpr int streamed_bytes(int batch) { return SUMS_BEGIN + STAGES * WARPS * batch * 64; }
+};
+
+using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
+using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
+using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
+using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
+using WideTwice = Geometry<2, false, 2, HOST_WIDE_DEPTH>;
+static_assert(Narrow::norm_bytes(1, 2, 3) == HOST_NARROW_BYTES && NarrowPairs::norm_bytes(1, 2, 3) == HOST_NARROW_PAIRS_BYTES,
+              "the host gives narrow kernels their shared memory");
+static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_bytes(1, 9, 3) == HOST_WIDE_PAIRS_BYTES,
+              "the host gives wide kernels their shared memory");
+static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
+              "the host gives linear_residual its shared memory");
+
+
+// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit.
+template <typename T, typename G> struct Weights {
+    const T* weight;
+    const T* row[G::TILES];
+    unsigned ring;  // the thread's place in shared memory
+    int rows, columns, steps, column, step, unit;
+
+    __device__ void start_unit() {
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile) {
+            const int line = min(unit * G::UNIT + (G::PAIRED ? 0 : tile * TILE_ROWS) + own_row(), rows - 1);
+            row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
+        }
+    }
+    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
+    // Where no weights are left, zeros are put into the ring.
+    __device__ void copy(int stage) const {
+        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
+    }
+    __device__ void advance() {
+        if (++step == steps) {
+            step = 0;
+            unit += gridDim.x;
+            start_unit();
+        }
+    }
+};
+
+template <typename T, typename G>
+__device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ring, int rows, int columns, int steps) {
+    Weights<T, G> weights;
+    weights.weight = weight, weights.rows = rows, weights.columns = columns, weights.steps = steps;
+    weights.ring = shared_address(ring) + threadIdx.x * 16;
+    weights.column = own_column(steps), weights.step = 0, weights.unit = blockIdx.x;
+    weights.start_unit();
+#pragma unroll
+    for (int stage = 0; stage < G::STAGES; ++stage) {
+        weights.copy(stage);
+        commit_copies();
+        weights.advance();
+    }
+    return weights;
+}
+
+// All units of the block; every group of copies holds one step of weights and, where they are streamed, activations.
+template <typename T, typename G, typename Activations, typename Output>
+__device__ __forceinline__ void multiply_units(
+    Weights<T, G>& weights, const Activations& activations, const T* bias, const Output& output, float* partial,
+    int batch) {
+    const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
+    int buffer = 0, slot = 0;
+    for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
+        float sum[G::TILES][2 * G::HALVES] = {};
+#pragma unroll 4
+        for (int step = 0; step < steps; ++step) {
+            wait_for_copies<G::STAGES - 1>();
+            unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
+#pragma unroll
+            for (int half = 0; half < G::HALVES; ++half)
+                if (own_row() + 8 * half < batch) {
+                    const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
+                    x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
+                }
+#pragma unroll
+            for (int tile = 0; tile < G::TILES; ++tile) {
+                const uint4 b = read_shared_16(weights.place(slot, tile));
+                multiply_add(sum[tile], x, y, b.x, b.y, T());
+                multiply_add(sum[tile], z, w, b.z, b.w, T());
+            }
+            weights.copy(slot);
+            activations.copy(slot, weights.step);
+            commit_copies();
+            weights.advance();
+            slot = (slot + 1) % G::STAGES;
+        }
+        float* mine = partial + (buffer * WARPS + warp) * G::PARTIALS;
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < G::HALVES; ++half)
+                if (own_row() + 8 * half < batch)
+                    *reinterpret_cast<float2*>(mine + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
+                        make_float2(sum[tile][2 * half], sum[tile][2 * half + 1]);
+        __syncthreads();
+        if (threadIdx.x < batch * G::UNIT) {
+            const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + place;
+            const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
+            float total[G::SUMS] = {};
+#pragma unroll
+            for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s) {
+                    const float* slices = theirs + (G::PAIRED ? s : place / 8) * G::HALVES * 64;
+                    float group = 0.f;
+#pragma unroll
+                    for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];
+                    total[s] += group;
+                }
+            if (row < rows) {
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s)
+                    if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
+                output(b, row, rows, total);
+            }
+        }
+        buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
+    }
+    wait_for_copies<0>();
+}
+
+// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
+// or only when the previous one has finished. output: float, or T of gates and ups.
+struct NormLinear {
+    NormedInput inputs[2];
+    Linear linear;
+    Kept kept;
+    void* output;
+    int next_early, activation;
+};
+
+// What linear_residual takes. input: of T; selected: see SelectedRows; stage: activations are staged, not streamed.
+struct LinearResidual {
+    Linear linear;
+    Kept kept;
+    const void *input, *residual;
+    float* output;
+    const int* selected;
+    int residual_float, tokens, stage;
+};
+static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
+              "as the host's structures");
+
+// Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
+template <typename T, int PARTS, int HELD, typename G, typename Output>
+__device__ __forceinline__ void multiply_normalized(
+    const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
+    extern __shared__ __align__(16) char shared[];
+    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
+    float* sums = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
+    T* norm_weights = reinterpret_cast<T*>(shared + G::weights_begin(PARTS));
+    char* activations = reinterpret_cast<char*>(norm_weights + WARPS * steps * 32);
+
+    if (next_early) launch_next_kernel();
+    inputs.copy_weights(norm_weights, columns);
+    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    wait_for_previous_kernel();
+    if (!next_early) launch_next_kernel();
+    if constexpr (HELD == 0)
+        stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
+    else
+        stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
+    multiply_units<T, G>(
+        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial, batch);
+}
+
+template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
+    const NormedInput& input = arguments.inputs[0];
+    const Kept& kept = arguments.kept;
+    return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
+            input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
+}
+
+// output = scale (norm(input) weight^T + bias)
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, arguments.next_early != 0);
+}
+
+// output = activation(gate) up of norm(input) weight^T + bias
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, true);
+}
+
+// The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
+template <typename T, typename SECOND>
+__global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant__ NormLinear arguments) {
+    constexpr bool IS_FLOAT = sizeof(SECOND) == sizeof(float);
+    const NormedInput &first = arguments.inputs[0], &second = arguments.inputs[1];
+    const NormInputs<T, 2> inputs{
+        {first.values, second.values}, {false, IS_FLOAT},
+        {static_cast<const T*>(first.weight), static_cast<const T*>(second.weight)}, {first.stride, second.stride},
+        first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
+        arguments.kept.stride, arguments.kept.raw != 0};
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide>(inputs, arguments.linear, output, arguments.next_early != 0);
+}
+
+// output = residual + scale (input weight^T + bias)
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __grid_constant__ LinearResidual arguments) {
+    extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const T *input = static_cast<const T*>(arguments.input), *bias = static_cast<const T*>(linear.bias);
+    const ResidualOutput<T> output{
+        arguments.output, linear.scale, arguments.residual, arguments.residual_float != 0,
+        {arguments.selected, arguments.tokens}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
+    float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
+    char* staged = shared + G::SUMS_BEGIN;
+
+    launch_next_kernel();
+    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    wait_for_previous_kernel();
+    if (arguments.stage) {
+        stage_as_is(input, output.source, staged, batch, columns, steps);
+        multiply_units<T, G>(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
+        return;
+    }
+    Streamed<T, G::HALVES> activations;
+    activations.address =
+        shared_address(staged + (threadIdx.x / 32 * batch + own_row()) * 64 + own_quad() * 16);
+    activations.stage_bytes = WARPS * batch * 64, activations.columns = columns, activations.column = weights.column;
+#pragma unroll
+    for (int half = 0; half < G::HALVES; ++half) {
+        const int row = own_row() + 8 * half;
+        activations.exists[half] = row < batch;
+        activations.row[half] = input + weights.column;
+        if (row < batch) activations.row[half] += static_cast<size_t>(output.source(row)) * columns;
+    }
+#pragma unroll
+    for (int stage = 0; stage < G::STAGES; ++stage) activations.copy(stage, stage % steps);
+    commit_copies();
+    wait_for_copies<0>();
+    multiply_units<T, G>(weights, activations, bias, output, partial, batch);
+}
+
+}  // namespace decode

@@ -1,0 +1,86 @@
+// What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
+// (the same bits as where the layer norms its own activations), rows as they are in T, and rows that are scaled.
+#include "decode/activations.cuh"
+
+namespace decode {
+
+// What stage_normalized asks of a geometry: one row, and no ring of weights.
+struct OneRow {
+    static constexpr int HALVES = 1, STAGES = 1;
+};
+
+// output: [rows, stride] of T, of which `width` columns get the input; zeros up to column `end`. steps: of the width.
+struct Norm {
+    NormedInput input;
+    Kept kept;
+    void* output;
+    int stride, width, end, steps, next_early;
+};
+static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
+constexpr int WEIGHTS_BEGIN = 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [8, SUM_STRIDE]
+static_assert(WEIGHTS_BEGIN == HOST_NORM_SUMS_BYTES, "the host gives the norm its shared memory");
+
+// Eight columns of a row from memory, of float or T.
+template <typename T> __device__ __forceinline__ void load8(const void* row, bool is_float, int column, float (&values)[8]) {
+    if (is_float) load8_float(static_cast<const float*>(row) + column, values);
+    else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + column)), values);
+}
+
+// Grid (1, rows). A weight of null: the values as they are.
+template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Norm arguments) {
+    extern __shared__ __align__(16) char shared[];
+    const NormedInput& input = arguments.input;
+    const size_t row = blockIdx.y;
+    const int width = arguments.width, steps = arguments.steps;
+    const bool is_float = input.is_float != 0;
+    const void* values = static_cast<const char*>(input.values) + row * input.stride * (is_float ? 4 : sizeof(T));
+    T* kept = static_cast<T*>(arguments.kept.target);
+    if (kept != nullptr) kept += row * arguments.kept.stride;
+    T* own = static_cast<T*>(arguments.output) + row * arguments.stride;
+    int written = WARPS * steps * 32;
+    if (arguments.next_early) launch_next_kernel();
+    if (input.weight != nullptr) {
+        const NormInputs<T, 1> inputs{
+            {values}, {is_float}, {static_cast<const T*>(input.weight)}, {0}, input.epsilon, input.offset, width, kept, 0,
+            arguments.kept.raw != 0};
+        T* norm_weights = reinterpret_cast<T*>(shared + WEIGHTS_BEGIN);
+        inputs.copy_weights(norm_weights, width);
+        commit_copies();
+        wait_for_previous_kernel();
+        if (!arguments.next_early) launch_next_kernel();
+        stage_normalized<T, 1, 1, OneRow>(
+            inputs, norm_weights, reinterpret_cast<float*>(shared), reinterpret_cast<char*>(own), 1, width, steps,
+            arguments.end);
+    } else {
+        wait_for_previous_kernel();
+        if (!arguments.next_early) launch_next_kernel();
+        written = width;
+        for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+            float eight[8];
+            load8<T>(values, is_float, column, eight);
+            const uint4 packed = pack8<T>(eight);
+            *reinterpret_cast<uint4*>(own + column) = packed;
+            if (kept != nullptr) *reinterpret_cast<uint4*>(kept + column) = packed;
+        }
+    }
+    for (int column = written + threadIdx.x * 8; column < arguments.end; column += THREADS * 8)
+        *reinterpret_cast<uint4*>(own + column) = make_uint4(0, 0, 0, 0);
+}
+
+// output [count] float = factor times input [count] of T; count: a multiple of 8. The grid covers it.
+template <typename T>
+__global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float factor, float* output, int count) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const int first = (blockIdx.x * THREADS + threadIdx.x) * 8;
+    if (first >= count) return;
+    float values[8];
+    load8<T>(input, false, first, values);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] *= factor;
+    float4* target = reinterpret_cast<float4*>(output + first);
+    target[0] = make_float4(values[0], values[1], values[2], values[3]);
+    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
+}  // namespace decode

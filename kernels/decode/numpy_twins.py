@@ -1,0 +1,264 @@
+"""The kernels of linear layers and attention in NumPy, float32: the twins of the launchers, which define them.
+
+Each method returns a `NumpyLaunch`, which computes when it is called, so that what drives the kernels drives the twins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgellm.kernels.decode.contract import (
+    AttentionScratch,
+    AttentionStep,
+    AttentionWeights,
+    Kept,
+    LinearWeights,
+    NormedInput,
+    activation_number,
+)
+
+
+class NumpyLaunch:
+    """What a twin computes each time that it is called."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self._compute = compute
+
+    def __call__(self) -> None:
+        self._compute()
+
+    def overlap_previous(self) -> None:
+        """There is nothing to overlap."""
+
+
+class NumpyTiledKernels:
+    """The twins of `CudaTiledKernels`: x is [R, K] or [R, padded_columns(K)]."""
+
+    def linear(self, x: np.ndarray, linear: LinearWeights, output: np.ndarray, scale: float = 1.0) -> NumpyLaunch:
+        """`output` [R, N] = scale (x weight^T + bias)."""
+        return NumpyLaunch(lambda: write(output, scaled(product(x, linear), scale)))
+
+    def gate_up(self, x: np.ndarray, linear: LinearWeights, activation: str, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, F] = activation(gate) up, `linear` [2F, K] gates, then ups."""
+        activation_number(activation)
+        return NumpyLaunch(lambda: write(output, gated(product(x, linear), activation)))
+
+    def linear_residual(
+        self,
+        x: np.ndarray,
+        linear: LinearWeights,
+        residual: np.ndarray | None,
+        output: np.ndarray,
+        scale: float = 1.0,
+        kept: Kept | None = None,
+    ) -> NumpyLaunch:
+        """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept."""
+
+        def compute() -> None:
+            before = np.zeros((len(rows_of(x)), len(linear.weight)), np.float32) if residual is None else residual
+            _add(before.reshape(len(rows_of(x)), -1), scaled(product(x, linear), scale), output, kept)
+
+        return NumpyLaunch(compute)
+
+
+class NumpyDecodeKernels:
+    """The twins of `CudaDecodeKernels`."""
+
+    def norm_linear(
+        self,
+        inputs: Sequence[NormedInput],
+        linear: LinearWeights,
+        output: np.ndarray,
+        scale: float = 1.0,
+        kept: Kept | None = None,
+        next_early: bool = True,
+    ) -> NumpyLaunch:
+        """`output` [R, N] = scale (x weight^T + bias), x [R, K] the normed inputs side by side; the last is kept."""
+
+        def compute() -> None:
+            parts = [normalized(each) for each in inputs]
+            write(output, scaled(product(np.concatenate(parts, axis=1), linear), scale))
+            keep(kept, selected_columns(inputs[-1]), parts[-1])
+
+        return NumpyLaunch(compute)
+
+    def norm_gate_up(
+        self, normed: NormedInput, linear: LinearWeights, activation: str, output: np.ndarray
+    ) -> NumpyLaunch:
+        """`output` [R, F] = activation(gate) up of the normed input, `linear` [2F, K] gates, then ups."""
+        activation_number(activation)
+        return NumpyLaunch(lambda: write(output, gated(product(normalized(normed), linear), activation)))
+
+    def linear_residual(
+        self,
+        x: np.ndarray,
+        linear: LinearWeights,
+        residual: np.ndarray | None,
+        output: np.ndarray,
+        scale: float = 1.0,
+        kept: Kept | None = None,
+        selected: np.ndarray | None = None,
+    ) -> NumpyLaunch:
+        """`output` [R, N] = residual [R, N] (None: 0) + scale (x [R, K] weight^T + bias); the residual is kept.
+
+        With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
+        the B rows of the output.
+        """
+        rows, columns = linear.weight.shape
+
+        def compute() -> None:
+            inputs = x.reshape(-1, columns)
+            before = np.zeros((len(inputs), rows), np.float32) if residual is None else residual.reshape(-1, rows)
+            if selected is not None:
+                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
+                inputs, before = inputs[chosen], before[chosen]
+            _add(before, scaled(product(inputs, linear), scale), output, kept)
+
+        return NumpyLaunch(compute)
+
+    def attention(
+        self,
+        qkv: np.ndarray,
+        weights: AttentionWeights,
+        step: AttentionStep,
+        scratch: AttentionScratch | None,
+        context: np.ndarray,
+    ) -> NumpyLaunch:
+        """Attention of T new tokens a sequence: [q/k norm,] rotation, their KV rows, softmax over what each sees.
+
+        A token sees the rows before start_index[b], itself, and the new tokens whose rows the mask lets it see.
+        `qkv` [B T, (n_q + 2 n_kv) D]; rows start_index[b] .. + T - 1 of the caches are written; `context` [B T, n_q D].
+        """
+        return NumpyLaunch(lambda: _attention(qkv, weights, step, context))
+
+    def scale_rows(self, x: np.ndarray, factor: float, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, K] float32 = factor x [R, K] compute."""
+        return NumpyLaunch(lambda: write(output, x.reshape(output.shape) * np.float32(factor)))
+
+    def norm(
+        self,
+        normed: NormedInput,
+        output: np.ndarray,
+        column: int = 0,
+        kept: Kept | None = None,
+        next_early: bool = True,
+    ) -> NumpyLaunch:
+        """Columns `column` on of `output` [R, C] compute get the normed input, all behind them zeros.
+
+        Of parts side by side the first is launched first, so that zeros stand behind the last alone.
+        """
+
+        def compute() -> None:
+            values = normalized(normed)
+            output[:, column:] = 0
+            output[:, column : column + values.shape[1]] = values
+            keep(kept, selected_columns(normed), values)
+
+        return NumpyLaunch(compute)
+
+
+def _add(before: np.ndarray, sums: np.ndarray, output: np.ndarray, kept: Kept | None) -> None:
+    keep(kept, before, before)
+    write(output, before + sums)
+
+
+def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:
+    k_cache, v_cache, mask = step.k_cache, step.v_cache, step.attention_mask
+    batch, kv_heads, _, size = k_cache.shape
+    tokens = len(qkv) // batch
+    query_heads = qkv.shape[1] // size - 2 * kv_heads
+    heads = qkv.reshape(batch * tokens, -1, size)
+    query, key, value = np.split(heads, (query_heads, query_heads + kv_heads), axis=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        query = rms_norm(query, weights.q_norm, weights.epsilon, weights.offset)
+        key = rms_norm(key, weights.k_norm, weights.epsilon, weights.offset)
+    if weights.rotary:
+        cos_sin = step.rope_rotary_cos_sin.reshape(batch * tokens, -1)
+        query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
+    query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
+    key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
+    for b, start in enumerate(step.kvcache_start_index.tolist()):
+        new = slice(start, start + tokens)
+        k_cache[b, :, new], v_cache[b, :, new] = key[b], value[b]
+        for t in range(tokens):
+            seen, before = np.arange(tokens) == t, np.ones(start, bool)
+            if mask is not None:
+                seen |= mask[b, 0, t, new]
+                before = mask[b, 0, t, :start] if step.masks_all else before
+            rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
+            scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)
+            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            attended = shares / shares.sum(axis=-1, keepdims=True) @ v_cache[b][:, rows]
+            context[b * tokens + t] = attended.reshape(-1)
+
+
+def normalized(normed: NormedInput) -> np.ndarray:
+    """What counts of an input, normed where it has a weight: [R, width]."""
+    x = selected_columns(normed)
+    return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
+
+
+def selected_columns(normed: NormedInput) -> np.ndarray:
+    """What counts of an input, as it is: [R, width]."""
+    return rows_of(normed.values)[:, normed.first : normed.first + normed.columns]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis (Zhang and Sennrich 2019)."""
+    factors = weight + np.float32(offset) if offset else weight
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * factors
+
+
+def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
+    """The first K columns of x times the transpose of [N, K], plus [N]."""
+    sums = rows_of(x)[:, : linear.weight.shape[1]] @ linear.weight.T
+    return sums if linear.bias is None else sums + linear.bias
+
+
+def scaled(x: np.ndarray, scale: float) -> np.ndarray:
+    """`x` itself where the scale is 1."""
+    return x if scale == 1 else x * np.float32(scale)
+
+
+def gated(gate_up: np.ndarray, activation: str) -> np.ndarray:
+    """activation(first half) * second half over the last axis: [R, 2F] to [R, F].
+
+    silu(x) = x / (1 + exp(-x)); gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of Hendrycks and
+    Gimpel 2016.
+    """
+    gate, up = np.split(gate_up, 2, axis=-1)
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+    return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+
+
+def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    """Rotate the first R elements of each head of [R, n, D] by [R, rotary], cosine half then sine half.
+
+    Element j is paired with element j + R/2.
+    """
+    rotary = cos_sin.shape[-1]
+    half = rotary // 2
+    cosine, sine = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    low, high, rest = x[..., :half], x[..., half:rotary], x[..., rotary:]
+    return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
+
+
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """As a matrix."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def write(output: np.ndarray, values: np.ndarray) -> None:
+    """`values` [R, N] into an output of as many elements."""
+    output.reshape(values.shape)[...] = values
+
+
+def keep(kept: Kept | None, before: np.ndarray, after: np.ndarray) -> None:
+    """What `kept` asks for, of `before` and `after` [R, width]."""
+    if kept is not None:
+        width = before.shape[1]
+        rows_of(kept.target)[:, kept.place * width : (kept.place + 1) * width] = before if kept.raw else after

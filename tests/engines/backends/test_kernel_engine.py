@@ -1,0 +1,178 @@
+"""Engines of hand-written kernels on their NumPy twins: programs by either executor, as operations compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_models import CHAIN, DRAFTS, EAGLE3, FAMILIES, LLAMA, SCALED, TREE, draft_shape, random_draft, random_model
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+
+from edgellm.engines.backends.kernel_engine import kernel_executor
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.model.config import DraftConfig, EngineShape
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.programs import ModelConfig, model_program
+
+EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
+H200 = 232_448
+
+
+def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What operations compute of a program."""
+    bindings = {name: array.copy() for name, array in arrays.items()}
+    ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
+    return bindings
+
+
+def launched(
+    executor: type[FewRows], config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What the twins of kernels compute of it, by launches of an engine."""
+    engine = numpy_kernel_engine(config, shape, executor)
+    bound = {name: array.copy() for name, array in arrays.items() if name in engine.tensor_names}
+    bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
+    for name, (size, dtype) in model_program(config, shape).outputs.items():
+        bound[name] = np.full(size, np.nan, np.float32 if dtype == "compute" else dtype)
+    engine.bind(bound)
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
+    engine.enqueue()
+    first = {name: bound[name].copy() for name in model_program(config, shape).outputs}
+    engine.enqueue()  # the same step again gives the same
+    for name, values in first.items():
+        np.testing.assert_array_equal(bound[name], values)
+    return bound
+
+
+def assert_equal(
+    config: ModelConfig, shape: EngineShape, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    program = model_program(config, shape)
+    for name in (*program.outputs, *program.caches):
+        np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+
+
+@EXECUTORS
+@pytest.mark.parametrize("starts", [[0], [37], [5, 0, 40]], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, *SCALED])
+def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int], executor: type[FewRows]) -> None:
+    config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", len(starts), 1, 48, 48)
+    arrays = random_model(config, len(starts), 48, starts)
+    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("parents", [(None, 0), CHAIN, TREE], ids=["two", "chain", "tree"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "granite"])
+def test_verified_tokens_and_features_are_what_operations_compute(
+    family: str, parents: tuple[int | None, ...], features: tuple[int, ...], executor: type[FewRows]
+) -> None:
+    """Two sequences; `num_layers` (2) among the features stands for the final norm."""
+    config, tokens = replace((FAMILIES | SCALED)[family], feature_layers=features), len(parents)
+    arrays = random_model(config, 2, 48, [0, 29], parents)
+    shape = EngineShape("verify", 2, tokens, 48, 48, tokens)
+    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma"])
+def test_a_short_prefill_is_what_operations_compute(family: str, executor: type[FewRows]) -> None:
+    config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
+    arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
+    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+
+
+def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None:
+    config, parents = replace(LLAMA, feature_layers=(0, 1)), (None, *range(23))
+    shape = EngineShape("verify", 3, 24, 48, 48, 24)
+    arrays = random_model(config, 3, 48, [0, 20, 7], parents)
+    found = launched(ManyRows, config, shape, arrays)
+    assert_equal(config, shape, found, computed(config, shape, arrays))
+    assert len(numpy_kernel_engine(config, shape, ManyRows)._passes) == 2
+
+
+@EXECUTORS
+@pytest.mark.parametrize(("phase", "tokens"), [("propose", 1), ("propose", 7), ("accept", 7), ("prefill", 8)])
+@pytest.mark.parametrize("head", DRAFTS)
+def test_a_step_of_a_draft_is_what_operations_compute(
+    head: str, phase: str, tokens: int, executor: type[FewRows]
+) -> None:
+    config, batch = DRAFTS[head], 1 if phase == "prefill" else 2
+    shape = draft_shape(phase, batch, tokens, 64)
+    arrays = random_draft(config, shape, [29, 0][:batch])
+    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "dtype", "reason"),
+    [
+        ({}, {}, "float32", "float16 and bfloat16, not float32"),
+        ({}, {"phase": "prefill", "tokens": 16}, "float16", None),
+        ({}, {"phase": "prefill", "tokens": 17}, "float16", "it selects rows, of up to 16, not 17"),
+        ({}, {"phase": "prefill", "tokens": 128}, "float16", "up to 64 rows, not 128"),
+        ({"feature_layers": (0,)}, {"phase": "prefill", "tokens": 16}, "float16", None),
+        (
+            {"feature_layers": (1,)},
+            {"phase": "prefill", "tokens": 16},
+            "float16",
+            "cannot run the linear layer model.layers.1.self_attn.o_proj: features of all rows are taken",
+        ),
+        (
+            {"feature_layers": (2,)},
+            {"phase": "prefill", "tokens": 16},
+            "float16",
+            "cannot run the linear layer model.embed_tokens: features of all rows are taken",
+        ),
+        (
+            {"deepstack_layers": 1},
+            {"phase": "prefill", "tokens": 16},
+            "float16",
+            "cannot run the step Add to hidden: there is no kernel for it",
+        ),
+        ({}, {"batch": 17}, "float16", None),
+        ({}, {"batch": 65}, "float16", "up to 64 rows, not 65"),
+        ({}, {"phase": "verify", "tokens": 8, "selected": 8}, "float16", None),
+        ({}, {"phase": "verify", "tokens": 64, "selected": 64, "batch": 8}, "bfloat16", None),
+        ({}, {"lora_slots": 2, "lora_rank": 8}, "float16", "qkv_proj: LoRA adapters are not applied"),
+        ({"intermediate_size": 100}, {}, "float16", "mlp.down_proj: widths must be multiples of 8, not 100"),
+        ({"head_dim": 512}, {}, "float16", "the attention of layer 0: decode attention takes head sizes up to 256"),
+        ({"num_heads": 34}, {}, "float16", "up to 16 query heads a key-value head"),
+        ({"hidden_act": "gelu"}, {}, "float16", "gate_up_proj: the activation gelu has no kernel"),
+        ({"feature_layers": (1,)}, {}, "float16", None),
+    ],
+)
+def test_the_step_that_no_kernel_runs_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
+    config = replace(LLAMA, **changes)
+    executor, found = kernel_executor(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype, H200)
+    if reason is None:
+        assert executor is not None
+    else:
+        assert executor is None
+        assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "limit", "expected"),
+    [
+        ({}, {}, H200, FewRows),
+        ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
+        ({}, {}, 101_376, ManyRows),
+        ({"generation": "1"}, {"phase": "accept", "selected": 1}, H200, FewRows),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
+        ({}, {"batch": 2}, H200, ManyRows),
+        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, None),
+        ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),
+    ],
+)
+def test_the_fastest_executor_that_can_runs_a_draft_of_llama_1b(
+    changes: dict, shape: dict, limit: int, expected: type[FewRows] | None
+) -> None:
+    wide = replace(LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64)
+    config: DraftConfig = replace(EAGLE3, decoder=replace(wide, num_layers=1), **changes)
+    step = replace(draft_shape("propose", 1, 10, 64), **shape)
+    assert kernel_executor(config, step, "float16", limit)[0] is expected

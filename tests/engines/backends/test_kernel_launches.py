@@ -1,0 +1,174 @@
+"""Engines of hand-written kernels prepare their launches without a GPU: for every shape that they say they support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_models import DRAFTS, FAMILIES, LLAMA
+
+from edgellm.engines.backends.kernel_engine import KernelEngine, kernel_executor
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.programs import ModelConfig
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode import attention, linear, tiled_linear
+
+#: Of an H200, of RTX PCs without and with clusters.
+GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
+H200, ORIN, RTX = 232_448, 166_912, 101_376
+WIDE = replace(
+    LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64
+)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int], int]]:
+    """Name, grid and shared memory of every launch that is prepared."""
+    found: list[tuple[str, tuple[int, int, int], int]] = []
+
+    class Launch:
+        def __init__(
+            self, module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Any
+        ) -> None:
+            found.append((str(kernel), grid, shared))
+
+        def overlap_previous(self) -> None:
+            pass
+
+        def __call__(self) -> None:
+            pass
+
+    for module in (attention, linear, tiled_linear):
+        monkeypatch.setattr(module, "Launch", Launch)
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
+    return found
+
+
+def prepared(
+    config: ModelConfig,
+    shape: EngineShape,
+    shared_limit: int,
+    has_clusters: bool,
+    executor: type[FewRows] | None = None,
+) -> KernelEngine:
+    """An engine that made a step on memory that nothing reads; of the executor that would be taken by default."""
+    module: Any = SimpleNamespace(
+        multiprocessors=100,
+        shared_limit=shared_limit,
+        has_clusters=has_clusters,
+        can_overlap=has_clusters,
+        load=lambda source: None,
+    )
+    size = getattr(config, "decoder", config).head_dim
+    kernels = StepKernels(
+        linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
+    )
+    executor = executor or kernel_executor(config, shape, "float16", shared_limit)[0]
+    assert executor is not None
+    engine = KernelEngine(kernels, executor, config, shape, "float16", shared_limit)
+    device = SimpleNamespace(
+        zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
+        part=lambda memory, offset, shape, dtype: DeviceArray(memory.pointer + offset, shape, dtype),
+    )
+    engine.attach(device, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
+    engine.bind({name: DeviceArray(1 << 20, *tensor) for name, tensor in engine._tensors.items()})
+    engine.enqueue()
+    return engine
+
+
+def base_shapes() -> Iterator[EngineShape]:
+    yield from (EngineShape("decode", batch, 1, 64, 64) for batch in (1, 2, 3, 8, 16))
+    for tokens in (2, 8, 16, 17, 40, 64):
+        yield from (EngineShape("verify", batch, tokens, 64, 64, tokens) for batch in (1, 2, 4, 8))
+    yield from (EngineShape("prefill", 1, tokens, 64, 64) for tokens in (2, 16))
+
+
+@GPUS
+@pytest.mark.parametrize("family", [*FAMILIES, "wide"])
+def test_every_shape_of_the_base_is_prepared_by_each_executor_that_takes_it(
+    launches: list, family: str, shared_limit: int, has_clusters: bool
+) -> None:
+    made = set()
+    for layers in ((), (0,), (0, 1, 2)):
+        config = replace(WIDE if family == "wide" else FAMILIES[family], feature_layers=layers)
+        for shape in base_shapes():
+            executor, _ = kernel_executor(config, shape, "float16", shared_limit)
+            if executor is not None:
+                prepared(config, shape, shared_limit, has_clusters, executor)
+                made.add((executor, shape.phase))
+    few = {(FewRows, phase) for phase in ("decode", "verify", "prefill")}
+    assert few <= made
+    assert (ManyRows, "verify") in made
+    check(launches, shared_limit)
+
+
+@pytest.mark.parametrize("shared_limit", [H200, ORIN, RTX], ids=["h200", "orin", "rtx"])
+@pytest.mark.parametrize("hidden_size", [2048, 2560, 3072, 4096])
+def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_limit: int) -> None:
+    """It rounds otherwise: what a draft is accepted for would depend on how many tokens are verified."""
+    head_size = 64 if hidden_size == 2048 else 128
+    config = replace(WIDE, hidden_size=hidden_size, head_dim=head_size, rotary_dim=head_size)
+    most = 32 if head_size == 128 and shared_limit == RTX else 64  # attention of more needs more shared memory
+    for shape in base_shapes():
+        if shape.tokens <= most and (shape.phase != "prefill" or shared_limit != RTX):
+            executor, reason = kernel_executor(config, shape, "float16", shared_limit)
+            assert executor is not None, (shape, reason)
+
+
+def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
+    def executor(shape: EngineShape, shared_limit: int) -> type[FewRows] | None:
+        return kernel_executor(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)[0]
+
+    step, batch = EngineShape("decode", 1, 1, 64, 64), EngineShape("decode", 8, 1, 64, 64)
+    chain, small, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 16, 64))
+    assert [executor(shape, H200) for shape in (step, batch, chain)] == [FewRows] * 3
+    assert [executor(shape, RTX) for shape in (step, batch, chain)] == [FewRows] + [ManyRows] * 2
+    assert [executor(shape, H200) for shape in (small, tree)] == [ManyRows] * 2
+    assert executor(EngineShape("prefill", 1, 16, 64, 64), ORIN) is ManyRows
+    assert executor(EngineShape("prefill", 1, 16, 64, 64), RTX) is None
+
+
+@GPUS
+@pytest.mark.parametrize("head", DRAFTS)
+def test_every_shape_of_a_draft_is_prepared(launches: list, head: str, shared_limit: int, has_clusters: bool) -> None:
+    shapes = [EngineShape("accept", batch, tokens, 64, 64, 1, "draft") for batch in (1, 2, 4) for tokens in (1, 4, 7)]
+    shapes += [EngineShape("propose", batch, width, 64, 64, width, "draft") for batch in (1, 2) for width in (1, 8, 10)]
+    for shape in shapes:
+        executor, reason = kernel_executor(DRAFTS[head], shape, "float16", shared_limit)
+        rows = shape.batch * shape.tokens
+        if shape.phase == "accept" and rows > (8 if shared_limit == RTX else 16):
+            assert executor is None
+            assert ("it selects rows, of up to 16" if rows > 16 else "bytes of shared memory") in reason
+            continue
+        prepared(DRAFTS[head], shape, shared_limit, has_clusters, executor)
+    check(launches, shared_limit)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "slots"),
+    [(4, 64, [1, 1, 1, 1]), (3, 32, [1, 2]), (4, 32, [2, 2]), (8, 16, [4, 4]), (9, 8, [4, 5]), (5, 40, [1] * 5)],
+)
+def test_passes_cover_every_sequence_once(launches: list, batch: int, tokens: int, slots: list[int]) -> None:
+    shape = EngineShape("verify", batch, tokens, 64, 64, tokens)
+    engine = prepared(replace(LLAMA, feature_layers=(0, 1)), shape, H200, True)
+    assert [part.shape.batch for _, part in engine._passes] == slots
+    first = 0
+    for (place, part), scratch in zip(engine._passes, engine._scratch, strict=True):
+        for name, (size, _) in part.edge.items():
+            array, whole = engine._array(place, scratch, name), engine._bound[name]
+            row = whole.nbytes // batch if name not in part.weights else 0
+            assert (array.pointer, array.shape) == (whole.pointer + first * row, size), name
+        first += part.shape.batch
+    assert first == batch
+
+
+def check(launches: list[tuple[str, tuple[int, int, int], int]], shared_limit: int) -> None:
+    """What a launch needs lies within what every GPU allows and this one has."""
+    assert launches
+    for name, (x, y, z), shared in launches:
+        assert 1 <= x < 1 << 31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, name
+        assert shared <= shared_limit, name

@@ -1,0 +1,45 @@
+"""Engines of hand-written kernels on the kernels' NumPy twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.backends.kernel_engine import KernelEngine, kernel_executor
+from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.programs import ModelConfig
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+
+#: More than any GPU has: what is compared here are results.
+_SHARED_LIMIT = 1 << 20
+
+
+class NumpyKernelDevice:
+    """What an engine asks of a device to be attached to it."""
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Zeroed memory."""
+        return np.zeros(shape, dtype)
+
+    def part(self, memory: np.ndarray, offset: int, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """An array in `memory` uint8, from byte `offset` on."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return memory[offset : offset + count].view(dtype).reshape(shape)
+
+
+class _Float32Engine(KernelEngine):
+    """The twins compute in float32 what the GPU has in its compute dtype."""
+
+    def _own(self, kind: str) -> str:
+        return "float32" if kind == "compute" else kind
+
+
+def numpy_kernel_engine(config: ModelConfig, shape: EngineShape, executor: type[FewRows] | None = None) -> KernelEngine:
+    """An engine on the twins, by an `executor` of the caller's choice, or by the fastest."""
+    kernels: Any = StepKernels(NumpyDecodeKernels(), NumpyTiledKernels())
+    executor = executor or kernel_executor(config, shape, "float16", _SHARED_LIMIT)[0]
+    assert executor is not None
+    return _Float32Engine(kernels, executor, config, shape, "float16", _SHARED_LIMIT)

@@ -1,0 +1,124 @@
+"""The parameters of linear layers and attention, by their twins against formulas written out; and that they compose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from edgellm.kernels.decode.contract import (
+    AttentionStep,
+    AttentionWeights,
+    Kept,
+    LinearWeights,
+    NormedInput,
+    padded_columns,
+)
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+from edgellm.kernels.errors import KernelError
+
+FEW, MANY = NumpyDecodeKernels(), NumpyTiledKernels()
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@dataclass
+class Layer:
+    """Three rows of 24 columns, of which 8 to 24 count, and a layer of 10 outputs."""
+
+    x = normal(3, 24)
+    norm = 0.1 * normal(16)
+    linear = LinearWeights(normal(10, 16), normal(10))
+
+
+def normed_by_hand(row: np.ndarray, norm: np.ndarray, offset: float, epsilon: float) -> list[float]:
+    mean = sum(float(value) ** 2 for value in row) / len(row)
+    return [float(v) / math.sqrt(mean + epsilon) * (float(w) + offset) for v, w in zip(row, norm, strict=True)]
+
+
+def test_an_offset_is_added_to_the_norm_and_a_scale_is_what_sums_are_multiplied_by():
+    layer, output, kept = Layer(), np.empty((3, 10), np.float32), np.zeros((3, 32), np.float32)
+    normed = NormedInput(layer.x, layer.norm, 1e-3, offset=1.0, first=8, width=16)
+    FEW.norm_linear([normed], layer.linear, output, scale=0.25, kept=Kept(kept, 1))()
+    for row in range(3):
+        expected = np.array(normed_by_hand(layer.x[row, 8:], layer.norm, 1.0, 1e-3))
+        sums = expected @ layer.linear.weight.T.astype(float) + layer.linear.bias
+        np.testing.assert_allclose(output[row], 0.25 * sums, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(kept[row], [*[0] * 16, *expected], rtol=1e-5, atol=1e-6)
+
+
+def test_gelu_is_the_tanh_approximation():
+    x, linear, output = normal(4, 8), LinearWeights(normal(12, 8)), np.empty((4, 6), np.float32)
+    MANY.gate_up(x, linear, "gelu_tanh", output)()
+    sums = x.astype(float) @ linear.weight.T.astype(float)
+    for row, column in np.ndindex(4, 6):
+        gate, up = sums[row, column], sums[row, column + 6]
+        expected = 0.5 * gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        assert output[row, column] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    with pytest.raises(KernelError, match="no activation relu"):
+        MANY.gate_up(x, linear, "relu", output)
+
+
+def test_parts_side_by_side_with_a_copy_among_them_are_one_input_of_the_layer_that_follows():
+    first, second, norm = normal(3, 40), normal(3, 24), normal(24)
+    width = padded_columns(64)
+    together, kept = np.full((3, width), np.nan, np.float32), np.empty((3, 40), np.float32)
+    FEW.norm(NormedInput(first, None), together, kept=Kept(kept))()
+    FEW.norm(NormedInput(second, norm, 1e-5), together, column=40)()
+    np.testing.assert_array_equal(together[:, :40], first)
+    np.testing.assert_array_equal(kept, first)
+    assert not together[:, 64:].any()
+    linear, one, two = LinearWeights(normal(8, 64)), *np.empty((2, 3, 8), np.float32)
+    MANY.linear(together, linear, one)()
+    inputs = [NormedInput(first, normal(40), 1e-5), NormedInput(second, norm, 1e-5)]
+    FEW.norm_linear(inputs, linear, two)()
+    both = np.concatenate((normed(inputs[0]), normed(inputs[1])), axis=1)
+    np.testing.assert_allclose(two, both @ linear.weight.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(one, np.concatenate((first, normed(inputs[1])), axis=1) @ linear.weight.T, atol=1e-5)
+
+
+def normed(part: NormedInput) -> np.ndarray:
+    return np.array([normed_by_hand(row, part.weight, part.offset, part.epsilon) for row in part.values])
+
+
+@pytest.mark.parametrize("kernels", [FEW, MANY], ids=["few", "many"])
+def test_a_residual_is_not_scaled_and_may_be_missing(kernels):
+    x, residual, linear = normal(3, 16), normal(3, 10), LinearWeights(normal(10, 16), normal(10))
+    sums = x @ linear.weight.T + linear.bias
+    output, kept = np.empty((3, 10), np.float32), np.empty((3, 10), np.float32)
+    kernels.linear_residual(x, linear, residual, output, scale=0.5, kept=Kept(kept, raw=True))()
+    np.testing.assert_allclose(output, residual + 0.5 * sums, atol=1e-6)
+    np.testing.assert_array_equal(kept, residual)
+    kernels.linear_residual(x, linear, None, output)()
+    np.testing.assert_allclose(output, sums, atol=1e-6)
+
+
+def test_rows_are_scaled_in_float32():
+    x, output = normal(2, 3, 8), np.empty((6, 8), np.float32)
+    FEW.scale_rows(x, 45.25483399593904, output)()
+    np.testing.assert_array_equal(output, x.reshape(6, 8) * np.float32(45.25483399593904))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_scores_have_the_layers_scale_and_heads_turn_only_where_it_says_so(rotary):
+    qkv, cos_sin, context = normal(1, 24), np.array([[[0, 1]]], np.float32), np.empty((1, 8), np.float32)
+    caches = [normal(1, 1, 6, 8), normal(1, 1, 6, 8) + 1]
+    step = AttentionStep(cos_sin, np.array([5], np.int32), None, *caches)
+    weights = AttentionWeights(np.zeros(8, np.float32), np.ones(8, np.float32), 0.0, 1.0, 0.3, rotary)
+    launch = FEW.attention(qkv, weights, step, None, context)
+    launch.overlap_previous()
+    launch()
+    query, key, value = qkv.reshape(3, 8)
+    query = query / np.sqrt((query**2).mean())
+    key = key / np.sqrt((key**2).mean()) * 2
+    if rotary:  # by a quarter, of the first two elements
+        for head in (query, key):
+            head[0], head[1] = -head[1], head[0]
+    keys, values = np.vstack((caches[0][0, 0, :5], key)), np.vstack((caches[1][0, 0, :5], value))
+    shares = np.exp(0.3 * keys @ query)
+    np.testing.assert_allclose(context[0], shares / shares.sum() @ values, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(caches[0][0, 0, 5], key, rtol=1e-5, atol=1e-6)

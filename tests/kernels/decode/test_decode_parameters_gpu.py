@@ -1,0 +1,208 @@
+"""Each parameter of linear layers on the GPU: against the twins, and few rows and many bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from decode_models import TOLERANCE, from_bits, relative, to_bits
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+
+pytestmark = pytest.mark.gpu
+
+EPSILON = 1e-5
+FEW, MANY = NumpyDecodeKernels(), NumpyTiledKernels()
+DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+ROWS = pytest.mark.parametrize("rows", [1, 2, 5, 9, 16])
+
+
+class Bench:
+    """The kernels of a dtype, and arrays that both sides have."""
+
+    def __init__(self, gpu, dtype: str) -> None:
+        self.gpu, self.dtype = gpu, dtype
+        self.few = CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+        self.many = CudaTiledKernels(gpu.kernel_module, dtype)
+        self._random = np.random.default_rng(3)
+
+    def both(self, *shape: int, dtype: str | None = None, scale: float = 1.0) -> tuple[DeviceArray, np.ndarray]:
+        """Random values as the dtype holds them: on the device, and in float32."""
+        values = (self._random.standard_normal(shape) * scale).astype(np.float32)
+        bits = values if dtype == "float32" else to_bits(values, self.dtype)
+        array = self.gpu.empty(shape, dtype or self.dtype)
+        self.gpu.upload(array, bits)
+        return array, values if dtype == "float32" else from_bits(bits, self.dtype)
+
+    def linear(self, rows: int, columns: int, bias: bool = True) -> tuple[LinearWeights, LinearWeights]:
+        weight, bias_values = self.both(rows, columns, scale=columns**-0.5), self.both(rows) if bias else (None, None)
+        return tuple(LinearWeights(*each) for each in zip(weight, bias_values, strict=True))
+
+    def normed(self, rows: int, columns: int, width: int, dtype: str, **more) -> tuple[NormedInput, NormedInput]:
+        values, weight = self.both(rows, columns, dtype=dtype), self.both(width, scale=0.3)
+        return tuple(NormedInput(*each, EPSILON, width=width, **more) for each in zip(values, weight, strict=True))
+
+    def empty(self, *shape: int, dtype: str = "float32") -> DeviceArray:
+        """Not a number everywhere."""
+        array = self.gpu.empty(shape, dtype)
+        self.gpu.upload(array, nans(shape) if dtype == "float32" else to_bits(nans(shape), dtype))
+        return array
+
+    def check(self, array: DeviceArray, expected: np.ndarray) -> np.ndarray:
+        """What the device has, which is close to what is expected."""
+        bits = self.gpu.download(array)
+        found = bits if array.dtype == "float32" else from_bits(bits, self.dtype)
+        assert relative(found.reshape(expected.shape), expected) < TOLERANCE[self.dtype]
+        return bits
+
+
+def nans(shape: tuple[int, ...]) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+@pytest.fixture
+def bench(gpu, dtype: str) -> Bench:
+    return Bench(gpu, dtype)
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize(("offset", "scale"), [(0.0, 1.0), (1.0, 1.0), (0.0, 0.3), (1.0, 8.0)])
+@pytest.mark.parametrize(("columns", "first", "width"), [(520, 0, 520), (1600, 8, 1096), (4096, 2048, 2048)])
+@pytest.mark.parametrize("kind", ["float32", "compute"])
+def test_norm_and_linear(bench: Bench, dtype, rows, offset, scale, columns, first, width, kind) -> None:
+    kind = dtype if kind == "compute" else kind
+    normed, twin = bench.normed(rows, columns, width, kind, first=first, offset=offset)
+    linear, twin_linear = bench.linear(330, width)
+    for raw in (False, True):
+        output, kept = bench.empty(rows, 330), bench.empty(rows, 2 * width, dtype=dtype)
+        bench.few.norm_linear([normed], linear, output, scale, Kept(kept, 1, raw))()
+        expected, expected_kept = nans((rows, 330)), nans((rows, 2 * width))
+        FEW.norm_linear([twin], twin_linear, expected, scale, Kept(expected_kept, 1, raw))()
+        found = bench.check(output, expected)
+        kept_bits = bench.gpu.download(kept).reshape(rows, 2, width)[:, 1]
+        kept_values = from_bits(np.ascontiguousarray(kept_bits), dtype)
+        assert relative(kept_values, expected_kept[:, width:]) < TOLERANCE[dtype]
+        # The norm alone, then the layer of many rows.
+        padded, many = bench.empty(rows, padded_columns(width), dtype=dtype), bench.empty(rows, 330)
+        own = bench.empty(rows, width, dtype=dtype)
+        bench.few.norm(normed, padded, kept=Kept(own, 0, raw))()
+        bench.many.linear(padded, linear, many, scale)()
+        np.testing.assert_array_equal(bench.gpu.download(many), found)
+        np.testing.assert_array_equal(bench.gpu.download(own), kept_bits)
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("width", "outputs"), [(520, 165), (2048, 4100)])
+def test_gate_and_up(bench: Bench, dtype, rows, activation, width, outputs) -> None:
+    normed, twin = bench.normed(rows, width, width, "float32", offset=1.0)
+    linear, twin_linear = bench.linear(2 * outputs, width)
+    output, many, expected = (
+        bench.empty(rows, outputs, dtype=dtype),
+        bench.empty(rows, outputs, dtype=dtype),
+        nans((rows, outputs)),
+    )
+    bench.few.norm_gate_up(normed, linear, activation, output)()
+    FEW.norm_gate_up(twin, twin_linear, activation, expected)()
+    found = bench.check(output, expected)
+    padded = bench.empty(rows, padded_columns(width), dtype=dtype)
+    bench.few.norm(normed, padded)()
+    bench.many.gate_up(padded, linear, activation, many)()
+    np.testing.assert_array_equal(bench.gpu.download(many), found)
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+@pytest.mark.parametrize("residual", [None, "float32", "compute"])
+@pytest.mark.parametrize(("outputs", "width"), [(330, 520), (2048, 2056)])
+def test_linear_and_residual(bench: Bench, dtype, rows, scale, residual, outputs, width) -> None:
+    x, twin_x = bench.both(rows, width)
+    before, twin_before = (
+        (None, None)
+        if residual is None
+        else bench.both(rows, outputs, dtype="float32" if residual == "float32" else None)
+    )
+    linear, twin_linear = bench.linear(outputs, width)
+    results = []
+    for kernels in (bench.few, bench.many):
+        output, kept = bench.empty(rows, outputs), bench.empty(rows, outputs, dtype=dtype)
+        kernels.linear_residual(x, linear, before, output, scale, Kept(kept))()
+        results.append((bench.gpu.download(output), bench.gpu.download(kept)))
+    expected, expected_kept = nans((rows, outputs)), nans((rows, outputs))
+    MANY.linear_residual(twin_x, twin_linear, twin_before, expected, scale, Kept(expected_kept))()
+    bench.check(output, expected)
+    np.testing.assert_array_equal(results[1][1], to_bits(expected_kept, dtype))
+    for few, many in zip(*results, strict=True):
+        np.testing.assert_array_equal(few, many)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [17, 32, 50, 64])
+def test_many_rows(bench: Bench, dtype, rows) -> None:
+    x, twin_x = bench.both(rows, 1032)
+    linear, twin_linear = bench.linear(700, 1032)
+    output, expected = bench.empty(rows, 700), nans((rows, 700))
+    bench.many.linear(x, linear, output, 0.3)()
+    MANY.linear(twin_x, twin_linear, expected, 0.3)()
+    bench.check(output, expected)
+    bench.many.linear_residual(x, linear, None, output, 0.3)()
+    bench.check(output, expected)
+    gated, expected = bench.empty(rows, 350, dtype=dtype), nans((rows, 350))
+    bench.many.gate_up(x, linear, "gelu_tanh", gated)()
+    MANY.gate_up(twin_x, twin_linear, "gelu_tanh", expected)()
+    bench.check(gated, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 10, 64])
+@pytest.mark.parametrize(("first", "second"), [(512, 512), (520, 72), (40, 2000), (100 * 8, 8)])
+@pytest.mark.parametrize("copies", [False, True])
+def test_parts_of_a_norm_stand_side_by_side(bench: Bench, dtype, rows, first, second, copies) -> None:
+    """With zeros behind the last; a part without a weight is a copy, rounded where it was float32."""
+    parts = [bench.normed(rows, first, first, dtype), bench.normed(rows, second, second, "float32", offset=1.0)]
+    if copies:
+        parts = [tuple(each._replace(weight=None) for each in part) for part in parts]
+    width = padded_columns(first + second)
+    output, expected = bench.empty(rows, width, dtype=dtype), nans((rows, width))
+    kept, expected_kept = bench.empty(rows, second, dtype=dtype), nans((rows, second))
+    for (own, twin), column in zip(parts, (0, first), strict=True):
+        last = column > 0
+        bench.few.norm(own, output, column, Kept(kept) if last else None)()
+        FEW.norm(twin, expected, column, Kept(expected_kept) if last else None)()
+    found = bench.check(output, expected)
+    assert not found[:, first + second :].any()
+    np.testing.assert_array_equal(bench.gpu.download(kept), found[:, first : first + second])
+    if copies:
+        np.testing.assert_array_equal(found, to_bits(expected, dtype))
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("kind", ["float32", "compute"])
+@pytest.mark.parametrize("width", [72, 1032, 2048])
+def test_two_inputs_side_by_side(bench: Bench, dtype, rows, kind, width) -> None:
+    parts = [
+        bench.normed(rows, width, width, each, offset=1.0) for each in (dtype, dtype if kind == "compute" else kind)
+    ]
+    linear, twin_linear = bench.linear(330, 2 * width)
+    output, kept = bench.empty(rows, 330), bench.empty(rows, width, dtype=dtype)
+    expected, expected_kept = nans((rows, 330)), nans((rows, width))
+    bench.few.norm_linear([own for own, _ in parts], linear, output, 0.5, Kept(kept), next_early=False)()
+    FEW.norm_linear([twin for _, twin in parts], twin_linear, expected, 0.5, Kept(expected_kept))()
+    bench.check(output, expected)
+    bench.check(kept, expected_kept)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (16, 2048), (3, 5, 4104)])
+def test_rows_are_scaled_in_float32(bench: Bench, dtype, shape) -> None:
+    x, values = bench.both(*shape)
+    output = bench.empty(*shape)
+    bench.few.scale_rows(x, 45.25483399593904, output)()
+    np.testing.assert_array_equal(bench.gpu.download(output), values * np.float32(45.25483399593904))

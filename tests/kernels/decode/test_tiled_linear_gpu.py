@@ -1,0 +1,73 @@
+"""The kernels of many rows on the GPU, bit for bit: in every tiling, and as for GPUs without clusters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from decode_models import relative
+from gpu_device import device_copy
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_source
+from edgellm.kernels.decode.tilings import tilings
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import KernelModule
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def older_module(gpu):
+    """The tiled kernels as for sm_80, which the driver translates for this GPU."""
+    module = KernelModule("compute_80", gpu.stream.handle)
+    try:
+        module.load(tiled_source("float16", 32))
+    except KernelError as error:
+        if "UNSUPPORTED_PTX_VERSION" not in str(error):
+            raise
+        pytest.skip(f"the driver is older than NVRTC: {error}")
+    module.can_overlap = module.has_clusters = False
+    module.shared_limit = 101_376
+    yield module
+    module.close()
+
+
+def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
+    """Random values in device memory."""
+    return device_copy(gpu, np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 64])
+def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
+    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, 330), "float32")
+    for columns in (520, 4096):
+        x, weight = normal(gpu, rows, columns), normal(gpu, 330, columns)
+        expected = None
+        for tiling in tilings(rows, kernels.gpu):
+            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+            kernels.linear(x, LinearWeights(weight), output, tiling=tiling)()
+            found = gpu.download(output)
+            expected = found if expected is None else expected
+            np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
+        assert np.isfinite(expected).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 32, 45, 64])
+def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -> None:
+    """Their kernels, compiled for an older architecture, in the shared memory of an RTX PC."""
+    for width, columns in ((200, 520), (1030, 2048), (74, 8)):
+        x, weight, bias = (normal(gpu, *shape) for shape in ((rows, columns), (width, columns), (width,)))
+        residual = normal(gpu, rows, width, dtype="float32")
+        results = []
+        for module in (gpu.kernel_module, older_module):
+            kernels, sums = CudaTiledKernels(module, "float16"), gpu.empty((rows, width), "float32")
+            added, gated = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), "float16")
+            kernels.linear(x, LinearWeights(weight, bias), sums)()
+            kernels.linear_residual(x, LinearWeights(weight), residual, added)()
+            kernels.gate_up(x, LinearWeights(weight, bias), "silu", gated)()
+            results.append([gpu.download(array) for array in (sums, added, gated)])
+        for found, expected in zip(*results, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        product = gpu.download(x).astype(np.float32) @ gpu.download(weight).astype(np.float32).T
+        assert relative(results[0][1], product + gpu.download(residual)) < 1e-4
