@@ -148,7 +148,7 @@ VARIATIONS = {
     "qwen3_biases_bfloat16": Variation("qwen3", {"head_dim": 12, "attention_bias": True}, dtype="bfloat16"),
     "mistral": Variation("mistral", {"sliding_window": None, "head_dim": 12}, layout="old"),
     "mistral_window": Variation("mistral", {**_ONE_LAYER, "sliding_window": SEQUENCE_LENGTH}),
-    "ministral3": Variation("ministral3", {"head_dim": 10, "max_position_embeddings": 128}, _FAR_YARN),
+    "ministral3": Variation("ministral3", {"head_dim": 16, "max_position_embeddings": 128}, _FAR_YARN),
     "seed_oss": Variation("seed_oss", {"head_dim": 10, "attention_out_bias": False}),
     "seed_oss_biases": Variation(
         "seed_oss",
