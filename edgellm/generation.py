@@ -93,7 +93,8 @@ class RequestState:
                 return
             _join_unread(self.chunks, chunk)
             self.changed.notify_all()
-        self._tell()
+        if self._listeners:
+            self._tell()
 
     def take(self) -> Chunk | None:
         """The oldest piece that nobody has read; None where there is none. Raises what `stop_when` raised."""

@@ -103,7 +103,7 @@ class SpecDecodeRuntime:
         self._snapshots: SlotSnapshots | None = None
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
-        self._choosers: dict[DraftingConfig | None, PlanChooser] = {None: FixedDrafting(None)}
+        self._choosers: dict[DraftingConfig | None, PlanChooser | None] = {None: None}
         self._drafting: DraftingConfig | None = None
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
@@ -210,7 +210,8 @@ class SpecDecodeRuntime:
             if not runner.backend.fixed_shapes:
                 self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
             elif isinstance(runner, EagleRunner):
-                self.uncaptured_stages = tuple(runner.capture_steps(self._choosers[self._drafting].plans))
+                chooser = self._choosers[self._drafting]
+                self.uncaptured_stages = tuple(runner.capture_steps(() if chooser is None else chooser.plans))
             else:
                 self.uncaptured_stages = tuple(runner.base.capture_steps())
         return not self.uncaptured_stages

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
@@ -29,9 +31,12 @@ logger = logging.getLogger("edgellm.serving")
 
 @dataclass
 class _Launch:
-    """A step under way: for `slots`, of `plan` (None: a plain step, or a prefill), launched at `seconds`."""
+    """A step under way: for `slots`, of `plan` (None: a plain step, or a prefill), launched at `seconds`.
 
-    wait: Callable[[], list[list[int]]]
+    `wait` gives the tokens as `StepTokens` does.
+    """
+
+    wait: Callable[[], np.ndarray | list[list[int]]]
     slots: range
     plan: DraftPlan | None
     is_prefill: bool
@@ -66,14 +71,10 @@ class DecodingLoop:
     ) -> None:
         self._runner, self._contents, self._chooser = runner, contents, chooser
         self._snapshots, self._encode_images = snapshots, encode
-        self._running: list[DecodingSequence] = []
+        #: The sequences that have a slot, in the slots' order.
+        self.running: list[DecodingSequence] = []
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
-
-    @property
-    def running(self) -> Sequence[DecodingSequence]:
-        """The sequences that have a slot."""
-        return self._running
 
     def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
         """Answer all; yields (sequence, token id, text that it completed).
@@ -84,7 +85,7 @@ class DecodingLoop:
         """
         waiting = deque(sequences)
         try:
-            while waiting or self._running:
+            while waiting or self.running:
                 self._admit_from(waiting)
                 for emitted in self.advance():
                     yield emitted[:3]
@@ -102,7 +103,7 @@ class DecodingLoop:
 
         Raises AdapterError for an adapter that is not loaded.
         """
-        slot, runner = len(self._running), self._runner
+        slot, runner = len(self.running), self._runner
         return slot < runner.limits.max_batch and runner.base.has_adapter_place(slot, sequence.adapter)
 
     def settle(self) -> Iterator[EmittedToken]:
@@ -115,7 +116,7 @@ class DecodingLoop:
 
         What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
         """
-        runner, slot, base = self._runner, len(self._running), self._runner.base
+        runner, slot, base = self._runner, len(self.running), self._runner.base
         sequence.clock.started, restored = time.perf_counter(), 0
         if sequence.prepared_images and self._encode_images is not None:
             sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
@@ -141,17 +142,17 @@ class DecodingLoop:
                 self._forget(slot)
             raise
         sequence.room = runner.limits.kv_capacity - len(prompt_ids)
+        sequence.wanted = sequence.room if sequence.max_tokens is None else min(sequence.room, sequence.max_tokens)
         sequence.least = sequence.most = 1
-        self._running.append(sequence)
-        slots = range(slot, slot + 1)
-        self._launches.append(_Launch(lambda: [first.wait().tolist()], slots, None, True, time.perf_counter()))
+        self.running.append(sequence)
+        self._launches.append(_Launch(first.wait, range(slot, slot + 1), None, True, time.perf_counter()))
 
     def advance(self) -> Iterator[EmittedToken]:
         """Launch what may be launched, read the oldest launch, and take out what is finished; gives the tokens read.
 
-        Read it to its end. What it raises is the engines' failure: `abandon` the sequences then.
+        Read it to its end. What it raises is the engines' failure: `abandon` the sequences then. What was ended between
+        two rounds is to be taken out before (see `evict`), so that nothing is computed for it.
         """
-        yield from self.evict()
         self._launch_ahead()
         if self._launches:
             yield from self._read()
@@ -159,10 +160,10 @@ class DecodingLoop:
 
     def evict(self) -> Iterator[EmittedToken]:
         """Take out the sequences that have ended; gives the tokens of others that were under way."""
-        if any(sequence.finished for sequence in self._running):
+        if any(sequence.finished for sequence in self.running):
             yield from self.settle()
-            for slot in reversed(range(len(self._running))):
-                if self._running[slot].finished:
+            for slot in reversed(range(len(self.running))):
+                if self.running[slot].finished:
                     self._release(slot)
 
     def abandon(self, keep_rows: bool = True) -> None:
@@ -173,8 +174,8 @@ class DecodingLoop:
             except Exception as error:  # nobody wants its tokens
                 logger.warning("a step that was given up failed: %s", error, exc_info=error)
                 keep_rows = False
-        while self._running:
-            slot = len(self._running) - 1
+        while self.running:
+            slot = len(self.running) - 1
             self._release(slot)
             if not keep_rows:
                 self._forget(slot)
@@ -192,7 +193,7 @@ class DecodingLoop:
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
-        running = [sequence for sequence in self._running if not sequence.finished]
+        running = [sequence for sequence in self.running if not sequence.finished]
         while running and len(self._launches) <= self._runner.backend.steps_ahead:
             needed = any(sequence.least < sequence.wanted for sequence in running)
             fits = all(sequence.most < sequence.room for sequence in running)
@@ -204,11 +205,11 @@ class DecodingLoop:
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
         room = min(sequence.room - sequence.most for sequence in running)
-        batch = len(self._running)
+        batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan = None if self._chooser is None or raw else self._chooser.next_plan(room, batch)
         seconds = time.perf_counter()
-        step = self._runner.step(batch, plan)
+        step = self._runner.decode(batch) if plan is None else self._runner.round(batch, plan)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
         for sequence in running:
             sequence.least += 1
@@ -217,14 +218,15 @@ class DecodingLoop:
     def _read(self) -> Iterator[EmittedToken]:
         """Take the tokens of the oldest launch."""
         launch = self._launches.popleft()
-        tokens = launch.wait()
+        found = launch.wait()
+        tokens = found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
         now = time.perf_counter()
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
         if self._chooser is not None and not launch.is_prefill and counts:
             self._chooser.record(plan, counts, seconds)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
-            sequence = self._running[slot]
+            sequence = self.running[slot]
             if sequence.finished or not emitted:
                 continue
             if plan is not None:
@@ -257,19 +259,19 @@ class DecodingLoop:
 
     def _release(self, slot: int) -> None:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
-        sequence, runner = self._running[slot], self._runner
+        sequence, runner = self.running[slot], self._runner
         runner.stop(slot)
         self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))
         self._contents[slot].conversation = sequence.conversation
         sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
-        last = len(self._running) - 1
+        last = len(self.running) - 1
         if slot < last:
             runner.move(last, slot)
             self._exchange_contents(last, slot)
-            self._running[slot] = self._running[last]
-        self._running.pop()
+            self.running[slot] = self.running[last]
+        self.running.pop()
 
     def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], sequence: DecodingSequence) -> KVContents:
         """Let the next slot hold the rows that are best for a sequence's prompt, of all that idle slots hold."""

@@ -20,14 +20,14 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.errors import RequestError
+from edgellm.errors import EngineError, RequestError
 
 
 class StepTokens(Protocol):
     """The tokens of a step on their way to the host."""
 
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one."""
+    def wait(self) -> np.ndarray | list[list[int]]:
+        """The tokens of each slot, in order: none for an idle one. Of one each, also as an array [B], idle ones -1."""
 
 
 class Runner(Protocol):
@@ -47,8 +47,11 @@ class Runner(Protocol):
     ) -> Readback:
         """Prefill a slot; gives its first token [1]."""
 
-    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
-        """A round of `plan` for the leading slots, or a plain step."""
+    def decode(self, batch: int) -> StepTokens:
+        """A plain step of the leading slots."""
+
+    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
+        """A round of `plan` for the leading slots."""
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The model's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
@@ -78,12 +81,13 @@ class PlainRunner:
 
     def __init__(self, base: BaseEngineRunner) -> None:
         self.base, self.backend, self.limits = base, base.backend, base.limits
-        self.start, self.stop, self.move, self.close = base.start, base.stop, base.move, base.close
+        self.start, self.decode, self.stop, self.move = base.start, base.decode, base.stop, base.move
+        self.close = base.close
         self.swap_rows, self.copy_rows = base.rows.swap, base.rows.copy
 
-    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
-        """A plain step; there are no plans."""
-        return _PlainStep(self.base.decode(batch))
+    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
+        """Raises EngineError: nobody drafts."""
+        raise EngineError(f"a round of {plan.name} was asked for, but no draft model is loaded: take plain steps")
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The logits [1, V] of the one token of the latest step."""
@@ -92,14 +96,6 @@ class PlainRunner:
     def draft_rows(self, slot: int) -> int | None:
         """There is no draft."""
         return None
-
-
-class _PlainStep:
-    def __init__(self, emitted: Readback) -> None:
-        self._emitted = emitted
-
-    def wait(self) -> list[list[int]]:
-        return [[token] if token >= 0 else [] for token in self._emitted.wait().tolist()]
 
 
 def open_runner(

@@ -84,8 +84,10 @@ class DecodingSequence:
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter_digest: str | None = None
     reused_tokens: int = 0
-    # Of tokens after the prompt: how many there may be, how many are launched at least and at most.
+    # Of tokens after the prompt: how many there may be, how many of them the answer takes at most, how many are
+    # launched at least and at most.
     room: int = 0
+    wanted: int = 0
     least: int = 0
     most: int = 0
     failure: Exception | None = None
@@ -99,11 +101,6 @@ class DecodingSequence:
     def finished(self) -> bool:
         """Whether the answer has ended, or failed."""
         return self.answer.finish_reason is not None or self.failure is not None
-
-    @property
-    def wanted(self) -> int:
-        """The most tokens that the answer can have."""
-        return self.room if self.max_tokens is None else min(self.room, self.max_tokens)
 
     def response(self) -> Response:
         """The response to a request that has ended; one that was ended before it began took no time."""

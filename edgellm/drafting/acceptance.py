@@ -54,7 +54,7 @@ class DraftingTally:
         self._lengths: Counter[int] = Counter()
         self._plans: Counter[str] = Counter()
         self._seconds = 0.0
-        self._length: int | None = None
+        self._length: int | None = None  # that of the latest round, which its tokens raise; of a plain step none
 
     def start(self) -> None:
         """Leave out what the stages took up to now: the answer begins, having waited for others."""
@@ -62,24 +62,26 @@ class DraftingTally:
 
     def step(self, plan: DraftPlan | None, seconds: float) -> None:
         """A round, or without a plan a plain step, has given its tokens; they follow."""
-        self._close_round()
         self._seconds += seconds
         if plan is None:
             self._plain_steps += 1
+            self._length = None
             return
         self._rounds += 1
         self._drafted += plan.tree_size - 1
         self._plans[plan.name] += 1
+        self._lengths[0] += 1
         self._length = 0
 
     def token(self) -> None:
         """One of them came into the answer."""
         if self._length is not None:
+            self._lengths[self._length] -= 1
             self._length += 1
+            self._lengths[self._length] += 1
 
     def statistics(self) -> DraftingStatistics:
         """The counts so far."""
-        self._close_round()
         lengths = tuple(self._lengths[length] for length in range(max(self._lengths, default=0) + 1))
         accepted = sum((length - 1) * count for length, count in self._lengths.items() if length)
         now = self._stage_seconds()
@@ -96,11 +98,6 @@ class DraftingTally:
             draft if now else None,
             spent.get(BASE_VERIFY, 0.0) if now else None,
         )
-
-    def _close_round(self) -> None:
-        if self._length is not None:
-            self._lengths[self._length] += 1
-            self._length = None
 
 
 #: Steps after which an observation counts for a third: some seconds of text, which is how fast texts change.

@@ -125,13 +125,13 @@ class PlanChooser(Protocol):
 class FixedDrafting:
     """Always the same plan, shorter where there is less room."""
 
-    def __init__(self, plan: DraftPlan | None) -> None:
+    def __init__(self, plan: DraftPlan) -> None:
         self.plan = plan
-        self.plans: Sequence[DraftPlan] = () if plan is None else (plan,)
+        self.plans: Sequence[DraftPlan] = (plan,)
 
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """See `PlanChooser`."""
-        return None if self.plan is None else self.plan.fitting(room)
+        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """Nothing is learned."""

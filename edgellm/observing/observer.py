@@ -95,11 +95,14 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, launch)
 
-    def step(self, batch: int, plan: DraftPlan | None) -> StepTokens:
-        """See `Runner.step`."""
-        name = DECODE if plan is None else ROUND
-        details: dict[str, Any] = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
-        return self._launch(name, details, lambda: self._runner.step(batch, plan))
+    def decode(self, batch: int) -> StepTokens:
+        """See `Runner.decode`."""
+        return self._launch(DECODE, {"sequences": batch}, lambda: self._runner.decode(batch))
+
+    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
+        """See `Runner.round`."""
+        details = {"sequences": batch, "plan": plan.name}
+        return self._launch(ROUND, details, lambda: self._runner.round(batch, plan))
 
     def stop(self, slot: int) -> None:
         """See `Runner.stop`."""

@@ -204,13 +204,14 @@ class RequestServer:
 
     def _round(self) -> None:
         now = time.perf_counter()
-        for late in self._queue.take_late(now):
-            end_request(late, "deadline", self._metrics)
         for request_state in self._request_states.values():
             if (reason := request_state.unwanted(now)) is not None:
                 _release_text(request_state, reason)
         self._deliver(self._loop.evict())
-        self._admit()
+        if len(self._queue):
+            for late in self._queue.take_late(now):
+                end_request(late, "deadline", self._metrics)
+            self._admit()
         if self._loop.running:
             self._deliver(self._loop.advance())
             self._metrics.round()

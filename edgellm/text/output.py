@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from edgellm.engines.directories.small_files import decoded_ids
 from edgellm.errors import RequestError
@@ -94,6 +94,8 @@ class OutputText:
         self._max_tokens = max_tokens
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
+        #: How many tokens there are so far.
+        self.token_count = 0
         self.finish_reason: FinishReason | None = None
         self.stop_match: str | int | None = None
 
@@ -107,22 +109,18 @@ class OutputText:
         """All tokens so far, the ending one included."""
         return tuple(self._token_ids)
 
-    @property
-    def token_count(self) -> int:
-        """How many tokens there are so far."""
-        return len(self._token_ids)
-
     def push(self, token_id: int) -> str:
         """Add a token; return the text to show, and set `finish_reason` where the answer ends with it."""
         if self.finish_reason is not None:
             raise RequestError(f"the answer has ended ({self.finish_reason}) and takes no more tokens")
         self._token_ids.append(token_id)
+        self.token_count += 1
         if token_id in self._ending_ids:
             if token_id in self._stop_token_ids:
                 self.stop_match = token_id
             return self.finish("stop")
         piece = self._take(self._detokenizer.push(token_id))
-        if self.finish_reason is None and self._max_tokens is not None and len(self._token_ids) >= self._max_tokens:
+        if self.finish_reason is None and self._max_tokens is not None and self.token_count >= self._max_tokens:
             piece += self.finish("length")
         return piece
 
@@ -164,6 +162,15 @@ def byte_level_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+class TokenPiece(NamedTuple):
+    """What a token is: whether it is a special one, which shows no text unless asked for, and whether the tokenizer has
+    it; the bytes that it stands for, None where it is a piece of text to be decoded in its context."""
+
+    is_special: bool
+    exists: bool
+    data: bytes | None
+
+
 class TokenText:
     """What each token of a tokenizer is: bytes (byte-level BPE), one byte (byte fallback), text, or nothing."""
 
@@ -175,19 +182,15 @@ class TokenText:
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds
         self._characters = byte_level_characters() if self.is_byte_level else {}
-        self._known: dict[int, bytes | None] = {}
+        #: The tokens that were looked up so far.
+        self.known: dict[int, TokenPiece] = {}
 
-    def is_shown(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the id exists in the tokenizer and is not a special token that is to be left out."""
-        if skip_special_tokens and token_id in self.skipped_ids:
-            return False
-        return self.tokenizer.id_to_token(token_id) is not None
-
-    def bytes_of(self, token_id: int) -> bytes | None:
-        """The bytes that a token stands for, or None where it is a piece of text to be decoded in its context."""
-        if token_id not in self._known:
-            self._known[token_id] = self._find_bytes(self.tokenizer.id_to_token(token_id))
-        return self._known[token_id]
+    def look_up(self, token_id: int) -> TokenPiece:
+        """What a token is; it is `known` then."""
+        token = self.tokenizer.id_to_token(token_id)
+        piece = TokenPiece(token_id in self.skipped_ids, token is not None, self._find_bytes(token))
+        self.known[token_id] = piece
+        return piece
 
     def _find_bytes(self, token: str | None) -> bytes | None:
         if token is None:
@@ -226,9 +229,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add a token; return the text that became certain, often a word, possibly nothing."""
         tokens = self._token_text
-        if not tokens.is_shown(token_id, self._skip_special_tokens):
+        is_special, exists, data = tokens.known.get(token_id) or tokens.look_up(token_id)
+        if not exists or (is_special and self._skip_special_tokens):
             return ""
-        data = tokens.bytes_of(token_id)
         if tokens.is_byte_level:
             return self._utf8.decode(data or b"")
         # A text's first space is the decoder's to strip, in whatever form it comes.

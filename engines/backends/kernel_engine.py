@@ -54,7 +54,7 @@ def kernel_executor(
     part = _passes(shape)[-1][1]
     program = model_program(config, part)
     few_first = part.batch * part.tokens <= _FEW_ROWS or part.model == "draft" or part.phase == "prefill"
-    reasons = []
+    reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
         reason = executor.refusal(program, shared_limit)
         if reason is None:

@@ -144,16 +144,18 @@ class FewRows:
 
     def _attention(self, step: Attention) -> Any:
         array, mask = self._array, self._program.shape.phase != "decode"
-        norms = [None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm)]
+        q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
+        k_cache, v_cache = map(array, cache_names(step.index))
         return self._kernels.few.attention(
             array(step.value),
-            AttentionWeights(*norms, epsilon, offset, step.scale, step.rotary > 0),
+            AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
                 array("attention_mask") if mask else None,
-                *map(array, cache_names(step.index)),
+                k_cache,
+                v_cache,
                 step.masks_all,
             ),
             AttentionScratch(array("partial"), array("counters")),

@@ -64,7 +64,8 @@ class AdapterSlots:
         self._adapters: dict[str, LoraAdapter] = {}
         self._packed: dict[str, dict[str, np.ndarray]] = {}
         self._places = [_Place() for _ in range(limits.lora_slots)]
-        self._assigned: list[str | None] = [None] * limits.max_batch
+        #: The adapter of each sequence's slot.
+        self.assigned: list[str | None] = [None] * limits.max_batch
         self._requests = 0
 
     @property
@@ -91,7 +92,7 @@ class AdapterSlots:
     def remove(self, name: str) -> None:
         """Forget an adapter; AdapterError where there is none of the name, or a sequence uses it."""
         self.digest(name)
-        if name in self._assigned:
+        if name in self.assigned:
             raise AdapterError(f"the adapter {name!r} is in use: wait until the answers that use it are finished")
         self._backend.synchronize()  # it may still be on its way to the device
         for place in self._places:
@@ -108,14 +109,6 @@ class AdapterSlots:
             raise AdapterError(f"there is no adapter {name!r}: expected one of those loaded ({known})")
         return self._adapters[name].digest
 
-    def of(self, slot: int) -> str | None:
-        """The adapter of a sequence's slot."""
-        return self._assigned[slot]
-
-    def in_use(self, slots: slice) -> bool:
-        """Whether any of the sequences' slots has an adapter, so that the engines with adapters must run."""
-        return any(name is not None for name in self._assigned[slots])
-
     def has_place(self, name: str | None, slot: int) -> bool:
         """Whether `assign` would find a place for the adapter."""
         return name is None or self._find_place(name, slot) is not None
@@ -126,25 +119,25 @@ class AdapterSlots:
         Raises AdapterError for an unknown name, and where every place is taken by an adapter that another slot uses.
         """
         self.digest(name)
-        if name == self._assigned[slot]:
+        if name == self.assigned[slot]:
             return
         scales = np.zeros((1, self._limits.lora_slots), np.float32)
         if name is not None:
             index = self._find_place(name, slot)
             if index is None:
-                used = ", ".join(sorted({repr(other) for other in self._assigned if other is not None}))
+                used = ", ".join(sorted({repr(other) for other in self.assigned if other is not None}))
                 raise AdapterError(
                     f"the adapter {name!r} finds no place: the engines hold {self._limits.lora_slots} at once, and "
                     f"sequences use {used}. Wait for one of them, or build with more --lora-slots"
                 )
             self._fill(index, name)
             scales[0, index] = 1
-        self._assigned[slot] = name
+        self.assigned[slot] = name
         self._backend.upload(self._scales[slot : slot + 1], self._converted(scales, "the scales"))
 
     def move(self, source: int, target: int) -> None:
         """Let slot `target` go on with the adapter of slot `source`, which has none then."""
-        self.assign(target, self._assigned[source])
+        self.assign(target, self.assigned[source])
         self.assign(source, None)
 
     def bindings(self, slots: slice) -> dict[str, Array]:
@@ -162,7 +155,7 @@ class AdapterSlots:
         for index, place in enumerate(self._places):
             if place.name == name:
                 return index
-        needed = {other for number, other in enumerate(self._assigned) if number != slot}
+        needed = {other for number, other in enumerate(self.assigned) if number != slot}
         free = [index for index, place in enumerate(self._places) if place.name is None or place.name not in needed]
         return min(free, key=lambda index: self._places[index].order, default=None)
 
@@ -236,8 +229,8 @@ class AdaptedRunner:
         return self.adapters
 
     def adapts(self, slots: slice) -> bool:
-        """Whether a sequence of the slots has an adapter."""
-        return self.adapters is not None and self.adapters.in_use(slots)
+        """Whether a sequence of the slots has an adapter, so that the engines with adapters must run."""
+        return self.adapters is not None and any(name is not None for name in self.adapters.assigned[slots])
 
     def engine_shape(self, shape: EngineShape, slots: slice) -> EngineShape:
         """The shape of the engine that must run for the slots: `shape` itself, or the one that applies adapters."""

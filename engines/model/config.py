@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
@@ -169,7 +170,7 @@ class EngineLimits:
         """Whether there are engines with LoRA adapters."""
         return self.lora_slots > 0
 
-    @property
+    @cached_property
     def lora_rank(self) -> int:
         """The rank that adapters are padded to: a multiple of 8, which matrix units want."""
         return _rounded_up(self.max_lora_rank, 8)
@@ -179,7 +180,7 @@ class EngineLimits:
         """Whether there are engines of a draft model."""
         return self.draft_steps > 0
 
-    @property
+    @cached_property
     def tree_rows(self) -> int:
         """KV rows beyond the committed ones that a round may write, base or draft, rounded up to 16; 0 without a draft.
 
@@ -190,32 +191,32 @@ class EngineLimits:
         rows = max(self.verify_sizes[-1], (self.draft_steps - 1) * self.draft_top_k, self.accept_tokens)
         return _rounded_up(rows, 16)
 
-    @property
+    @cached_property
     def kv_rows(self) -> int:
         """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
         return self.kv_capacity + max(self.prefill_chunk, self.tree_rows)
 
-    @property
+    @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
         """The chunk sizes that engines exist for, ascending; the largest is `prefill_chunk`."""
         return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
 
-    @property
+    @cached_property
     def key_ranges(self) -> tuple[int, ...]:
         """How many KV rows attention reads, ascending; the largest covers every row a query may see."""
         return tuple(size for size in _KEY_RANGES if size < self.kv_capacity) + (self.kv_capacity,)
 
-    @property
+    @cached_property
     def tree_key_ranges(self) -> tuple[int, ...]:
         """The key ranges of `verify`, `propose` and `accept`: the largest covers a tree at the end of the context."""
         return self.key_ranges[:-1] + (self.kv_capacity + self.tree_rows,)
 
-    @property
+    @cached_property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes that decode engines exist for."""
         return tuple(size for size in (1, 2, 4, 8) if size < self.max_batch) + (self.max_batch,)
 
-    @property
+    @cached_property
     def verify_sizes(self) -> tuple[int, ...]:
         """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
         if not self.has_draft:
@@ -224,12 +225,12 @@ class EngineLimits:
             _rounded_up(self.verify_tree_size, 8),
         )
 
-    @property
+    @cached_property
     def propose_widths(self) -> tuple[int, ...]:
         """Tokens of the propose engines, ascending: a chain's and a tree's. Empty where one step is all."""
         return tuple(sorted({1, self.draft_top_k})) if self.draft_steps > 1 else ()
 
-    @property
+    @cached_property
     def accept_tokens(self) -> int:
         """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
         return self.draft_steps + 1

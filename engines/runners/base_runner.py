@@ -8,6 +8,7 @@ Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Protocol
 
@@ -115,6 +116,7 @@ class BaseEngineRunner(AdaptedRunner):
         #: The KV rows of the slots; idle ones may be exchanged and copied.
         self.rows = SlotRows(backend, list(self.caches.values()), self._start)
         self._steps = CapturedSteps(backend)
+        self._stages: dict[tuple[int, int, bool, bool], Stages] = {}
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
 
@@ -156,7 +158,10 @@ class BaseEngineRunner(AdaptedRunner):
         self.sampling.set(slot, sampling, prompt_ids)
         for array, value in ((self._start, count - 1), (self._positions, count), (self._active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
-        self._select(one, self.sampling.plain(one), self._buffers.row_features(tokens - 1))
+        drawn = self._tokens[one]
+        self.sampling.select(one, self._logits[one], drawn, self.sequences(one), self.sampling.plain(one))
+        if self._feature_user is not None:
+            self._feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1))
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
@@ -187,7 +192,7 @@ class BaseEngineRunner(AdaptedRunner):
         bucket = min(size for size in self.limits.batches if size >= batch)
         slots = slice(0, batch)
         key = (bucket, self._key_range(longest), self.sampling.plain(slots), self.adapts(slots))
-        self._steps.run(key, self._stages(key))
+        self._steps.run(key, self._stages.get(key) or self._make_stages(key))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slots, slice(0, bucket))
@@ -200,16 +205,19 @@ class BaseEngineRunner(AdaptedRunner):
         uncaptured = []
         for key in product(self.limits.batches, self.limits.key_ranges, (True, False), self.adapter_kinds):
             every = slice(0, key[0])
-            self._steps.run(key, self._stages(key))
+            stages = self._make_stages(key)
+            self._steps.run(key, stages)
             self._emitted.read(every, every).wait()
-            uncaptured += self._steps.capture(key, self._stages(key))
+            uncaptured += self._steps.capture(key, stages)
         return uncaptured
 
-    def _stages(self, key: tuple[int, int, bool, bool]) -> Stages:
+    def _make_stages(self, key: tuple[int, int, bool, bool]) -> Stages:
         """The one stage of a decode step: for so many sequences, over so many rows, drawn plainly, with adapters."""
         batch, rows, plain, adapts = key
         kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
-        return {f"plain decode of {batch} sequences, {rows} rows, {kind}": lambda: self._decode_step(*key)}
+        name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
+        stages = self._stages[key] = {name: self._decode_step(*key)}
+        return stages
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -248,6 +256,7 @@ class BaseEngineRunner(AdaptedRunner):
         finally:
             self._feature_user = None  # which holds this runner: both go at once, and in this thread
             self._steps.clear()
+            self._stages.clear()
             self.engines.clear()
             self.weights.clear()
             self.caches.clear()
@@ -340,15 +349,17 @@ class BaseEngineRunner(AdaptedRunner):
             self.await_rows()
             engine.enqueue()
 
-    def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> None:
-        """One token for each of the leading slots, from device state to device state."""
+    def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> Callable[[], None]:
+        """What enqueues one token for each of the leading slots, from device state to device state. All that it works
+        on is looked up here, once."""
         slots = slice(0, batch)
         shape = EngineShape("decode", batch, 1, key_range, self.limits.kv_rows)
         if adapts:
             shape = self.limits.with_adapters(shape)
         engine, inputs = self._engine(shape, slots), self._step_inputs(shape)
         mask = inputs["attention_mask"]
-        self.backend.kernels.prepare_step(
+        prepare = partial(
+            self.backend.kernels.prepare_step,
             self.embedding,
             self._token_ids[slots],
             inputs["inputs_embeds"],
@@ -358,14 +369,17 @@ class BaseEngineRunner(AdaptedRunner):
             inputs["rope_rotary_cos_sin"],
             mask if engine.reads_attention_mask else leading(self._buffers.mask, (batch, 1, 1, 0)),
         )
-        engine.enqueue()
-        self._select(slots, plain, self._buffers.features(batch, 1))
+        sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)
+        logits, tokens, state = self._logits[slots], self._tokens[slots], self.sequences(slots)
 
-    def _select(self, slots: slice, plain: bool, features: Array) -> None:
-        """Choose the slots' tokens from their logits and advance their state; `features` [n, 1, F] led to them."""
-        self.sampling.select(slots, self._logits[slots], self._tokens[slots], self.sequences(slots), plain)
-        if self._feature_user is not None:
-            self._feature_user.take_tokens(slots, self._tokens[slots], features)
+        def step() -> None:
+            prepare()
+            engine.enqueue()
+            sampling.select(slots, logits, tokens, state, plain)
+            if user is not None:
+                user.take_tokens(slots, tokens, features)
+
+        return step
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,12 +28,12 @@ class SamplingValues:
     seed: int = 0
     sequence: int = 0
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """True if the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """True for the argmax of the unchanged logits."""
         return self.temperature == 0.0 and not self.penalizes
@@ -164,16 +165,17 @@ class SamplingState:
 _PLACES = 8
 
 
+@dataclass(eq=False)
 class EmittedTokens:
-    """The tokens that a step emits: for each of n sequences the one at its place of its ring."""
+    """The tokens that a step emits: for each of n sequences the one at its place of its `ring`, which reads [n, E]
+    int32."""
 
-    def __init__(self, ring: Readback, places: Sequence[int]) -> None:
-        """`ring` reads [n, E] int32."""
-        self._ring, self._places = ring, tuple(places)
+    ring: Readback
+    places: Sequence[int]
 
     def wait(self) -> np.ndarray:
         """[n] int32, once the step is done."""
-        return self._ring.wait()[np.arange(len(self._places)), self._places]
+        return self.ring.wait()[np.arange(len(self.places)), self.places]
 
 
 class EmittedRings:

@@ -78,22 +78,22 @@ class DraftPlan:
         if self.sampled and self.acceptance != "exact":
             raise EngineError("a sampled chain has its own exact test: typical acceptance does not apply to it")
 
-    @property
+    @cached_property
     def is_static(self) -> bool:
         """Whether the tree's shape is fixed in advance."""
         return bool(self.choices)
 
-    @property
+    @cached_property
     def candidates(self) -> int:
         """C: how many candidates all levels have together."""
         return candidate_count(self.steps, self.top_k)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """W: the most tokens that a round can emit, the bonus token included."""
         return self.steps + 1
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A short name for tables and messages."""
         sizes = f"chain {self.steps}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -122,13 +123,13 @@ class EagleDraftEngineRunner:
             return own | self._bindings(shape, one, self._prefill_start)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
-        self._prepare(shape, ids, self._prefill_start, self._offsets[one])
+        self._preparation(shape, ids, self._prefill_start, self._offsets[one])()
         tokens = position + 1, position + 1 + count
         self._image_inputs.write(slot, images, position, tokens, ids, self._views(shape))
         engine.enqueue()
 
-    def accept(self, batch: int, tokens: int, key_range: int) -> None:
-        """Commit the pending entries of the leading slots; `logits` and hidden states are then those of the last ones.
+    def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
+        """What commits the pending entries of the leading slots; `logits` and hidden states are those of the last ones.
 
         `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
         `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
@@ -143,17 +144,24 @@ class EagleDraftEngineRunner:
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids[slots].reshape(-1), (batch, tokens))
-        self._prepare(shape, ids, pending.start[slots], self._offsets[slots])
-        engine.enqueue()
+        prepare = self._preparation(shape, ids, pending.start[slots], self._offsets[slots])
+
+        def accept() -> None:
+            prepare()
+            engine.enqueue()
+
+        return accept
 
     def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 
-    def expand(self, batch: int, level: int, candidates: Candidates) -> None:
-        """Write the candidates of `level` from the logits of the accept step (level 1) or of propose step level - 1."""
+    def expand_step(self, batch: int, level: int, candidates: Candidates) -> Callable[[], None]:
+        """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
+        level - 1."""
         nodes = 1 if level == 1 else candidates.plan.top_k
-        self.backend.draft_tree.expand_frontier(
+        return partial(
+            self.backend.draft_tree.expand_frontier,
             level,
             not candidates.plan.is_static,
             self.logits(batch, nodes),
@@ -170,8 +178,10 @@ class EagleDraftEngineRunner:
         plan = candidates.plan
         return None if plan.sampled else Expansion(level, not plan.is_static, self.draft_to_target, self._workspace)
 
-    def propose(self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int) -> None:
-        """Feed the frontier of `level` to the draft, behind the `committed` [B] rows; its logits are then there."""
+    def propose_step(
+        self, batch: int, level: int, candidates: Candidates, committed: Array, key_range: int
+    ) -> Callable[[], None]:
+        """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), candidates.plan.top_k
         shape = EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
         views = self._views(shape)
@@ -180,7 +190,8 @@ class EagleDraftEngineRunner:
             return {"hidden_states_from_draft": views["fed"]} | self._bindings(shape, slots, self._propose_start[slots])
 
         engine = self._engines.bound(shape, slots, bindings)
-        self.backend.draft_tree.prepare_proposal(
+        prepare = partial(
+            self.backend.draft_tree.prepare_proposal,
             level,
             not candidates.plan.is_static,
             committed,
@@ -199,7 +210,12 @@ class EagleDraftEngineRunner:
             views["attention_mask"],
             self.expansion(level, candidates),
         )
-        engine.enqueue()
+
+        def propose() -> None:
+            prepare()
+            engine.enqueue()
+
+        return propose
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
@@ -276,9 +292,11 @@ class EagleDraftEngineRunner:
             bound[name] = bound[f"present_{name}"] = cache[slots]
         return bound
 
-    def _prepare(self, shape: EngineShape, token_ids: Array, start: Array, offsets: Array) -> None:
+    def _preparation(self, shape: EngineShape, token_ids: Array, start: Array, offsets: Array) -> Callable[[], None]:
+        """What fills the inputs of a shape for tokens behind `start` rows."""
         views = self._views(shape)
-        self.backend.kernels.prepare_step(
+        return partial(
+            self.backend.kernels.prepare_step,
             self.embedding,
             token_ids,
             views["inputs_embeds"],

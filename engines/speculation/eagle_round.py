@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,53 +14,66 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.tree_verification import GREEDY, SAMPLED, TreeVerification
-from edgellm.kernels.arrays import Array
 
 
-class EagleRound:
-    """A round of `plan` in the `batch` leading slots.
+class RoundKey(NamedTuple):
+    """What tells rounds apart, of `plan` in the `batch` leading slots.
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
     verify; `accept_tokens` are the tokens that the accept engine takes; the key ranges are those of the accept, propose
     and verify engines.
     """
 
+    batch: int
+    plan: DraftPlan
+    acceptance: str
+    adapts: bool
+    accept_tokens: int
+    accept_range: int
+    propose_range: int
+    verify_range: int
+
+
+class EagleRound:
+    """A round: what enqueues each of its `stages`, by name, in their order, with the arrays that they work on.
+
+    `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1.
+    """
+
     def __init__(
-        self,
-        base: BaseEngineRunner,
-        draft: EagleDraftEngineRunner,
-        verification: TreeVerification,
-        batch: int,
-        plan: DraftPlan,
-        acceptance: str,
-        adapts: bool,
-        accept_tokens: int,
-        accept_range: int,
-        propose_range: int,
-        verify_range: int,
+        self, base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
     ) -> None:
-        self.key = (batch, plan, acceptance, adapts, accept_tokens, accept_range, propose_range, verify_range)
-        self.plan = plan
-        self._base, self._draft, self._verification = base, draft, verification
-        self._batch, self._acceptance = batch, acceptance
-        self._accept_tokens, self._accept_range, self._propose_range = accept_tokens, accept_range, propose_range
-        self._candidates = draft.candidates(batch, plan)
-        self._tree = verification.tree(batch, plan, verify_range)
+        self.key, self._base = key, base
+        batch, plan = key.batch, key.plan
+        state = base.sequences(slice(0, batch))
+        candidates, tree = draft.candidates(batch, plan), verification.tree(batch, plan, key.verify_range)
+        self._tree, self.emitted = tree, tree.emitted
 
-    @property
-    def stages(self) -> dict[str, Callable[[], None]]:
-        """What enqueues each stage, by name, in their order."""
-        return {
-            DRAFT_ACCEPT: self._accept_draft,
-            DRAFT_PROPOSAL: self._propose,
-            BASE_VERIFY: self._verify,
-            ACCEPTANCE: self._accept,
+        def extension(level: int) -> Callable[[], None]:
+            """What adds the candidates of `level`, from the draft's latest logits."""
+            if key.acceptance == SAMPLED:
+                return partial(verification.draw_child, batch, level - 1, candidates)
+            return draft.expand_step(batch, level, candidates)
+
+        proposal = [extension(1)]
+        for level in range(1, plan.steps):
+            propose = draft.propose_step(batch, level, candidates, state.kvcache_start_index, key.propose_range)
+            proposal += [propose, extension(level + 1)]
+
+        def propose_all() -> None:
+            for step in proposal:
+                step()
+
+        def accept() -> None:
+            verification.accept(tree, state, key.acceptance)
+            verification.advance(tree, state, draft.pending)
+
+        self.stages: dict[str, Callable[[], None]] = {
+            DRAFT_ACCEPT: draft.accept_step(batch, key.accept_tokens, key.accept_range),
+            DRAFT_PROPOSAL: propose_all,
+            BASE_VERIFY: verification.verify_step(tree, candidates, state, key.adapts),
+            ACCEPTANCE: accept,
         }
-
-    @property
-    def emitted(self) -> Array:
-        """[B, W+1] int32: the number of tokens of each slot, then these, then -1."""
-        return self._tree.emitted
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for.
@@ -70,32 +86,7 @@ class EagleRound:
         rows = tree.logits[slot : slot + 1].reshape(*tree.logits.shape[1:])
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
         temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
-        return found if self._acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
-
-    def _accept_draft(self) -> None:
-        self._draft.accept(self._batch, self._accept_tokens, self._accept_range)
-
-    def _propose(self) -> None:
-        draft, batch, candidates = self._draft, self._batch, self._candidates
-        committed = self._base.sequences(slice(0, batch)).kvcache_start_index
-        self._extend(1)
-        for level in range(1, self.plan.steps):
-            draft.propose(batch, level, candidates, committed, self._propose_range)
-            self._extend(level + 1)
-
-    def _extend(self, level: int) -> None:
-        """The candidates of `level`, from the draft's latest logits."""
-        if self._acceptance == SAMPLED:
-            self._verification.draw_child(self._batch, level - 1, self._candidates)
-        else:
-            self._draft.expand(self._batch, level, self._candidates)
-
-    def _verify(self) -> None:
-        self._verification.verify(self._tree, self._candidates)
-
-    def _accept(self) -> None:
-        self._verification.accept(self._tree, self._acceptance)
-        self._verification.advance(self._tree, self._draft.pending)
+        return found if self.key.acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
 
 
 class SlotProgress:
@@ -156,26 +147,27 @@ class SlotProgress:
             self._latest = None
 
 
+@dataclass(eq=False)
 class StepReadback:
     """The tokens of a round or, without a `plan`, of a plain step of `batch` slots, on their way to the host.
 
-    `draft_accepted` says whether the step began with the draft taking its pending entries.
+    `emitted` reads them; `draft_accepted` says whether the step began with the draft taking its pending entries.
     """
 
-    def __init__(
-        self, progress: SlotProgress, batch: int, plan: DraftPlan | None, emitted: Readback, draft_accepted: bool
-    ) -> None:
-        self._progress, self._emitted = progress, emitted
-        self.batch, self.plan, self.draft_accepted = batch, plan, draft_accepted
-        self._tokens: list[list[int]] | None = None
+    progress: SlotProgress
+    batch: int
+    plan: DraftPlan | None
+    emitted: Readback
+    draft_accepted: bool
+    _tokens: list[list[int]] | None = None
 
     def wait(self) -> list[list[int]]:
         """The tokens of each slot, in order: none for an idle one, else at least one."""
         if self._tokens is None:
-            values = self._emitted.wait()[: self.batch].tolist()
+            values = self.emitted.wait()[: self.batch].tolist()
             if self.plan is None:
                 self._tokens = [[token] if token >= 0 else [] for token in values]
             else:
                 self._tokens = [row[1 : 1 + row[0]] for row in values]
-            self._progress.finish(self, [len(tokens) for tokens in self._tokens])
+            self.progress.finish(self, [len(tokens) for tokens in self._tokens])
         return self._tokens

@@ -25,7 +25,7 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
-from edgellm.engines.speculation.eagle_round import EagleRound, SlotProgress, StepReadback
+from edgellm.engines.speculation.eagle_round import EagleRound, RoundKey, SlotProgress, StepReadback
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
 
@@ -68,7 +68,7 @@ class EagleRunner:
             self.draft.use_image_rows(self.base.image_rows)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
-        self._rounds: dict[tuple, EagleRound] = {}
+        self._rounds: dict[RoundKey, EagleRound] = {}
         self._latest_round: EagleRound | None = None
         self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
         self._tree_ranges = limits.tree_key_ranges
@@ -152,7 +152,7 @@ class EagleRunner:
         self._steps.run(current.key, current.stages)
         self._latest_round = current
         emitted = self.backend.read(current.emitted)
-        return self._progress.launched(StepReadback(self._progress, batch, current.plan, emitted, True))
+        return self._progress.launched(StepReadback(self._progress, batch, current.key.plan, emitted, True))
 
     def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
@@ -162,7 +162,8 @@ class EagleRunner:
         longest = max(self.base.lengths[:batch])
         accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         ranges = [self._tree_key_range(longest + rows) for rows in self._new_rows(plan, accept_tokens)]
-        return self._round((bucket, plan, acceptance, self.base.adapts(slice(0, batch)), accept_tokens, *ranges))
+        adapts = self.base.adapts(slice(0, batch))
+        return self._round(RoundKey(bucket, plan, acceptance, adapts, accept_tokens, *ranges))
 
     def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
         """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
@@ -176,7 +177,7 @@ class EagleRunner:
             for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
                 served, acceptance = self._served(plan, plain)
                 for ranges in self._round_ranges(served, tokens):
-                    current = self._round((bucket, served, acceptance, adapts, tokens, *ranges))
+                    current = self._round(RoundKey(bucket, served, acceptance, adapts, tokens, *ranges))
                     names = self._steps.capture(current.key, current.stages)
                     kind = f"{served.name} of {bucket} sequences, {ranges[-1]} rows, {acceptance}"
                     failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
@@ -195,14 +196,12 @@ class EagleRunner:
         found = [tuple(self._tree_key_range(length + rows) for rows in new_rows) for length in lengths]
         return list(dict.fromkeys(found))
 
-    def _round(self, key: tuple) -> EagleRound:
-        """The round of `EagleRound.key`."""
-        _, plan, acceptance, *_ = key
-        if acceptance != GREEDY:
-            self.base.sampling.refresh_nodes(self.verification.engine_nodes(plan))
+    def _round(self, key: RoundKey) -> EagleRound:
+        if key.acceptance != GREEDY:
+            self.base.sampling.refresh_nodes(self.verification.engine_nodes(key.plan))
         current = self._rounds.get(key)
         if current is None:
-            current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, *key)
+            current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, key)
         return current
 
     def set_adapter(self, slot: int, name: str | None) -> None:
@@ -304,7 +303,7 @@ class EagleRunner:
         self._progress.draft_took_pending(batch)
 
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
-        stages = {DRAFT_ACCEPT: lambda: self.draft.accept(batch, tokens, key_range)}
+        stages = {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}
         return ("flush", batch, tokens, key_range), stages
 
     def _bucket(self, batch: int) -> int:

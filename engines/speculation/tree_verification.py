@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import EngineShape
@@ -43,15 +44,19 @@ class TreeVerification:
             return plan.tree_size
         return next(size for size in self._sizes if size >= plan.tree_size)
 
-    def verify(self, tree: VerifiedTree, candidates: Candidates) -> None:
-        """Choose the tree's nodes, lay it out behind the committed rows, and compute logits and features of all."""
+    def verify_step(
+        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, adapts: bool
+    ) -> Callable[[], None]:
+        """What chooses the tree's nodes, lays it out behind the committed rows, and computes logits and features of
+        all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
         batch, nodes = tree.tokens.shape
         slots, base = slice(0, batch), self._base
-        state = base.sequences(slots)
         shape = EngineShape("verify", batch, nodes, tree.attention_mask.shape[3], self._kv_rows, nodes)
-        shape = base.engine_shape(shape, slots)
+        if adapts:
+            shape = base.limits.with_adapters(shape)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree, state.kvcache_start_index))
-        self._backend.draft_tree.prepare_verification(
+        prepare = partial(
+            self._backend.draft_tree.prepare_verification,
             not tree.plan.is_static,
             tree.plan.candidates,
             state.token_ids,
@@ -75,15 +80,19 @@ class TreeVerification:
             tree.attention_mask,
             self._draft.expansion(tree.plan.steps, candidates),
         )
-        engine.enqueue()
 
-    def accept(self, tree: VerifiedTree, acceptance: str) -> None:
+        def verify() -> None:
+            prepare()
+            engine.enqueue()
+
+        return verify
+
+    def accept(self, tree: VerifiedTree, state: SequenceState, acceptance: str) -> None:
         """Choose what is accepted of the tree, by one of this module's rules."""
         if self.before_acceptance is not None:
             self.before_acceptance(tree)
         batch, nodes = tree.tokens.shape
         slots, sampling = slice(0, batch), self._base.sampling
-        state = self._base.sequences(slots)
         accepted = (tree.accepted_indices, tree.accepted_ids, tree.lengths)
         if acceptance == GREEDY:
             self._backend.acceptance.eagle_accept(
@@ -131,10 +140,10 @@ class TreeVerification:
         else:
             self._accept_typical(tree, state)
 
-    def advance(self, tree: VerifiedTree, pending: PendingEntries) -> None:
+    def advance(self, tree: VerifiedTree, state: SequenceState, pending: PendingEntries) -> None:
         """Move the accepted KV rows together, keep their features for the draft, and take the tokens into the state."""
         slots = slice(0, tree.tokens.shape[0])
-        acceptance, state = self._backend.acceptance, self._base.sequences(slots)
+        acceptance = self._backend.acceptance
         accepted = (tree.accepted_indices, tree.lengths)
         caches, features = list(self._base.caches.values()), pending.features[slots]
         acceptance.move_accepted(caches, state.kvcache_start_index, *accepted, tree.features, features)

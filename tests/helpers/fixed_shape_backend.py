@@ -47,7 +47,7 @@ class FixedShapeBackend(NumpyBackend):
     def __init__(self, directory: EngineDirectory) -> None:
         draft = directory.model_config("draft") if directory.draft else None
         super().__init__(directory.config, draft, directory.vision.config if directory.vision else None)
-        self._shapes = set(directory.limits.engine_shapes())
+        self._shapes = set(directory.limits.all_engine_shapes())
         self._recording: list[Callable[[], None]] | None = None
         self.captures: list[str] = []
         self.kernels = _Kernels(self, self.kernels)
@@ -73,6 +73,9 @@ class FixedShapeBackend(NumpyBackend):
     def read(self, array: DeviceArray) -> Any:
         assert self._recording is None, "a readback cannot be captured"
         return super().read(host_view(array))
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        return np.empty(nbytes, np.uint8)
 
     def load_weights(self, *arguments: Any) -> dict[str, DeviceArray]:
         return {

@@ -123,12 +123,10 @@ def slowed() -> Callable[[LLM], None]:
 
     def slow_down(served: LLM) -> None:
         runner = served._runtime._runner
-        step = runner.step
 
-        def slow_step(batch: int, plan: object) -> object:
-            time.sleep(0.005)
-            return step(batch, plan)
+        def slow(step: Callable[..., object]) -> Callable[..., object]:
+            return lambda *arguments: (time.sleep(0.005), step(*arguments))[1]
 
-        runner.step = slow_step
+        runner.decode, runner.round = slow(runner.decode), slow(runner.round)
 
     return slow_down

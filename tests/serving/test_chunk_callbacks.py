@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixed_shape_backend import FixedShapeBackend
@@ -180,23 +181,26 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
 
     def prepare(runtime: SpecDecodeRuntime) -> tuple[Callable[[], None], list[object]]:
         runner, launched, doomed, failed = runtime._open_runner(), [], [], []
-        step = runner.step
 
-        def observed_step(*arguments: object) -> object:
-            launched.append(step(*arguments))
-            latest, wait = launched[-1], launched[-1].wait
+        def observed(step: Callable[..., Any]) -> Callable[..., Any]:
+            def observed_step(*arguments: object) -> Any:
+                launched.append(step(*arguments))
+                latest, wait = launched[-1], launched[-1].wait
 
-            def wait_or_fail() -> list[list[int]]:
-                if latest in doomed:
-                    failed.append(latest)
-                    raise MemoryError("no more")
-                launched.remove(latest)
-                return wait()
+                def wait_or_fail() -> object:
+                    if latest in doomed:
+                        failed.append(latest)
+                        raise MemoryError("no more")
+                    launched.remove(latest)
+                    return wait()
 
-            latest.wait = wait_or_fail
-            return latest
+                latest.wait = wait_or_fail
+                return latest
 
-        monkeypatch.setattr(runner, "step", observed_step)
+            return observed_step
+
+        for name in ("decode", "round"):
+            monkeypatch.setattr(runner, name, observed(getattr(runner, name)))
         return lambda: doomed.extend(launched), failed
 
     return prepare
@@ -253,15 +257,17 @@ def test_what_waits_is_answered_where_the_engine_fails_twice(
         slots = ahead.directory.limits.max_batch
         expected = ahead.handle_request(Request("hello", params=SHORT))
         fail_steps, failed = failing(ahead)
-        runner, step = ahead._open_runner(), ahead._open_runner().step
+        runner = ahead._open_runner()
+        name = "decode" if drafting is None else "round"
+        step = getattr(runner, name)
 
         def fail_once(*arguments: object) -> object:
-            monkeypatch.setattr(runner, "step", step)
+            monkeypatch.setattr(runner, name, step)
             raise MemoryError("no room")
 
         def fail_both(chunk: Chunk) -> None:
             fail_steps()
-            monkeypatch.setattr(runner, "step", fail_once)
+            monkeypatch.setattr(runner, name, fail_once)
 
         asked = [Request([index], params=LONG) for index in range(slots)] + [Request("hello", params=SHORT)]
         results = ahead.handle_request(asked, [fail_both] + [None] * slots)

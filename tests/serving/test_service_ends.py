@@ -209,7 +209,7 @@ def test_a_crash_of_the_thread_is_told_to_everybody(
 
     with paused(served):
         generations = [served.stream("x", LONG) for _ in range(6)]
-        monkeypatch.setattr(served._runtime._runner, "step", fail)
+        monkeypatch.setattr(served._runtime._runner, "decode", fail)
         monkeypatch.setattr(served._runtime._runner, "stop", fail)
         call = served.call(lambda llm: llm.adapters)
     for generation in generations:
@@ -264,8 +264,8 @@ import os, sys, time
 from edgellm import EdgeLLMError, SamplingParams
 from edgellm.llm import LLM
 served = LLM(sys.argv[1], backend="numpy", drafting=None)
-step = served._runtime._runner.step
-served._runtime._runner.step = lambda *arguments: (time.sleep(0.005), step(*arguments))[1]
+decode = served._runtime._runner.decode
+served._runtime._runner.decode = lambda batch: (time.sleep(0.005), decode(batch))[1]
 running = served.stream("x", SamplingParams(max_tokens=80, ignore_eos=True))
 waiting = [served.stream("x") for _ in range(10)]
 running.next_chunk()

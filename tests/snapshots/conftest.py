@@ -90,7 +90,9 @@ def _answer(
 ) -> list[int]:
     tokens = runner.start(slot, prompt, reused, SamplingValues()).wait().tolist()
     while len(tokens) < count:
-        tokens += runner.step(slot + 1, plan).wait()[slot]
+        step = runner.decode(slot + 1) if plan is None else runner.round(slot + 1, plan)
+        emitted = step.wait()[slot]
+        tokens += emitted if isinstance(emitted, list) else [int(emitted)]
     runner.stop(slot)
     return tokens[:count]
 

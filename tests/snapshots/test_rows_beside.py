@@ -87,7 +87,7 @@ def answer_of(runner: Runner, directory: EngineDirectory, snapshots: SlotSnapsho
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
-    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4) if isinstance(runner, EagleRunner) else None)
+    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if isinstance(runner, EagleRunner) else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
     for _ in DecodingLoop(runner, contents, plan, snapshots).run([sequence]):
         pass

@@ -49,7 +49,7 @@ def answered(runner: Runner, prompt: Sequence[int], reused: int, count: int, sam
     plan = DraftingConfig.largest(runner.limits).plan(runner.limits) if has_draft else None
     tokens = runner.start(0, prompt, reused, sampling).wait().tolist()
     while len(tokens) < count:
-        tokens += runner.step(1, plan).wait()[0]
+        tokens += runner.decode(1).wait().tolist() if plan is None else runner.round(1, plan).wait()[0]
     runner.stop(0)
     return tokens[:count]
 

@@ -175,15 +175,27 @@ def test_an_input_that_was_filled_anew_is_read_anew() -> None:
         np.testing.assert_array_equal(turned[0, 0, 0], [0, 0, 2 * length, 2 * length])
 
 
-def test_silu_mul(operations: NumpyOperations) -> None:
+def test_gated(operations: NumpyOperations) -> None:
     gate_up = np.concatenate((np.linspace(-300, 300, 64), RANDOM.standard_normal(64))).astype(np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = operations.silu_mul(np.stack((gate_up, gate_up))[None])
+        found = operations.gated(np.stack((gate_up, gate_up))[None], "silu")
     gate, up = gate_up[:64].astype(np.float64), gate_up[64:]
     expected = gate / (1 + np.exp(-gate)) * up
     assert found.shape == (1, 2, 64)
     np.testing.assert_allclose(found[0, 1], expected, rtol=1e-6, atol=1e-30)
+
+
+def test_scale(operations: NumpyOperations) -> None:
+    x = normal(2, 3, 4)
+    found = operations.scale(x, 0.22)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, x.astype(np.float64) * 0.22, rtol=1e-6)
+
+
+def test_rms_norm_with_an_offset(operations: NumpyOperations) -> None:
+    x, weight = normal(2, 3, 4), normal(4)
+    np.testing.assert_array_equal(operations.rms_norm(x, weight, 0.1, 1.0), operations.rms_norm(x, weight + 1, 0.1))
 
 
 def test_gather_rows(operations: NumpyOperations) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 
+from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
@@ -24,22 +26,30 @@ COUNT = 24
 
 
 @pytest.fixture(scope="module")
-def runner(
+def directory(
     tmp_path_factory: pytest.TempPathFactory,
     make_checkpoint: Callable[..., Path],
     make_draft: Callable[..., Path],
     make_adapter: Callable[..., Path],
-) -> Iterator[EagleRunner]:
+) -> EngineDirectory:
     folder = tmp_path_factory.mktemp("lora_eagle")
     base, draft = make_checkpoint(folder / "base", 4), make_draft(folder / "draft", 4)
     config = read_decoder_config(base)
     adapters = {name: make_adapter(folder / name, config, seed) for seed, name in enumerate(("first", "second"))}
     build_engine_directory(base, folder / "engines", LIMITS, [], draft=draft, adapters=adapters)
-    directory = EngineDirectory.open(folder / "engines")
+    return EngineDirectory.open(folder / "engines")
+
+
+def opened(directory: EngineDirectory, backend: Backend) -> EagleRunner:
     read = {name: adapter.read(directory.config) for name, adapter in directory.adapters.items()}
-    opened = EagleRunner.open(open_backend("numpy", directory), directory, adapters=read)
-    yield opened
-    opened.close()
+    return EagleRunner.open(backend, directory, adapters=read)
+
+
+@pytest.fixture(scope="module")
+def runner(directory: EngineDirectory) -> Iterator[EagleRunner]:
+    runner = opened(directory, open_backend("numpy", directory))
+    yield runner
+    runner.close()
 
 
 def answers(
@@ -72,3 +82,13 @@ def test_each_sequence_of_a_drafted_batch_has_its_own(runner: EagleRunner, sampl
     for names in (NAMES, NAMES[::-1], ("second", "second", None)):
         expected = answers(runner, names, None, sampling)
         assert answers(runner, names, tree(4, 3, 12), sampling) == expected
+
+
+def test_what_is_captured_without_adapters_in_use_applies_them(directory: EngineDirectory, runner: EagleRunner) -> None:
+    """Rounds and plain steps are captured before any sequence has an adapter."""
+    captured, plan = opened(directory, FixedShapeBackend(directory)), tree(4, 3, 12)
+    assert captured.capture_steps([plan]) == []
+    for each in (plan, None):
+        names: tuple[str | None, ...] = ("first", None)
+        assert answers(captured, names, each, SAMPLINGS["greedy"]) == answers(runner, names, each, SAMPLINGS["greedy"])
+    captured.close()

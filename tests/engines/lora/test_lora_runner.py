@@ -111,7 +111,7 @@ def test_stopping_takes_the_adapter_away(runner: BaseEngineRunner) -> None:
     runner.set_adapter(0, "wide")
     assert greedy_tokens(runner, PROMPT, 8) != expected
     assert runner.adapters is not None
-    assert runner.adapters.of(0) is None
+    assert runner.adapters.assigned[0] is None
     assert greedy_tokens(runner, PROMPT, 8) == expected
 
 
@@ -154,7 +154,7 @@ def test_more_adapters_than_places(runner: BaseEngineRunner) -> None:
     assert slots.has_place("wide", 2)
     with pytest.raises(AdapterError, match=r"'mlp' finds no place.* 2 at once.*'attention', 'wide'.*--lora-slots"):
         runner.set_adapter(2, "mlp")
-    assert slots.of(2) is None
+    assert slots.assigned[2] is None
     runner.set_adapter(2, "wide")
     tokens, _ = answers(runner, ["wide", "attention", "wide"], 6)
     assert tokens == [expected["wide"], expected["attention"], expected["wide"]]

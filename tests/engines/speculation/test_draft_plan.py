@@ -69,7 +69,6 @@ def test_a_plan_is_shortened_to_the_room_there_is(plan: DraftPlan, room: int, st
 def test_no_plan_fits_where_only_one_token_is_left() -> None:
     assert tree(4, 4, 16).fitting(1) is None
     assert FixedDrafting(chain(2)).next_plan(1, 1) is None
-    assert FixedDrafting(None).next_plan(50, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_accept_equals_prefill(draft: EagleDraftEngineRunner, features: np.ndarr
     expected = {name: cache[0, :, :14].copy() for name, cache in draft.caches.items()}
     prefilled(draft, 0, features, 11)
     set_pending(draft, 0, features, 11, 14)
-    draft.accept(1, 3, RANGE)
+    draft.accept_step(1, 3, RANGE)()
     np.testing.assert_allclose(draft.logits(1, 1)[0, 0], whole, atol=1e-4)
     for name, cache in draft.caches.items():
         np.testing.assert_allclose(cache[0, :, :14], expected[name], atol=1e-5)
@@ -75,7 +75,7 @@ def test_slots_of_different_lengths_are_accepted_together_as_alone(
     for slot, (start, end) in ends.items():
         prefilled(draft, slot, features, start)
         set_pending(draft, slot, features, start, end)
-    draft.accept(3, rows, RANGE)
+    draft.accept_step(3, rows, RANGE)()
     for slot, expected in alone.items():
         np.testing.assert_allclose(draft.logits(3, 1)[slot, 0], expected, atol=1e-4)
 
@@ -85,10 +85,10 @@ def drafted(
 ) -> tuple[np.ndarray, ...]:
     """Propose all levels after an accept; copies of the candidates' tokens, scores and parents [B, C]."""
     candidates = draft.candidates(batch, plan)
-    draft.expand(batch, 1, candidates)
+    draft.expand_step(batch, 1, candidates)()
     for level in range(1, plan.steps):
-        draft.propose(batch, level, candidates, committed, RANGE)
-        draft.expand(batch, level + 1, candidates)
+        draft.propose_step(batch, level, candidates, committed, RANGE)()
+        draft.expand_step(batch, level + 1, candidates)()
     return candidates.tokens.copy(), candidates.scores.copy(), candidates.parents.copy()
 
 
@@ -101,12 +101,12 @@ def test_slots_of_different_lengths_propose_together_as_alone(
     for end in ends:
         prefilled(draft, 0, features, end - 1)
         set_pending(draft, 0, features, end - 1, end)
-        draft.accept(1, 1, RANGE)
+        draft.accept_step(1, 1, RANGE)()
         alone.append(drafted(draft, 1, plan, np.array([end], np.int32)))
     for slot, end in enumerate(ends):
         prefilled(draft, slot, features, end - 1)
         set_pending(draft, slot, features, end - 1, end)
-    draft.accept(2, rows, RANGE)
+    draft.accept_step(2, rows, RANGE)()
     together = drafted(draft, 2, plan, np.array(ends, np.int32))
     for slot in range(2):
         for found, expected in zip(together, alone[slot], strict=True):
@@ -125,7 +125,7 @@ def test_a_proposed_chain_is_what_prefill_of_it_would_propose(
         features = np.random.default_rng(0).standard_normal((1, 10, HIDDEN_SIZE)).astype(np.float32)
         prefilled(draft, 0, features, 9)
         set_pending(draft, 0, features, 9, 10)
-        draft.accept(1, 1, RANGE)
+        draft.accept_step(1, 1, RANGE)()
         fed_back = draft.hidden_states(1, 1).copy()
         tokens, _, _ = drafted(draft, 1, chain(3), np.array([10], np.int32))
         draft.prefill(0, tokens[0, :1].astype(np.int32), fed_back, 10, 1)
@@ -136,10 +136,10 @@ def test_proposals_commit_nothing(draft: EagleDraftEngineRunner, features: np.nd
     prefilled(draft, 0, features, 11)
     committed = {name: cache[0, :, :11].copy() for name, cache in draft.caches.items()}
     set_pending(draft, 0, features, 11, 14)
-    draft.accept(1, 3, RANGE)
+    draft.accept_step(1, 3, RANGE)()
     expected = draft.logits(1, 1)[0, 0].copy()
     drafted(draft, 1, tree(4, 3, 12), np.array([14], np.int32))
-    draft.accept(1, 3, RANGE)
+    draft.accept_step(1, 3, RANGE)()
     np.testing.assert_array_equal(draft.logits(1, 1)[0, 0], expected)
     for name, cache in draft.caches.items():
         np.testing.assert_array_equal(cache[0, :, :11], committed[name])

@@ -44,7 +44,8 @@ def rounds(runner: EagleRunner, count: int, plan: object = PLANS[1], batch: int 
 def draft_state(runner: EagleRunner, slot: int = 0) -> dict[str, np.ndarray]:
     """The draft's committed rows, once it has taken what is pending, and the logits that follow."""
     length = runner.base.lengths[slot]
-    runner.draft.accept(slot + 1, runner.draft.accept_shape_tokens(slot + 1, runner._progress.pending[slot]), 128)
+    tokens = runner.draft.accept_shape_tokens(slot + 1, runner._progress.pending[slot])
+    runner.draft.accept_step(slot + 1, tokens, 128)()
     rows = {name: cache[slot, :, :length].copy() for name, cache in runner.draft.caches.items()}
     return rows | {"logits": runner.draft.logits(slot + 1, 1)[slot, 0].copy()}
 

@@ -1,0 +1,157 @@
+"""How far one step walks through the code: the functions and files that a plain decode step and an EAGLE round pass.
+
+    python tools/bench/code_walk.py [--list] [--sizes]
+
+The shipped model answers a greedy request on NumPy, for the EAGLE round with the largest tree of its engines. One round
+of the server in the midst of the answer is looked at by `sys.setprofile`, in the thread that owns the engines, from the
+round's begin to the delivered chunk. The same request was answered before, so that nothing is made for the first time.
+
+What counts: distinct functions and methods of the package by their code, once each, properties and closures included,
+however often they are called and a generator is resumed; and the files they stand in. What does not: lambdas,
+comprehensions and generator expressions, which belong to the function around them; what dataclasses and named tuples
+generate, the standard library, NumPy and other packages. `--list` shows the functions in the order of their first call
+with their calls. `--sizes` counts instead lines of Python and CUDA in engines/ and kernels/, and functions there with
+more than 8 parameters, self, *args and **kwargs counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import edgellm.engines
+import edgellm.kernels
+import edgellm.multimodal
+from edgellm.drafting.config import DraftingConfig
+from edgellm.generation import RequestState
+from edgellm.requests import Request
+from edgellm.runtime import SpecDecodeRuntime
+from edgellm.sampling_params import SamplingParams
+from edgellm.serving.metrics import Metrics
+from edgellm.serving.server import RequestQueue, RequestServer
+
+QUESTION = "Tell me about the things on your table."
+#: Rounds before the one that is looked at.
+ROUNDS_BEFORE = 6
+#: More parameters than these are too many.
+PARAMETERS = 8
+
+_PACKAGES = (edgellm.engines, edgellm.kernels, edgellm.multimodal, edgellm)
+_FOLDERS = {Path(str(package.__file__)).parent: package.__name__ for package in _PACKAGES}
+
+
+class CodeWalk:
+    """Calls of the package's functions in this thread, while it is entered, by code in the order of the first call."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[CodeType] = Counter()
+        self._places: dict[str, str | None] = {}
+
+    def __enter__(self) -> CodeWalk:
+        sys.setprofile(self._take_note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    @property
+    def files(self) -> set[str]:
+        """Where the functions stand."""
+        return {self.place(code) for code in self.calls}
+
+    def place(self, code: CodeType) -> str:
+        """The file of a function that was called, as its folder's package and the path in there."""
+        return str(self._places[code.co_filename])
+
+    def _take_note(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and not code.co_name.startswith("<") and self._is_ours(code.co_filename):
+            self.calls[code] += 1
+
+    def _is_ours(self, name: str) -> bool:
+        if name not in self._places:
+            path = Path(name)
+            folder = next((folder for folder in _FOLDERS if folder in path.parents), None)
+            found = None if folder is None else f"{_FOLDERS[folder]}/{path.relative_to(folder)}"
+            self._places[name] = found
+        return self._places[name] is not None
+
+
+def walk_of_round(drafting: bool) -> CodeWalk:
+    """The walk of a round of one greedy request: a plain step, or with `drafting` an EAGLE round."""
+    with SpecDecodeRuntime(backend="numpy", drafting="auto" if drafting else None) as runtime:
+        if drafting:
+            runtime.use_drafting(DraftingConfig.largest(runtime.directory.limits))
+        params = SamplingParams(max_tokens=64, ignore_eos=True)
+        request = Request(messages=[{"role": "user", "content": QUESTION}], params=params)
+        runtime.handle_request(request)
+        queue, walk, state = RequestQueue(1), CodeWalk(), RequestState(runtime.prepare(request))
+        server = RequestServer(runtime, queue, Metrics())
+        queue.put(state)
+        for _ in range(ROUNDS_BEFORE):
+            server.round()
+        state.chunks.clear()
+        with walk:
+            server.round()
+        if not state.chunks or state.ended:
+            raise SystemExit("the round delivered nothing, or ended the answer: look at another one")
+        server.abandon()
+    return walk
+
+
+def lines_of_code() -> dict[str, int]:
+    """Lines of Python and of CUDA in engines/ and kernels/ together."""
+    return {
+        kind: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _sources(*suffixes))
+        for kind, suffixes in (("Python", (".py",)), ("CUDA", (".cu", ".cuh")))
+    }
+
+
+def functions_of_many_parameters() -> list[str]:
+    """Functions of engines/ and kernels/ with more than `PARAMETERS` parameters: how many, file and name."""
+    found = []
+    for path in _sources(".py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                given = node.args
+                named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                count = len(named) + sum(rest is not None for rest in (given.vararg, given.kwarg))
+                if count > PARAMETERS:
+                    found.append(f"{count:3} {path.parent.name}/{path.name}:{node.lineno} {node.name}")
+    return found
+
+
+def _sources(*suffixes: str) -> list[Path]:
+    folders = [folder for folder, name in _FOLDERS.items() if name in ("edgellm.engines", "edgellm.kernels")]
+    return sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name what was counted")
+    parser.add_argument("--sizes", action="store_true", help="count lines and parameters instead")
+    arguments = parser.parse_args()
+    if arguments.sizes:
+        lines, many = lines_of_code(), functions_of_many_parameters()
+        counted = ", ".join(f"{count:,} of {kind}" for kind, count in lines.items())
+        print(f"engines/ and kernels/: {sum(lines.values()):,} lines ({counted})")
+        print(f"functions with more than {PARAMETERS} parameters: {len(many)}")
+        print("\n".join(many) if arguments.list else "", end="\n" if arguments.list else "")
+        return
+    for name, drafting in (("plain decode step", False), ("EAGLE round", True)):
+        walk = walk_of_round(drafting)
+        print(f"{name}: {len(walk.calls)} functions, {len(walk.files)} files, {walk.calls.total()} calls")
+        if arguments.list:
+            for code, calls in walk.calls.items():
+                qualified = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+                print(f"{calls:6} {walk.place(code)}:{code.co_firstlineno} {qualified}")
+
+
+if __name__ == "__main__":
+    main()
