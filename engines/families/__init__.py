@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.cwm import CWM
-from edgellm.engines.families.decoders import Family
+from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA
 from edgellm.engines.families.granite import GRANITE
@@ -49,7 +49,7 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    fields = ConfigFields(family.filled(config_json), generation_config, family.name)
+    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name)
     config = family.read(fields, dtype)
     fields.raise_problems()
     return config

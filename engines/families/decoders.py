@@ -24,10 +24,6 @@ class Family:
     read: Callable[[ConfigFields, str | None], DecoderConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def filled(self, values: Mapping[str, Any], is_part: bool = False) -> dict[str, Any]:
-        """`values` with the defaults for what they leave out; `is_part` for those of a part of a multimodal model."""
-        return filled(values, self.defaults, is_part)
-
 
 #: What the file of a language model writes down; that of a multimodal model may leave it out of its part.
 _WRITTEN_DOWN = (
