@@ -287,7 +287,10 @@ def tiny_draft_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory
     return target
 
 
-ADAPTED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTED_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),  # as some families publish them
+)
 
 
 def write_adapter(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 #: The most bytes that each folder of goldens may have.
 LIMITS = {
-    "decoder": 1_000_000,
+    "decoder": 2_000_000,
     "draft": 700_000,
-    "image_prompts": 750_000,
+    "image_prompts": 800_000,
     "images": 100_000,
     "lora": 500_000,
     "torch_files": 100_000,

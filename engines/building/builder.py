@@ -129,6 +129,8 @@ def build_engine_directory(
     copied = inputs.weight_bytes if weights == "copy" else 0
     check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
     report.notes += [note] if note else []
+    if config.image_token_id is None and _has_vision_part(source):
+        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
     try:
@@ -257,9 +259,13 @@ def _read_vision(
     """The vision encoder that is to be built; one in the checkpoint itself is not where the limits have no room."""
     if vision is None and limits is not None and not limits.image_rows:
         return None
-    if vision is not None and is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values):
+    if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     return read_vision_config(source, vision, config)
+
+
+def _has_vision_part(source: Path) -> bool:
+    return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
 
 
 def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:

@@ -25,6 +25,7 @@ from edgellm.engines.model.config import (
     EngineLimits,
     EngineShape,
 )
+from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")
@@ -67,9 +68,8 @@ def choose_limits(
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
     each sequence. `vision` is the model's vision encoder.
     """
-    trained = config.max_position_embeddings
     if kv_capacity is None:
-        kv_capacity = min(DEFAULT_KV_CAPACITY, trained)
+        kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
     if prefill_chunk is None:
         fitting = min(DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
@@ -158,6 +158,12 @@ def check_limits(
             f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
             "positions that the model was made for; --beyond-trained-context lifts this bound)"
         )
+    for name, bound in context_bounds(config).items():
+        if capacity > bound:
+            raise BuildError(
+                f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
+                f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
+            )
     for name, (smallest, largest) in DRAFT_RANGES.items():
         value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
         if has_draft and not smallest <= value <= largest:

@@ -33,6 +33,7 @@ from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits
 from edgellm.engines.model.programs import ModelConfig
+from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.user_paths import printable
@@ -290,6 +291,9 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     config = values.object("config").dataclass(DecoderConfig)
+    for name, bound in context_bounds(config).items():
+        if limits.kv_capacity > bound:
+            raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):

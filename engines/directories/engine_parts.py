@@ -11,7 +11,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
-from edgellm.engines.model.config import FEATURE_NORMS, GENERATIONS, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import FEATURE_NORMS, GATE_ACTIVATIONS, GENERATIONS, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
 
@@ -187,7 +187,11 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
         )
     if not 0 < config.rms_norm_eps <= 1:
         raise values.error(f"'rms_norm_eps' is {config.rms_norm_eps}, expected a number above 0 and up to 1")
+    if config.hidden_act not in GATE_ACTIVATIONS:
+        expected = ", ".join(GATE_ACTIVATIONS)
+        raise values.error(f"'hidden_act' is {config.hidden_act!r:.80}, expected one of {expected}")
     _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
+    _check_layers(values, "nope_layers", config.nope_layers, config.num_layers - 1)
     if config.deepstack_layers > config.num_layers:
         raise values.error(f"'deepstack_layers' is {config.deepstack_layers}, the model has {config.num_layers} layers")
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]

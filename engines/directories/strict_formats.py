@@ -60,6 +60,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a non-empty string", lambda value: isinstance(value, str) and value != ""),
     "float": ("a number", is_number),
+    "float | None": ("a number or null", lambda value: value is None or is_number(value)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "dict[str, Any] | None": ("an object or null", lambda value: value is None or isinstance(value, dict)),

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families import vision_language
-from edgellm.engines.families.decoders import read_llama, read_qwen2, read_qwen3
+from edgellm.engines.families.cwm import CWM
+from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.gemma import GEMMA
+from edgellm.engines.families.granite import GRANITE
+from edgellm.engines.families.llama import LLAMA
+from edgellm.engines.families.llava import LLAVA
+from edgellm.engines.families.ministral3 import MINISTRAL3
+from edgellm.engines.families.mistral import MISTRAL
+from edgellm.engines.families.mistral3 import MISTRAL3
+from edgellm.engines.families.phi3 import PHI3
+from edgellm.engines.families.qwen2 import QWEN2
+from edgellm.engines.families.qwen2_5_vl import QWEN2_5_VL
+from edgellm.engines.families.qwen3 import QWEN3
+from edgellm.engines.families.qwen3_vl import QWEN3_VL
+from edgellm.engines.families.seed_oss import SEED_OSS
+from edgellm.engines.families.smollm3 import SMOLLM3
 from edgellm.engines.model.config import DecoderConfig
 
-__all__ = ["ARCHITECTURES", "decoder_config"]
+__all__ = ["FAMILIES", "decoder_config"]
 
-#: The families by the name of their architecture in `config.json`.
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "LlavaForConditionalGeneration": "llava",
+#: Every family that is supported, by its `model_type`: a new one is a file of its own and a name here.
+FAMILIES = {
+    family.name: family
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, GEMMA),
+        *(QWEN2_5_VL, QWEN3_VL, LLAVA, MISTRAL3),
+    )
 }
-_READERS: dict[str, Callable[[ConfigFields, str | None], DecoderConfig]] = {
-    "llama": read_llama,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-    "qwen2_5_vl": vision_language.read_qwen2_5_vl,
-    "qwen3_vl": vision_language.read_qwen3_vl,
-    "llava": vision_language.read_llava,
-}
+_ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
 
 
 def decoder_config(
@@ -44,31 +49,31 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    fields = ConfigFields(config_json, generation_config, family)
-    config = _READERS[family](fields, dtype)
+    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name)
+    config = family.read(fields, dtype)
     fields.raise_problems()
     return config
 
 
-def _family(config_json: dict[str, Any]) -> str:
+def _family(config_json: dict[str, Any]) -> Family:
     architectures, model_type = config_json.get("architectures"), config_json.get("model_type")
-    supported = f"supported are {', '.join(ARCHITECTURES)}"
+    supported = f"supported are {', '.join(_ARCHITECTURES)}"
     if not architectures:
         if model_type is None:
             raise CheckpointError(f"config.json names neither architectures nor model_type; {supported}")
-        if not isinstance(model_type, str) or model_type not in _READERS:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UnsupportedModelError(
-                f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(_READERS)}"
+                f"config.json: model_type is {as_json(model_type)}, supported are {', '.join(FAMILIES)}"
             )
-        return model_type
+        return FAMILIES[model_type]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"config.json: architectures is {as_json(architectures)}, expected a list of names")
-    known = [ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES]
-    if len(known) != 1 or len(architectures) != 1:
+    if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
         raise UnsupportedModelError(f"config.json: the architecture is {', '.join(architectures)}; {supported}")
-    if model_type not in (None, known[0]):
+    family = _ARCHITECTURES[architectures[0]]
+    if model_type not in (None, family.name):
         raise CheckpointError(
             f"config.json contradicts itself: architectures is {as_json(architectures)}, model_type "
             f"{as_json(model_type)}. Take config.json as it was published with the weights."
         )
-    return known[0]
+    return family

@@ -1,128 +1,127 @@
-"""Reads the `config.json` of the supported families of decoders: the fields they share, then what is each one's own."""
+"""What the families share: how one is described, and the fields of `config.json` that all of them have."""
 
 from __future__ import annotations
 
-from edgellm.engines.directories.strict_formats import as_json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: its names in `config.json`, and how that becomes a `DecoderConfig`.
+
+    `name` is its `model_type`, `architecture` the class in `architectures`. `read` takes the fields and the dtype that
+    the tensors have; it notes problems in the fields, and what it gives is of use where there are none. `defaults` are
+    what its class takes for fields that a file leaves out.
+    """
+
+    name: str
+    architecture: str
+    read: Callable[[ConfigFields, str | None], DecoderConfig]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: What the file of a language model writes down; that of a multimodal model may leave it out of its part.
+_WRITTEN_DOWN = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+def filled(values: Mapping[str, Any], defaults: Mapping[str, Any], is_part: bool = False) -> dict[str, Any]:
+    """`values` of a `config.json` with the `defaults` for fields that are absent or null.
+
+    The language model's own file must have its sizes, so these are filled in for a part alone. A default of None says
+    that a size may be left out even there. `sliding_window` is null on purpose: no window.
+    """
+    known = {key: value for key, value in defaults.items() if is_part or value is None or key not in _WRITTEN_DOWN}
+    return known | {
+        key: value for key, value in values.items() if value is not None or key not in known or key == "sliding_window"
+    }
+
+
+#: The words of `hidden_act` that most families know.
+SILU: Mapping[str | None, str] = {None: "silu", "silu": "silu", "swish": "silu"}
 
 
 def read_decoder(
     fields: ConfigFields,
     dtype: str | None,
     *,
-    default_kv_heads: bool = False,
-    default_head_dim: int | None = None,
-    attention_bias: bool = False,
-    attention_output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    default_mrope_section: tuple[int, ...] = (),
-    mrope_interleaved: bool = False,
+    mrope: tuple[tuple[int, ...], bool] = ((), False),
+    rotary_share: float = 1.0,
+    activations: Mapping[str | None, str] = SILU,
+    **own: Any,
 ) -> DecoderConfig:
-    """Read and check every field; the family says what its defaults are and which weights it has.
+    """Read and check the fields that all families have; `own` are those of `DecoderConfig` that the family adds.
 
-    With `default_kv_heads` an absent `num_key_value_heads` means as many as query heads. An absent `head_dim` is
-    `default_head_dim`, or hidden_size / num_attention_heads where that is None. `dtype` is used where the file names
-    none. A family with M-RoPE has a `default_mrope_section`; others may not have M-RoPE. Problems are noted in
-    `fields`; the result is of use where there are none.
+    A `num_key_value_heads` of null means as many as query heads, a `head_dim` of null hidden_size /
+    num_attention_heads. `dtype` is used where the file names none. A family with M-RoPE has `mrope`: its usual sections
+    and whether they are interleaved; others may not have M-RoPE. `rotary_share` is the part of a head that is rotated;
+    `activations` say what the words of `hidden_act` stand for. Problems are noted in `fields`; the result is of use
+    where there are none.
     """
-    fields.refuse_unsupported()
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
-    layers = fields.size("num_hidden_layers", largest=LARGEST_DEPTH)
     heads = fields.size("num_attention_heads")
-    absent_is_heads = default_kv_heads or ("num_key_value_heads" in fields.values and heads > 0)
-    kv_heads = fields.size("num_key_value_heads", heads if absent_is_heads else None)
+    kv_heads = fields.size("num_key_value_heads", heads if heads and "num_key_value_heads" in fields.values else None)
     if heads and kv_heads and heads % kv_heads:
         fields.wrong.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = _head_dim(fields, hidden, heads, default_head_dim)
+    head_dim = _head_dim(fields, hidden, heads)
+    rotary_dim = int(head_dim * rotary_share)
+    if rotary_dim % 2 or (head_dim and not rotary_dim):
+        fields.wrong.append(f"{rotary_dim} elements of a head are rotated, expected an even number (head_dim)")
     max_positions = fields.size("max_position_embeddings")
-    sections: tuple[int, ...] = ()
-    interleaved = False
-    if default_mrope_section:
-        sections, interleaved = read_mrope(fields, head_dim, default_mrope_section, mrope_interleaved)
-    rope_theta, rope_scaling = read_rope(fields, head_dim, max_positions)
+    sections, interleaved = mrope
+    if sections:
+        sections, interleaved = read_mrope(fields, rotary_dim, sections, interleaved)
+    rope_theta, rope_scaling = read_rope(fields, rotary_dim, max_positions)
     beginnings = fields.token_ids("bos_token_id", 0)
-    return DecoderConfig(
+    config = DecoderConfig(
         family=fields.family,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
-        num_layers=layers,
+        num_layers=fields.size("num_hidden_layers", largest=LARGEST_DEPTH),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.positive("rms_norm_eps"),
         rope_theta=rope_theta,
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         dtype=fields.dtype(dtype),
         tie_word_embeddings=fields.switch("tie_word_embeddings"),
         rope_scaling=rope_scaling,
-        attention_bias=attention_bias,
-        attention_output_bias=attention_output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=beginnings[0] if beginnings else None,
         mrope_section=sections,
         mrope_interleaved=interleaved,
+        hidden_act=fields.word("hidden_act", activations),
+        sliding_window=fields.sliding_window(),
+        **own,
     )
+    fields.refuse_unsupported()
+    return config
 
 
-def refuse_sliding_window(fields: ConfigFields) -> None:
-    """Note a window unless it is switched off, for families where it has an effect by itself."""
-    window = fields.values.get("sliding_window")
-    if window is not None and fields.values.get("use_sliding_window") is not False:
-        fields.unsupported.append(f"sliding_window is {as_json(window)} (sliding-window attention), expected null")
-
-
-def _head_dim(fields: ConfigFields, hidden: int, heads: int, default: int | None) -> int:
-    if fields.values.get("head_dim") is None and default is None:
-        if hidden and heads and hidden % heads:
-            fields.wrong.append(
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
-            )
-            return 0
-        head_dim = hidden // heads if heads else 0
-    else:
-        head_dim = fields.size("head_dim", default)
-    if head_dim % 2:
-        fields.wrong.append(f"the head size is {head_dim}, but only an even one can be rotated (head_dim)")
-    return head_dim
-
-
-def read_llama(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP."""
-    refuse_sliding_window(fields)
-    bias = fields.switch("attention_bias")
-    return read_decoder(
-        fields,
-        dtype,
-        default_kv_heads=True,
-        attention_bias=bias,
-        attention_output_bias=bias,
-        mlp_bias=fields.switch("mlp_bias"),
-    )
-
-
-def read_qwen2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """`sliding_window` has no effect here unless `use_sliding_window` is true, which is refused."""
-    return read_decoder(fields, dtype, attention_bias=True)
-
-
-#: The head size where `head_dim` is absent; unlike in the other families it does not follow from hidden_size.
-QWEN3_HEAD_DIM = 128
-
-
-def read_qwen3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """`attention_bias` gives all four projections of the attention a bias."""
-    bias = fields.switch("attention_bias")
-    return read_decoder(
-        fields,
-        dtype,
-        default_head_dim=QWEN3_HEAD_DIM,
-        attention_bias=bias,
-        attention_output_bias=bias,
-        qk_norm=True,
-    )
+def _head_dim(fields: ConfigFields, hidden: int, heads: int) -> int:
+    if fields.values.get("head_dim") is not None:
+        return fields.size("head_dim")
+    if hidden and heads and hidden % heads:
+        fields.wrong.append(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
+        )
+        return 0
+    return hidden // heads if heads else 0

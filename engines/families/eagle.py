@@ -14,12 +14,14 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.decoders import QWEN3_HEAD_DIM, read_decoder, refuse_sliding_window
+from edgellm.engines.families.decoders import filled, read_decoder
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.other_drafts import other_draft
+from edgellm.engines.families.qwen3 import QWEN3
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
+from edgellm.engines.model.rotary import context_bounds
 
 __all__ = ["CONVENTION_KEY", "read_draft"]
 
@@ -31,7 +33,13 @@ _INVERSE_MAPPING = "t2d"
 #: writes the second, with the whole vocabulary where a head's own field is another.
 _VOCABULARY_KEYS = ("draft_vocab_size", "truncated_vocab_size")
 _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.midlayer.", "model.layers.0.")
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+#: What a head's decoder layer may be, and which fields its files leave out.
+_LAYERS: dict[str | None, dict[str, Any]] = {
+    None: {"num_key_value_heads": None},
+    "llama": {"num_key_value_heads": None},
+    "qwen2": {"num_key_value_heads": None, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": None, "use_sliding_window": False, "head_dim": QWEN3.defaults["head_dim"]},
+}
 _ADVICE = "Take a head that was trained for this very base, with the config.json that was published with it."
 
 
@@ -129,10 +137,11 @@ class _Reader:
     def _decoder(self) -> DecoderConfig:
         fields, attention = self.fields, f"{self.layer_prefix}self_attn."
         model_type = fields.values.get("model_type")
-        if model_type not in (None, *_MODEL_TYPES):
-            fields.unsupported.append(f"model_type is {as_json(model_type)}, supported are {', '.join(_MODEL_TYPES)}")
-        if model_type not in ("qwen2", "qwen3"):
-            refuse_sliding_window(fields)
+        if not isinstance(model_type, str | None) or model_type not in _LAYERS:
+            supported = ", ".join(filter(None, _LAYERS))
+            fields.unsupported.append(f"model_type is {as_json(model_type)}, supported are {supported}")
+            model_type = None
+        fields.values = filled(fields.values, _LAYERS[model_type])
         if fields.size("num_hidden_layers") > 1:
             fields.unsupported.append(
                 f"num_hidden_layers is {fields.values['num_hidden_layers']}, supported are heads of one layer"
@@ -140,18 +149,19 @@ class _Reader:
         declared = self._declared("qkv_bias")
         if declared is None:
             declared = self._declared("attention_bias")
-        return read_decoder(
+        base = self.base_config
+        decoder = read_decoder(
             fields,
             self.draft.dtype,
-            default_kv_heads=True,
-            default_head_dim=QWEN3_HEAD_DIM if model_type == "qwen3" else None,
+            mrope=(base.mrope_section, base.mrope_interleaved) if _has_mrope(fields) else ((), False),
             attention_bias=self._has("q_proj.bias", declared, attention),
             attention_output_bias=self._has("o_proj.bias", None, attention),
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
             qk_norm=self._has("q_norm.weight", None, attention),
-            default_mrope_section=self.base_config.mrope_section if _has_mrope(fields) else (),
-            mrope_interleaved=self.base_config.mrope_interleaved,
         )
+        for name in context_bounds(decoder):
+            fields.unsupported.append(f"{name} is there, supported are heads without it")
+        return decoder
 
     def _compare_with_base(self, decoder: DecoderConfig) -> None:
         base = self.base_config

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
+from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1,),
     "rotary_pct": (1,),
     "pretraining_tp": (1,),
-    "use_sliding_window": (False,),
+    "use_bidirectional_attention": (False,),
+    "lm_head_bias": (False,),
+    "attention_out_bias": (False,),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
@@ -36,18 +39,18 @@ _FEATURES = {
     "num_experts": "mixture of experts",
     "num_local_experts": "mixture of experts",
     "n_routed_experts": "mixture of experts",
-    "use_sliding_window": "sliding-window attention",
     "quantization_config": "quantized weights",
     "attention_chunk_size": "chunked attention",
 }
 _DTYPES = ("float16", "bfloat16", "float32")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class ConfigFields:
     """The fields of one `config.json`; a field that is missing or wrong is noted, and read as zero or None.
 
     `wrong` are faults of the file, `unsupported` features that are not implemented; `raise_problems` reports all of
-    both at once.
+    both at once. A field that a family has read or ignores is not among those that `refuse_unsupported` refuses.
     """
 
     def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str) -> None:
@@ -56,6 +59,11 @@ class ConfigFields:
         self.family = family
         self.wrong: list[str] = []
         self.unsupported: list[str] = []
+        self._known: set[str] = set()
+
+    def ignore(self, *keys: str) -> None:
+        """Whatever these fields hold, the family computes the same."""
+        self._known.update(keys)
 
     def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
@@ -67,21 +75,49 @@ class ConfigFields:
         self._note(key, f"a whole number from 1 to {largest}")
         return 0
 
-    def positive(self, key: str) -> float:
-        """A required number above 0 and up to 1, as what is added under the root of a norm."""
+    def positive(self, key: str, default: float | None = None, largest: float = 1) -> float:
+        """A number above 0 and up to `largest`; `default` stands for absence and null, else the field is required."""
+        self._known.add(key)
         value = self.values.get(key)
-        if is_number(value) and 0 < value <= 1:
+        if value is None and default is not None:
+            return default
+        if is_number(value) and 0 < value <= largest:
             return float(value)
-        self._note(key, "a number above 0 and up to 1")
-        return 0.0
+        self._note(key, f"a number above 0 and up to {largest:g}")
+        return 1.0
 
     def switch(self, key: str) -> bool:
-        """true or false; absence and null mean false, as in every supported family."""
+        """true or false; absence and null mean false."""
+        self._known.add(key)
         value = self.values.get(key)
         if value is None or isinstance(value, bool):
             return bool(value)
         self._note(key, "true or false")
         return False
+
+    def word(self, key: str, words: Mapping[str | None, str]) -> str:
+        """What the field's word stands for, by `words`; None is absence and null. Other words are not supported."""
+        value = self.values.get(key)
+        if (value is None or isinstance(value, str)) and value in words:
+            return words[value]
+        self.unsupported.append(f"{key} is {as_json(value)}, supported is {' or '.join(filter(None, words))}")
+        return ""
+
+    def sliding_window(self) -> int | None:
+        """How many tokens attention looks back on, its own included, in any of the layers; None for all.
+
+        `use_sliding_window` can switch the window off.
+        """
+        kinds = self.values.get("layer_types")
+        if kinds is not None and not (isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)):
+            self.unsupported.append(f"layer_types is {as_json(kinds)}, supported are {' and '.join(_LAYER_TYPES)}")
+            kinds = None
+        switch = self.values.get("use_sliding_window")
+        if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
+            return self.size("sliding_window")
+        if kinds and _LAYER_TYPES[1] in kinds:
+            self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
+        return None
 
     def dtype(self, fallback: str | None) -> str:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
@@ -119,15 +155,18 @@ class ConfigFields:
         """Note every feature that changes the computation and is not implemented."""
         for key, neutral in _NEUTRAL_VALUES.items():
             value = self.values.get(key)
-            if value is not None and value not in neutral:
+            if value is not None and value not in neutral and key not in self._known:
                 feature = f" ({_FEATURES[key]})" if key in _FEATURES else ""
                 self.unsupported.append(f"{key} is {as_json(value)}{feature}, which is not supported")
-        activation = self.values.get("hidden_act")
-        if activation not in (None, "silu", "swish"):
-            self.unsupported.append(f"hidden_act is {as_json(activation)}, supported is silu")
-        kinds = self.values.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-            self.unsupported.append(f"layer_types is {as_json(kinds)}, supported is full_attention in every layer")
+
+    def take_rotary(self, name: str) -> Any:
+        """A parameter of the rotary embedding, which is then no longer there for `read_rope`; None where it is not."""
+        key = _rope_key(self)
+        parameters = self.values.get(key)
+        if not isinstance(parameters, dict) or name not in parameters:
+            return None
+        self.values = self.values | {key: {other: value for other, value in parameters.items() if other != name}}
+        return parameters[name]
 
     def raise_problems(self) -> None:
         """Raise one error that lists everything found: UnsupportedModelError if a feature is among it."""
@@ -161,14 +200,10 @@ def read_mrope(
     `fields`, whose scaling is then without what is read here, as `read_rope` wants it.
     """
     key = _rope_key(fields)
+    section, declared = fields.take_rotary("mrope_section"), fields.take_rotary("mrope_interleaved")
     parameters = fields.values.get(key)
-    scaling = dict(parameters) if isinstance(parameters, dict) else {}
-    section, declared = scaling.pop("mrope_section", None), scaling.pop("mrope_interleaved", None)
-    for name in ("type", "rope_type"):
-        if scaling.get(name) == "mrope":  # the positions alone, with no scaling
-            scaling[name] = "default"
-    if isinstance(parameters, dict):
-        fields.values = fields.values | {key: scaling}
+    if isinstance(parameters, dict):  # the kind "mrope": the positions alone, with no scaling
+        fields.values = fields.values | {key: {name: value for name, value in parameters.items() if value != "mrope"}}
     section = list(default) if section is None else section
     if not isinstance(section, list) or len(section) != 3 or not all(is_integer(size) and size > 0 for size in section):
         fields.wrong.append(f"{key}: mrope_section is {as_json(section)}, expected three whole numbers above 0")
@@ -224,6 +259,8 @@ def _scaling(
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         fields.unsupported.append(f"{key}: rope_type is {as_json(kind)}, supported are default, {', '.join(SCALINGS)}")
         return None
+    if FAR_SCALING in scaling and kind != "yarn":
+        fields.unsupported.append(f"{key}: {FAR_SCALING} is supported with the rope_type yarn alone, found {kind}")
     if kind == "default":
         return None
     scaling = {"rope_type": kind, **scaling}

@@ -24,6 +24,8 @@ LARGEST_MERGE = 64
 #: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
 DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 
+#: The activations of a gate, as `DecoderConfig.hidden_act` has them.
+GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -41,11 +43,12 @@ class DecoderConfig:
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added.
 
-    `hidden_act` is the gate's activation, "silu" or "gelu_tanh". `norm_offset` is added to the weights of all norms
+    `hidden_act` is the gate's activation, one of `GATE_ACTIVATIONS`. `norm_offset` is added to the weights of all norms
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`.
+    `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
+    (None: on all); a directory is built for no longer context.
     """
 
     family: str
@@ -83,6 +86,7 @@ class DecoderConfig:
     logits_scale: float = field(default=1.0, metadata=ADDED_LATER)
     nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     fused_projections: bool = field(default=False, metadata=ADDED_LATER)
+    sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:

@@ -29,6 +29,9 @@ from edgellm.engines.model.config import DecoderConfig
 _LARGEST = 1e12
 LARGEST_THETA = 1e18
 _LENGTH = "original_max_position_embeddings"
+#: Beside a scaling: queries at positions from `original_max_position_embeddings` on are multiplied by a factor of their
+#: own, which is not computed here. Up to there it is 1.
+FAR_SCALING = "llama_4_scaling_beta"
 
 
 def rotary_table(config: DecoderConfig, positions: int, context: int | None = None) -> np.ndarray:
@@ -47,6 +50,17 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
     table[:, :half] = np.cos(angles) * attention_factor
     table[:, half:] = np.sin(angles) * attention_factor
     return table
+
+
+def context_bounds(config: DecoderConfig) -> dict[str, int]:
+    """What of a model is not computed: up to how many tokens of context it changes nothing, by the field's name."""
+    bounds = {}
+    if config.sliding_window is not None:
+        bounds["sliding_window"] = config.sliding_window
+    scaling = config.rope_scaling or {}
+    if scaling.get(FAR_SCALING) and is_number(scaling.get(_LENGTH)):
+        bounds[FAR_SCALING] = int(scaling[_LENGTH])
+    return bounds
 
 
 def mrope_axes(config: DecoderConfig) -> np.ndarray:
@@ -109,7 +123,7 @@ def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
     if kind in ("yarn", "longrope", "llama3"):
         need(_LENGTH, minimum=1)
     if kind == "yarn":
-        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", FAR_SCALING):
             need(key, optional=True, inclusive=True)
         if not isinstance(scaling.get("truncate", True), bool):
             problems.append(f"truncate is {scaling['truncate']!r}, expected true or false")

@@ -12,6 +12,46 @@ FAMILIES = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "seed_oss": {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_bias": True},
+    "cwm": {"architectures": ["CwmForCausalLM"], "model_type": "cwm", "sliding_window": 128},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75},
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.5,
+    },
+    "granite_untied": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25,
+        "tie_word_embeddings": False,
+    },
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "gemma": {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
 }
 #: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
 TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}

@@ -20,12 +20,21 @@ import transformers
 from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS
+from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, VOCABULARY
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
 }
 _ROTARY_HEAD_DIM = 32
 
@@ -41,7 +50,7 @@ def make_model(name: str, directory: Path) -> None:
     model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
-    token_ids = torch.randint(0, variation.config["vocab_size"], (2, SEQUENCE_LENGTH))
+    token_ids = torch.randint(0, VOCABULARY, (2, SEQUENCE_LENGTH))
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
@@ -56,6 +65,9 @@ def rewrite_as_old_layout(path: Path) -> None:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
+    share = rope.pop("partial_rotary_factor", 1.0)
+    if share != 1:
+        config["partial_rotary_factor"] = share
     # Llama 3 was published with the new name of the key, everything before it with the old one.
     key = "rope_type" if kind == "llama3" else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}

@@ -134,6 +134,25 @@ IMAGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "float16",
     ),
+    "llava_mistral.all_but_vision": (
+        {"r": 2, "lora_alpha": 5, "target_modules": _ALL, "exclude_modules": r"model\.vision_tower\..*"},
+        "float32",
+    ),
+}
+#: Of the families whose projections, scales or layers differ from Llama's.
+VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "phi3.fused": (
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ["qkv_proj", "gate_up_proj"],
+            "rank_pattern": {r"layers\.1\.mlp\.gate_up_proj": 7},
+        },
+        "float32",
+    ),
+    "phi3_partial_tied.all_linear": ({"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
+    "granite_tied.all": ({"r": 4, "lora_alpha": 12, "target_modules": _ALL}, "bfloat16"),
+    "smollm3_list_tied.attention": ({"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}, "float16"),
 }
 _GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 
@@ -154,11 +173,11 @@ class _FirstNames(torch.nn.Module):
 
 def make_adapter(name: str, directory: Path) -> None:
     """Write one adapter with random matrices and what PEFT computes with it."""
-    kinds = ADAPTERS | IMAGE_ADAPTERS
+    kinds = ADAPTERS | IMAGE_ADAPTERS | VARIED_ADAPTERS
     settings, dtype = kinds[name]
     torch.manual_seed(list(kinds).index(name))
     _, named = _base_model(name)
-    task = {"task_type": "CAUSAL_LM"} if name in ADAPTERS else {}
+    task = {"task_type": "CAUSAL_LM"} if name not in IMAGE_ADAPTERS else {}
     adapted = peft.get_peft_model(named, peft.LoraConfig(**task, **settings))
     with torch.no_grad():  # B starts at 0, where mistakes would not show
         for parameter_name, parameter in adapted.named_parameters():
@@ -172,7 +191,7 @@ def make_adapter(name: str, directory: Path) -> None:
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     _tidy(directory)
     model, named = _base_model(name)
-    compute = _text_logits if name in ADAPTERS else _image_logits
+    compute = _image_logits if name in IMAGE_ADAPTERS else _text_logits
     without = compute(name, model)
     again = peft.PeftModel.from_pretrained(named, directory, autocast_adapter_dtype=True).eval()
     found = peft.get_peft_model_state_dict(again)
@@ -185,12 +204,12 @@ def make_adapter(name: str, directory: Path) -> None:
 
 
 def _base(name: str) -> Path:
-    return _GOLDENS / ("decoder" if name in ADAPTERS else "image_prompts") / name.split(".", 1)[0]
+    return _GOLDENS / ("image_prompts" if name in IMAGE_ADAPTERS else "decoder") / name.split(".", 1)[0]
 
 
 def _base_model(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The model that computes, and the one of the same modules whose names PEFT sees."""
-    kind = transformers.AutoModelForCausalLM if name in ADAPTERS else transformers.AutoModelForImageTextToText
+    kind = transformers.AutoModelForImageTextToText if name in IMAGE_ADAPTERS else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(_base(name), dtype=torch.float32, attn_implementation="eager").eval()
     return model, _FirstNames(model) if name.endswith(".first_names") else model
 
@@ -224,4 +243,4 @@ def _tidy(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {name: partial(make_adapter, name) for name in ADAPTERS | IMAGE_ADAPTERS})
+    write_folders(__doc__, {name: partial(make_adapter, name) for name in ADAPTERS | IMAGE_ADAPTERS | VARIED_ADAPTERS})

@@ -123,6 +123,9 @@ MODELS = {
         _SQUARE[:1],
         wrapped=True,
     ),
+    "llava_mistral": Model(
+        *_LLAVA, _llava({"model_type": "mistral", "sliding_window": None}, "clip_vision_model"), _SQUARE[:1]
+    ),
 }
 
 

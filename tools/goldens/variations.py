@@ -7,9 +7,11 @@ from typing import Any
 
 #: Every sequence has this many tokens. Scalings that depend on the length are computed for it.
 SEQUENCE_LENGTH = 24
+#: Tokens that every model knows.
+VOCABULARY = 80
 
 _COMMON = {
-    "vocab_size": 80,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -23,23 +25,42 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 8,
+    "patch_size": 4,
+}
 
 
 @dataclass(frozen=True)
 class Variation:
-    """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights."""
+    """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights.
+
+    A multimodal `family` has a language model of the family `inside`, which alone is run.
+    """
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: dict[str, Any] = field(default_factory=lambda: dict(_DEFAULT_ROPE))
     dtype: str = "float16"
     layout: str = "new"
     shards: bool = False
+    inside: str = ""
 
     @property
     def config(self) -> dict[str, Any]:
         """The arguments of the family's configuration class."""
-        return {**_COMMON, **self.settings, "rope_parameters": dict(self.rope)}
+        config = {**_COMMON, **self.settings, "rope_parameters": dict(self.rope)}
+        if not self.inside:
+            return config
+        whole = {"vision_config": _PIXTRAL, "tie_word_embeddings": config["tie_word_embeddings"]}
+        return {"text_config": {"model_type": self.inside, **config}, **whole}
 
 
 #: Enough for what differs in the rotary table alone.
@@ -49,6 +70,32 @@ _LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.3, 1.6],
     "long_factor": [1.5, 2.5, 4.0, 7.0],
+}
+
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
+_FAR_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+#: Heads of the published size.
+_GEMMA = {
+    "hidden_size": 16,
+    "head_dim": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
 }
 
 VARIATIONS = {
@@ -99,6 +146,46 @@ VARIATIONS = {
     "qwen2_float16": Variation("qwen2", layout="old"),
     "qwen3": Variation("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_biases_bfloat16": Variation("qwen3", {"head_dim": 12, "attention_bias": True}, dtype="bfloat16"),
+    "mistral": Variation("mistral", {"sliding_window": None, "head_dim": 12}, layout="old"),
+    "mistral_window": Variation("mistral", {**_ONE_LAYER, "sliding_window": SEQUENCE_LENGTH}),
+    "ministral3": Variation("ministral3", {"head_dim": 16, "max_position_embeddings": 128}, _FAR_YARN),
+    "seed_oss": Variation("seed_oss", {"head_dim": 10, "attention_out_bias": False}),
+    "seed_oss_biases": Variation(
+        "seed_oss",
+        {**_ONE_LAYER, "head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "cwm": Variation(
+        "cwm",
+        {"head_dim": 8, "sliding_window": SEQUENCE_LENGTH, "eos_token_id": [2, 3]},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "phi3": Variation("phi3", {"sliding_window": SEQUENCE_LENGTH}),
+    "phi3_partial_tied": Variation(
+        "phi3",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {**_DEFAULT_ROPE, "partial_rotary_factor": 0.75},
+        layout="old",
+    ),
+    "granite_tied": Variation("granite", {**_GRANITE, "tie_word_embeddings": True}, layout="old"),
+    "granite_biases": Variation(
+        "granite", {**_GRANITE, "logits_scaling": 0.75, "attention_bias": True, "mlp_bias": True}
+    ),
+    "smollm3_interval": Variation("smollm3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}, layout="old"),
+    "smollm3_list_tied": Variation(
+        "smollm3", {"no_rope_layers": [0, 1], "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "gemma": Variation("gemma", _GEMMA),
+    "gemma_multi_head_biases": Variation(
+        "gemma", {**_GEMMA, **_ONE_LAYER, "num_key_value_heads": 2, "attention_bias": True}, layout="old"
+    ),
+    "mistral3_ministral3": Variation("mistral3", {**_ONE_LAYER, "head_dim": 8}, _FAR_YARN, inside="ministral3"),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

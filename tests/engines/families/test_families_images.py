@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from published_families import MINISTRAL3_ROTARY
 from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
@@ -20,6 +21,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
@@ -141,8 +143,43 @@ def test_the_language_model_inside_llava_may_be_of_any_family() -> None:
     inside = {"model_type": "qwen3", "hidden_size": 1024, "num_key_value_heads": 8, "intermediate_size": 3072}
     config = decoder_config(LLAVA_1_5_7B | {"text_config": inside, "image_token_index": 151669})
     assert (config.qk_norm, config.head_dim, config.vocab_size) == (True, 128, 151936)
-    with pytest.raises(UnsupportedModelError, match=r'text_config: model_type is "mistral", supported are llama'):
-        decoder_config(LLAVA_1_5_7B | {"text_config": {"model_type": "mistral"}})
+    inside = {"model_type": "mistral", "vocab_size": 32064, "sliding_window": None, "max_position_embeddings": 32768}
+    config = decoder_config(LLAVA_1_5_7B | {"text_config": inside})
+    assert (config.sliding_window, config.num_kv_heads, config.intermediate_size) == (None, 8, 14336)
+    del inside["sliding_window"]  # the class, and so the file, has a window unless it says null
+    assert decoder_config(LLAVA_1_5_7B | {"text_config": inside}).sliding_window == 4096
+    with pytest.raises(UnsupportedModelError, match=r'text_config: model_type is "gemma", supported are llama'):
+        decoder_config(LLAVA_1_5_7B | {"text_config": {"model_type": "gemma"}})
+
+
+def test_mistral_3_is_read_without_its_vision_encoder() -> None:
+    """Its tensors are passed over, and the image token is a token like any other."""
+    text = {
+        "model_type": "ministral3",
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "rope_parameters": MINISTRAL3_ROTARY,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10}
+    published = whole | {"text_config": text, "vision_config": {"model_type": "pixtral"}}
+    config = decoder_config(published)
+    assert (config.family, config.image_token_id, config.tie_word_embeddings) == ("mistral3", None, True)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == 3_429_006_336
+    assert config.rope_scaling["llama_4_scaling_beta"] == 0.1
+    assert read_vision_config(published) is None
+    inside = decoder_config(published | {"text_config": {"model_type": "mistral", "dtype": "bfloat16"}})
+    assert (inside.hidden_size, inside.rope_theta, inside.sliding_window, inside.rope_scaling) == (
+        5120,
+        1e9,
+        None,
+        None,
+    )
+    with pytest.raises(UnsupportedModelError, match=r'"llama", supported are mistral, ministral3'):
+        decoder_config(published | {"text_config": {"model_type": "llama"}})
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -170,6 +174,48 @@ def test_features_are_the_inputs_of_their_layers() -> None:
     assert bindings["hidden_states"].shape == (2, 24, 2 * hidden)
     np.testing.assert_array_equal(bindings["hidden_states"][..., :hidden], bindings["inputs_embeds"])
     assert np.abs(bindings["hidden_states"][..., hidden:] - bindings["inputs_embeds"]).max() > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
+    """Embedding, positions and steps as they are served; a prompt, then single tokens."""
+    sequences = Sequences(GOLDENS / name)
+    token_ids, expected = sequences.token_ids[0].tolist(), sequences.expected[0]
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
+        limits = EngineLimits(prefill_chunk=16, kv_capacity=len(token_ids))
+        runner = BaseEngineRunner(NumpyBackend(sequences.config), sequences.config, limits, checkpoint)
+    runner.start(0, token_ids[:18], 0, SamplingValues()).wait()
+    assert_close(runner.logits(0), expected[17])
+    for row in range(18, len(token_ids)):
+        runner.force_token(0, token_ids[row])
+        runner.decode(1).wait()
+        assert_close(runner.logits(0), expected[row])
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("granite_tied", {"embedding_scale": 1.0}),
+        ("granite_tied", {"residual_scale": 1.0}),
+        ("granite_tied", {"attention_scale": None}),
+        ("granite_biases", {"logits_scale": 1.0}),
+        ("smollm3_interval", {"nope_layers": ()}),
+        ("smollm3_list_tied", {"nope_layers": (1,)}),
+        ("gemma", {"norm_offset": 0.0}),
+        ("gemma", {"embedding_scale": 1.0}),
+        ("gemma", {"hidden_act": "silu"}),
+        ("ministral3", {"rope_scaling": None}),
+        ("cwm", {"rope_scaling": None}),
+    ],
+    ids=str,
+)
+def test_what_a_family_has_of_its_own_would_be_missed(name: str, changed: dict[str, Any]) -> None:
+    sequences = Sequences(GOLDENS / name, batch=2)
+    assert all(getattr(sequences.config, key) != value for key, value in changed.items())
+    sequences.config = replace(sequences.config, **changed)
+    sequences.table = rotary_table(sequences.config, sequences.rows)
+    assert np.abs(sequences.logits(sequences.token_ids, [0, 0]) - sequences.expected).max() > 100 * TOLERANCE
 
 
 def test_wrong_theta_would_be_noticed() -> None:

@@ -29,7 +29,9 @@ from edgellm.llm import LLM, SHIPPED_MODEL
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    (family, "composed", dtype) for family in ("llama_biases", "qwen2", "qwen3") for dtype in ("float16", "bfloat16")
+    (family, "composed", dtype)
+    for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma")
+    for dtype in ("float16", "bfloat16")
 ] + [("qwen3", "native", "float16")]
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)
 NAMES = ("wide", "attention", None)
@@ -49,8 +51,8 @@ def build(
         config = read_decoder_config(checkpoint)
         adapters = {
             "wide": make_adapter(tmp_path / "wide", config, 1, 12),
-            "attention": make_adapter(tmp_path / "attention", config, 2, 3, ("q_proj", "v_proj")),
-            "mlp": make_adapter(tmp_path / "mlp", config, 3, 4, ("up_proj", "down_proj")),
+            "attention": make_adapter(tmp_path / "attention", config, 2, 3, ("q_proj", "v_proj", "qkv_proj")),
+            "mlp": make_adapter(tmp_path / "mlp", config, 3, 4, ("up_proj", "gate_up_proj", "down_proj")),
         }
         target = tmp_path / "engines"
         build_engine_directory(checkpoint, target, LIMITS, targets, dtype, attention, adapters=adapters)

@@ -1,0 +1,184 @@
+"""What the families have that Llama, Qwen2 and Qwen3 have not: read, defaulted as their classes do, refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from published_families import (
+    CWM_32B,
+    GEMMA_2B,
+    GRANITE_3_3_2B,
+    MINISTRAL3_ROTARY,
+    MINISTRAL_3_8B,
+    MISTRAL_7B,
+    PHI_3_MINI_4K,
+    PHI_4,
+    SEED_OSS_36B,
+    SMOLLM3_3B,
+)
+
+from edgellm.engines.building.checks import check_limits, choose_limits
+from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_mistral() -> None:
+    config = decoder_config(MISTRAL_7B)
+    assert (config.sliding_window, config.head_dim, config.attention_bias, config.mlp_bias) == (4096, 128, False, False)
+    assert decoder_config(without(MISTRAL_7B, "sliding_window")) == config
+    assert decoder_config(MISTRAL_7B | {"sliding_window": None}).sliding_window is None
+    assert decoder_config(MISTRAL_7B | {"head_dim": 64}).query_size == 32 * 64
+
+
+def test_ministral_3() -> None:
+    config = decoder_config(MINISTRAL_3_8B)
+    assert (config.sliding_window, config.rope_theta, config.rope_scaling["rope_type"]) == (None, 1e6, "yarn")
+    named = {key: config.rope_scaling[key] for key in MINISTRAL3_ROTARY.keys() - {"type", "rope_theta"}}
+    assert named == without(MINISTRAL3_ROTARY, "type", "rope_theta")
+    assert decoder_config(without(MINISTRAL_3_8B, "rope_parameters", "head_dim")) == config
+    for kind in ("default", "linear", "llama3"):
+        other = MINISTRAL3_ROTARY | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        with pytest.raises(UnsupportedModelError, match=f"llama_4_scaling_beta is supported .* found {kind}"):
+            decoder_config(MINISTRAL_3_8B | {"rope_parameters": other})
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta is 'much', expected a number"):
+        decoder_config(MINISTRAL_3_8B | {"rope_parameters": MINISTRAL3_ROTARY | {"llama_4_scaling_beta": "much"}})
+
+
+def test_seed_oss_biases() -> None:
+    config = decoder_config(without(SEED_OSS_36B, "attention_bias", "head_dim"))
+    assert config == decoder_config(SEED_OSS_36B)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias, config.head_dim) == (
+        *(True, False, False),
+        128,
+    )
+    config = decoder_config(SEED_OSS_36B | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True})
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (False, True, True)
+    with pytest.raises(UnsupportedModelError, match="attention_out_bias is true"):
+        decoder_config(MISTRAL_7B | {"attention_out_bias": True})
+
+
+def test_cwm() -> None:
+    config = decoder_config(CWM_32B)
+    assert (config.sliding_window, config.rope_scaling["factor"], config.attention_bias) == (8192, 16.0, False)
+    bare = without(CWM_32B, "layer_types", "sliding_window", "rope_scaling", "rope_theta", "head_dim")
+    assert decoder_config(bare) == config
+    with pytest.raises(CheckpointError, match="layer_types has sliding_attention, but there is no sliding_window"):
+        decoder_config(CWM_32B | {"sliding_window": None})
+
+
+def test_phi() -> None:
+    config = decoder_config(PHI_3_MINI_4K)
+    assert (config.fused_projections, config.sliding_window, config.head_dim, config.rotary_dim) == (True, 2047, 96, 96)
+    assert decoder_config(PHI_3_MINI_4K | {"num_key_value_heads": None}) == config
+    names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
+    assert [name.rsplit(".", 2)[1] for name in names] == [
+        *("input_layernorm", "qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj"),
+    ]
+    assert (decoder_config(PHI_4).sliding_window, decoder_config(PHI_4).rope_theta) == (None, 250000.0)
+    tied = decoder_config(PHI_4 | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True})
+    assert (tied.rotary_dim, tied.head_dim, tied.tie_word_embeddings) == (96, 128, True)
+    inside = {"rope_type": "default", "rope_theta": 250000, "partial_rotary_factor": 0.75}
+    newer = without(PHI_4, "rope_theta", "rope_scaling") | {"rope_parameters": inside, "tie_word_embeddings": True}
+    assert decoder_config(newer) == tied
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}}, 'rope_type is "su"'),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+            'rope_type is "longrope", supported is the rotary embedding without scaling',
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type is "yarn", supported is the rotary'),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"lm_head_bias": True}, "lm_head_bias is true"),
+    ],
+)
+def test_other_kinds_of_phi_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        decoder_config(PHI_4 | change)
+
+
+@pytest.mark.parametrize("share", [0, 1.5, "half", 0.3])
+def test_a_share_of_a_head_that_cannot_be_rotated(share: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor|elements of a head are rotated"):
+        decoder_config(PHI_4 | {"partial_rotary_factor": share, "head_dim": 30})
+
+
+def test_granite_scales() -> None:
+    config = decoder_config(GRANITE_3_3_2B)
+    assert (config.embedding_scale, config.residual_scale) == (12.0, 0.22)
+    assert (config.attention_scale, config.logits_scale, config.tie_word_embeddings) == (0.015625, 0.125, True)
+    scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    plain = decoder_config(without(GRANITE_3_3_2B, *scales))
+    assert (plain.embedding_scale, plain.residual_scale, plain.attention_scale, plain.logits_scale) == (1, 1, 1, 1)
+    assert not decoder_config(without(GRANITE_3_3_2B, "tie_word_embeddings")).tie_word_embeddings
+    for key in scales:
+        for value in (0, -1.0, "1", True, float("nan"), 1e9):
+            with pytest.raises(CheckpointError, match=f"{key} is .*, expected a number above 0 and up to 1e.06"):
+                decoder_config(GRANITE_3_3_2B | {key: value})
+        with pytest.raises(UnsupportedModelError, match=f"{key} is 0.5, which is not supported"):
+            decoder_config(MISTRAL_7B | {key: 0.5})
+
+
+def test_smollm3_layers_without_rotary_embedding() -> None:
+    config = decoder_config(SMOLLM3_3B)
+    assert config.nope_layers == tuple(range(3, 36, 4)) and config.tie_word_embeddings
+    assert decoder_config(without(SMOLLM3_3B, "no_rope_layers", "no_rope_layer_interval")) == config
+    assert decoder_config(without(SMOLLM3_3B, "rope_theta")).rope_theta == 2e6
+    by_interval = without(SMOLLM3_3B, "no_rope_layers") | {"no_rope_layer_interval": 5}
+    assert decoder_config(by_interval).nope_layers == tuple(range(4, 36, 5))
+    longer = decoder_config(SMOLLM3_3B | {"no_rope_layers": [0, 1] * 20})  # as the list of a deeper model
+    assert longer.nope_layers == tuple(range(0, 36, 2))
+    for wrong in ([1] * 35, [], [1, 2] * 18, "1110", [None] * 36, 4):
+        with pytest.raises(CheckpointError, match=r"no_rope_layers is .*, expected 0 or 1 for each of 36 layers"):
+            decoder_config(SMOLLM3_3B | {"no_rope_layers": wrong})
+    for wrong in (0, -4, "4"):
+        with pytest.raises(CheckpointError, match="no_rope_layer_interval is"):
+            decoder_config(by_interval | {"no_rope_layer_interval": wrong})
+    with pytest.raises(UnsupportedModelError, match="no_rope_layers is"):
+        decoder_config(MISTRAL_7B | {"no_rope_layers": [1, 0] * 16})
+
+
+def test_gemma() -> None:
+    config = decoder_config(GEMMA_2B)
+    assert (config.hidden_act, config.norm_offset, config.embedding_scale) == ("gelu_tanh", 1.0, 2048**0.5)
+    assert (config.head_dim, config.tie_word_embeddings, config.attention_scale) == (256, True, None)
+    assert decoder_config(without(GEMMA_2B, "hidden_act", "head_dim")) == config
+    tanh = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    assert decoder_config(GEMMA_2B | tanh) == config
+    for change in ({"hidden_act": "silu"}, {"hidden_act": ["gelu"]}, {"hidden_activation": "gelu"}):
+        with pytest.raises(UnsupportedModelError, match=r"hidden_act(ivation)? is .*, supported is gelu_pytorch_tanh"):
+            decoder_config(GEMMA_2B | change)
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is true"):
+        decoder_config(GEMMA_2B | {"use_bidirectional_attention": True})
+
+
+@pytest.mark.parametrize(
+    ("published", "bound", "name"),
+    [(MISTRAL_7B, 4096, "sliding_window"), (MINISTRAL_3_8B, 16384, "llama_4_scaling_beta")],
+    ids=["window", "far positions"],
+)
+def test_a_context_in_which_it_would_matter_is_refused_by_name(
+    published: dict[str, Any], bound: int, name: str
+) -> None:
+    config = decoder_config(published)
+    check_limits(config, EngineLimits(1, 512, bound))
+    for beyond in (False, True):
+        with pytest.raises(BuildError, match=f"--kv-capacity is {bound + 1}, .*{name}.* --kv-capacity {bound} or less"):
+            check_limits(config, EngineLimits(1, 512, bound + 1), beyond_trained_context=beyond)
+
+
+def test_the_usual_context_is_one_in_which_it_does_not_matter() -> None:
+    assert choose_limits(decoder_config(PHI_3_MINI_4K)).kv_capacity == 2047
+    assert choose_limits(decoder_config(MISTRAL_7B)).kv_capacity == 4096
+    assert choose_limits(decoder_config(MINISTRAL_3_8B)).kv_capacity == 4096
