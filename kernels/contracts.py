@@ -88,9 +88,10 @@ class Contract:
         """Sizes of the axes by letter, and numbers by name, if the arrays are of `kind` (np.ndarray or DeviceArray) and
         as declared; of what was found right before, nothing is looked at again."""
         on_host = kind is np.ndarray
-        found = []
+        found: list[tuple[Any, ...]] = []
         for argument in arguments:
-            entries = []
+            entries: list[Any] = []
+            value: Any
             for value in argument if isinstance(argument, tuple) else (argument,):
                 if isinstance(value, kind):
                     usable = value.flags.c_contiguous if on_host else value.pointer != 0

@@ -37,10 +37,9 @@ class Launcher:
         workspace that it leaves zero as it finds it: it is cleared where a launch fails, since the kernels before this
         one have written there what this one would have cleared.
         """
+        x, y, z = (*grid, 1, 1)[:3]
         try:
-            launch = Launch(
-                self._module, kernel, (*grid, 1, 1)[:3], threads, shared_bytes, [*map(_argument, arguments)]
-            )
+            launch = Launch(self._module, kernel, (x, y, z), threads, shared_bytes, [*map(_argument, arguments)])
             if early:
                 launch.overlap_previous()
             launch()

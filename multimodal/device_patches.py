@@ -110,8 +110,8 @@ class DevicePatches:
         passes = []
         for axis in axes:
             starts, shares = resampling_weights(size[axis], layout.resized[axis], layout.resample)
-            weights = (uploaded(self._backend, table[used[axis]]) for table in (starts, shares))
-            passes.append(ResamplingTables(*weights, axis))
+            first, weights = (uploaded(self._backend, table[used[axis]]) for table in (starts, shares))
+            passes.append(ResamplingTables(first, weights, axis))
         between = list(size)
         between[axes[0]] = passes[0].starts.shape[0]
         values = uploaded(self._backend, layout.normalization.table())

@@ -129,7 +129,7 @@ class EagleDraftEngineRunner:
             return own | self._bindings(shape, one, inputs)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
-        self.backend.kernels.prepare_step(self._tables_of(one), ids, inputs)
+        self.backend.kernels.prepare_step(self.tables(one), ids, inputs)
         tokens = position + 1, position + 1 + count
         self._image_inputs.write(slot, images, position, tokens, ids, inputs._asdict())
         engine.enqueue()
@@ -152,7 +152,7 @@ class EagleDraftEngineRunner:
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
-        prepare = partial(self.backend.kernels.prepare_step, self._tables_of(slots), ids, inputs)
+        prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), ids, inputs)
 
         def accept() -> None:
             prepare()
@@ -193,7 +193,7 @@ class EagleDraftEngineRunner:
             self.backend.draft_tree.prepare_proposal,
             plan.level(level),
             committed,
-            self._tables_of(slots),
+            self.tables(slots),
             self.candidates(batch, plan),
             HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed),
             inputs,
@@ -261,7 +261,7 @@ class EagleDraftEngineRunner:
         self._workspace = backend.zeros((size,), "uint8")
         self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
-    def _tables_of(self, slots: slice) -> ModelTables:
+    def tables(self, slots: slice) -> ModelTables:
         """What steps of the slots look rows up in."""
         return self._tables._replace(position_offsets=self._tables.position_offsets[slots])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
@@ -30,6 +32,7 @@ from edgellm.kernels.tree.top_values import largest
 
 _MINUS_INFINITY = np.float32(-np.inf)
 _check = Contracts(TreeKernels, np.ndarray)
+_Bundle = TypeVar("_Bundle", Candidates, TreeNodes)
 
 
 class NumpyTree:
@@ -133,7 +136,7 @@ class NumpyTree:
         look_up(tables, tree.tokens, places[:, None] + tree.depths, inputs)
 
 
-def _row(bundle: Candidates | TreeNodes, row: int) -> Candidates | TreeNodes:
+def _row(bundle: _Bundle, row: int) -> _Bundle:
     """The arrays of one sequence."""
     return type(bundle)(*[array[row] for array in bundle])
 

@@ -80,7 +80,7 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
     monkeypatch.setattr(tensorrt_backend, "KernelModule", lambda capability, stream: kernels)
-    monkeypatch.setattr(tensorrt_backend, "CudaKernels", refuse)
+    monkeypatch.setattr(tensorrt_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
     with pytest.raises(KernelError, match="NVRTC refused"):
         tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
     assert log == ["unloaded", "closed"]

@@ -85,10 +85,10 @@ def drafted(
 ) -> tuple[np.ndarray, ...]:
     """Propose all levels after an accept; copies of the candidates' tokens, scores and parents [B, C]."""
     candidates = draft.candidates(batch, plan)
-    draft.expand_step(batch, 1, candidates)()
+    draft.expand_step(batch, 1, plan)()
     for level in range(1, plan.steps):
-        draft.propose_step(batch, level, candidates, committed, RANGE)()
-        draft.expand_step(batch, level + 1, candidates)()
+        draft.propose_step(batch, level, plan, committed, RANGE)()
+        draft.expand_step(batch, level + 1, plan)()
     return candidates.tokens.copy(), candidates.scores.copy(), candidates.parents.copy()
 
 
@@ -149,7 +149,7 @@ def test_every_dimension_and_limit_is_in_the_configuration(draft: EagleDraftEngi
     config = draft.config
     assert config.cache_shape == (4, 4, config.limits.kv_rows, 16)
     assert all(cache.shape == config.cache_shape for cache in draft.caches.values())
-    assert draft.rotary.shape[1] == config.draft.decoder.rotary_dim
+    assert draft.tables(slice(0, 1)).rotary.shape[1] == config.draft.decoder.rotary_dim
     assert draft.pending.features.shape == (4, config.limits.accept_tokens, config.draft.feature_size)
     assert config.step_tokens == 5
     mapping = draft.draft_to_target

@@ -198,7 +198,7 @@ def test_images_of_embeddings_are_text(
             text[place : place + count] = range(first, first + count)
             ids[place : place + count] = [IMAGE_TOKEN] * count
             zeros = [runner.backend.zeros((count, base.config.hidden_size), "compute")] * base.config.deepstack_layers
-            rows = base.embedding[first : first + count]
+            rows = base.tables(slice(0, 1)).embedding[first : first + count]
             images.append(TinyImage(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
         placed = place_images(ids, images, IMAGE_TOKEN, base.config)
         runner.start(0, text, 0, GREEDY).wait()
