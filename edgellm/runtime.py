@@ -10,14 +10,14 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from edgellm.decoding.loop import DecodingLoop
+from edgellm.decoding.loop import DecodingLoop, FixedDrafting, PlanChooser
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import Runner, open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.adaptive import adaptive_drafting
-from edgellm.drafting.config import DraftingConfig, FixedDrafting, PlanChooser, default_drafting
+from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -11,14 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
-from edgellm.drafting.config import PlanChooser
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.requests import TokenLogprobs, token_logprobs
@@ -27,6 +26,34 @@ if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
 
 logger = logging.getLogger("edgellm.serving")
+
+
+class PlanChooser(Protocol):
+    """Picks the plan of each round. It sees finished rounds only, so that it cannot bias what they emit."""
+
+    #: What it picks of, where there is room.
+    plans: Sequence[DraftPlan]
+
+    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+        """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
+        """A round (None: a plain step) of `seconds` ended; each running sequence got `emitted` tokens by it."""
+
+
+class FixedDrafting:
+    """Always the same plan, shorter where there is less room."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self.plan = plan
+        self.plans: Sequence[DraftPlan] = (plan,)
+
+    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+        """See `PlanChooser`."""
+        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
+        """Nothing is learned."""
 
 
 @dataclass

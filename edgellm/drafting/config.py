@@ -1,4 +1,4 @@
-"""How to draft: `DraftingConfig`, the presets and settings it is made of, and the interface that picks plans."""
+"""How to draft: `DraftingConfig`, and the presets and settings it is made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -107,34 +107,6 @@ class DraftingConfig:
             plan = tree(self.draft_top_k, self.draft_steps, self.verify_tree_size, **rule)
         plan.check(limits)
         return plan
-
-
-class PlanChooser(Protocol):
-    """Picks the plan of each round. It sees finished rounds only, so that it cannot bias what they emit."""
-
-    #: What it picks of, where there is room.
-    plans: Sequence[DraftPlan]
-
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
-        """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
-        """A round (None: a plain step) of `seconds` ended; each running sequence got `emitted` tokens by it."""
-
-
-class FixedDrafting:
-    """Always the same plan, shorter where there is less room."""
-
-    def __init__(self, plan: DraftPlan) -> None:
-        self.plan = plan
-        self.plans: Sequence[DraftPlan] = (plan,)
-
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
-        """See `PlanChooser`."""
-        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
-        """Nothing is learned."""
 
 
 def named_choices(name: str) -> list[list[int]]:

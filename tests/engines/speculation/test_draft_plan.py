@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.drafting.config import DraftingConfig, FixedDrafting, load_choices, named_choices
+from edgellm.decoding.loop import FixedDrafting
+from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
