@@ -84,15 +84,15 @@ class Contract:
         letters = "".join(field.axes for parameter in self.parameters for field in parameter.fields)
         self.letters = tuple(dict.fromkeys(letter for letter in letters if letter.isalpha()))
 
-    def check(self, kind: type, *arguments: Any) -> dict[str, Any]:
+    def check(self, kind: Any, *arguments: Any) -> dict[str, Any]:
         """Sizes of the axes by letter, and numbers by name, if the arrays are of `kind` (np.ndarray or DeviceArray) and
         as declared; of what was found right before, nothing is looked at again."""
         on_host = kind is np.ndarray
         found: list[tuple[Any, ...]] = []
         for argument in arguments:
             entries: list[Any] = []
-            value: Any
-            for value in argument if isinstance(argument, tuple) else (argument,):
+            values: tuple[Any, ...] = argument if isinstance(argument, tuple) else (argument,)
+            for value in values:
                 if isinstance(value, kind):
                     usable = value.flags.c_contiguous if on_host else value.pointer != 0
                     entries.append((value.shape, value.dtype, usable))

@@ -62,9 +62,13 @@ class CudaSampling(Launcher):
     """See `edgellm.kernels.sampling.contract.SamplingKernels`; arrays are `DeviceArray`."""
 
     def __init__(self, module: KernelModule, dtype: str, workspace: DeviceArray) -> None:
-        """For a model of `dtype`. `workspace` [N] uint8 is zero, of `workspace_bytes` for the most rows of a call."""
+        """For a model of `dtype`. `workspace` [N] uint8 is zero, of `workspace_bytes` for the most rows of a call.
+
+        Raises MissingDependencyError or KernelError where what every step needs cannot be compiled or loaded.
+        """
         super().__init__(module, SamplingKernels)
         self._step = step_source(dtype)
+        module.load(self._step)
         self._rows = workspace.size // _ROW_BYTES
         self._workspace = workspace
         self._best = workspace[: 8 * self._rows]

@@ -35,13 +35,15 @@ def device_copy(gpu: Any, values: np.ndarray) -> DeviceArray:
 
 def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
     """Hang the kernels on a device: those of plain steps for up to `rows` rows, of trees, acceptance and images."""
-    from edgellm.kernels.acceptance.launcher import CudaAcceptance
+    from edgellm.kernels.acceptance.launcher import ADVANCE, WALK, CudaAcceptance
     from edgellm.kernels.images.launcher import CudaImages
     from edgellm.kernels.launch import KernelModule
-    from edgellm.kernels.sampling.launcher import CudaSampling
+    from edgellm.kernels.sampling.launcher import DRAWING, CudaSampling
     from edgellm.kernels.tree.launcher import CudaTree
 
     module = KernelModule(gpu.compute_capability, gpu.stream.handle)
+    for source in (DRAWING, WALK, ADVANCE):  # which tests capture at once
+        module.load(source)
     gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))
     gpu.acceptance = CudaAcceptance(module, gpu.kernels)
     gpu.draft_tree, gpu.images = CudaTree(module, dtype), CudaImages(module, dtype)

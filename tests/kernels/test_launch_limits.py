@@ -106,6 +106,9 @@ class FailingGPU:
         self.driver, self.stream, self.can_overlap, self.multiprocessors = self, 0, False, 100
         self.launches, self._first, self.cleared = [], first, []
 
+    def load(self, source: Any) -> None:
+        """There is nothing to load."""
+
     def CUlaunchConfig(self) -> Any:
         return SimpleNamespace()
 
