@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,17 @@ from edgellm.kernels.contracts import rows_of
 
 _TREE_PHASES = ("verify", "accept", "propose")
 
-#: An engine, and the rows behind the committed ones that it needs.
-_EngineRows = tuple[EngineShape, int]
+
+class _RoundKind(NamedTuple):
+    """Rounds alike but for the key ranges, named as in `RoundKey`. `engines` are the accept, propose and verify engine,
+    each of the largest key range, with the rows behind the committed ones that it needs."""
+
+    batch: int
+    plan: DraftPlan
+    acceptance: str
+    adapts: bool
+    accept_tokens: int
+    engines: tuple[tuple[EngineShape, int], ...]
 
 
 class EagleRunner:
@@ -74,7 +84,7 @@ class EagleRunner:
         self._steps = CapturedSteps(backend)
         self._rounds: dict[RoundKey, EagleRound] = {}
         self._latest_round: EagleRound | None = None
-        self._served_plans: dict[tuple[DraftPlan, bool], tuple[DraftPlan, str]] = {}
+        self._kinds: dict[tuple[int, DraftPlan, bool, bool, int], _RoundKind] = {}
         self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
@@ -160,12 +170,9 @@ class EagleRunner:
     def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
-        slots, bucket = slice(0, batch), self._bucket(batch)
-        plan, acceptance = self._served(plan, self.base.sampling.plain(slots))
-        longest, adapts = max(self.base.lengths[:batch]), self.base.adapts(slots)
-        accept_tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
-        ranges = self._key_ranges(longest, self._round_engines(bucket, plan, accept_tokens, adapts))
-        return self._round(RoundKey(bucket, plan, acceptance, adapts, accept_tokens, *ranges))
+        slots, base = slice(0, batch), self.base
+        asked = batch, plan, base.sampling.plain(slots), base.adapts(slots), max(self._progress.pending[:batch])
+        return self._round(self._kinds.get(asked) or self._make_kind(*asked), max(base.lengths[:batch]))
 
     def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
         """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
@@ -178,36 +185,41 @@ class EagleRunner:
                 names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
                 failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
             for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
-                served, acceptance = self._served(plan, plain)
-                for ranges in self._round_ranges(served, self._round_engines(bucket, served, tokens, adapts)):
-                    current = self._round(RoundKey(bucket, served, acceptance, adapts, tokens, *ranges))
-                    names = self._steps.capture(current.key, current.stages)
-                    kind = f"{served.name} of {bucket} sequences, {ranges[-1]} rows, {acceptance}"
+                for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, tokens)):
+                    names, key = self._steps.capture(current.key, current.stages), current.key
+                    kind = f"{key.plan.name} of {bucket} sequences, {key.verify_range} rows, {key.acceptance}"
                     failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
         return failed
 
-    def _round_engines(self, batch: int, plan: DraftPlan, accept_tokens: int, adapts: bool) -> list[_EngineRows]:
-        """The accept, propose and verify engine of a round, each of the largest key range, with the rows behind the
-        committed ones that it needs."""
-        widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(plan)
-        return [
-            (self.draft.accept_shape(batch, accept_tokens, widest), accept_tokens),
-            (self.draft.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns),
-            (self.verification.shape(batch, nodes, widest, adapts), nodes),
-        ]
+    def _make_kind(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, most_pending: int) -> _RoundKind:
+        """The kind of the rounds of `plan` in the leading slots, none of which has more pending entries; `plain`: all
+        draw by argmax. Raises EngineError where the engines cannot serve the plan."""
+        served, bucket = plan.for_engines(self.limits, self.backend.fixed_shapes), self._bucket(batch)
+        acceptance = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
+        if plain:
+            served, acceptance = served.deterministic(), GREEDY
+        tokens = self.draft.accept_shape_tokens(bucket, most_pending)
+        widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(served)
+        engines = (
+            (self.draft.accept_shape(bucket, tokens, widest), tokens),
+            (self.draft.propose_shape(bucket, served.columns, widest), (served.steps - 1) * served.columns),
+            (self.verification.shape(bucket, nodes, widest, adapts), nodes),
+        )
+        kind = _RoundKind(bucket, served, acceptance, adapts, tokens, engines)
+        self._kinds[batch, plan, plain, adapts, most_pending] = kind
+        return kind
 
-    def _key_ranges(self, length: int, engines: Sequence[_EngineRows]) -> tuple[int, ...]:
-        """The key ranges that engines need behind `length` committed rows."""
-        return tuple(self._engines.key_range(widest, length + rows) for widest, rows in engines)
-
-    def _round_ranges(self, plan: DraftPlan, engines: Sequence[_EngineRows]) -> list[tuple[int, ...]]:
-        """The key ranges that rounds of a plan come to have as sequences grow."""
-        changes = {size - rows + 1 for widest, rows in engines for size in self._engines.key_ranges(widest)}
-        longest = self.limits.kv_capacity - plan.longest
+    def _rounds_of(self, kind: _RoundKind) -> list[EagleRound]:
+        """The rounds of a kind that come up as sequences grow."""
+        changes = {size - rows + 1 for widest, rows in kind.engines for size in self._engines.key_ranges(widest)}
+        longest = self.limits.kv_capacity - kind.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
-        return list(dict.fromkeys(self._key_ranges(length, engines) for length in lengths))
+        return list({each.key: each for each in (self._round(kind, length) for length in lengths)}.values())
 
-    def _round(self, key: RoundKey) -> EagleRound:
+    def _round(self, kind: _RoundKind, length: int) -> EagleRound:
+        """The round of a kind where the longest sequence has `length` committed rows."""
+        ranges = [self._engines.key_range(widest, length + rows) for widest, rows in kind.engines]
+        key = RoundKey(*kind[:-1], *ranges)
         current = self._rounds.get(key)
         if current is None:
             current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, key)
@@ -309,12 +321,3 @@ class EagleRunner:
     def _bucket(self, batch: int) -> int:
         """How many slots the engines take for the `batch` leading ones."""
         return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
-
-    def _served(self, plan: DraftPlan, plain: bool) -> tuple[DraftPlan, str]:
-        """The plan as the engines take it, and how its tokens are accepted; `plain`: all of them by argmax."""
-        key = plan, plain
-        if key not in self._served_plans:
-            served = plan.for_engines(self.limits, self.backend.fixed_shapes)
-            drawn = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
-            self._served_plans[key] = (served.deterministic(), GREEDY) if key[1] else (served, drawn)
-        return self._served_plans[key]
