@@ -202,7 +202,8 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             if rows > executor.most_rows:
                 continue
             name = "step" if executor is FewRows else "tiled step"
-            engine = kind(bench.module, LLAMA, shape, "float16")
+            kernels = StepKernels(bench.kernels, bench.tiled)
+            engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
             bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
