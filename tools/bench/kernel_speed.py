@@ -248,10 +248,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     bench = Bench()
-    print(bench.device.name, bench.module.multiprocessors, "multiprocessors")
+    print(bench.device.gpu_name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)
-    results = {**provenance(), "gpu": bench.device.name, "microseconds": bench.results}
+    results = {**provenance(), "gpu": bench.device.gpu_name, "microseconds": bench.results}
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
