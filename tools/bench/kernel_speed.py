@@ -24,7 +24,8 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
