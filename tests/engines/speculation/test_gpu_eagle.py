@@ -136,7 +136,8 @@ def test_acceptance_can_be_simulated(runner: EagleRunner) -> None:
     before = runner.prepare_round(1, chain(4))
     for name in list(before.stages)[:3]:
         before.stages[name]()
-    verified: VerifiedTree = runner.verification.tree(chain(4), before.key[-1], runner.base.sequences(slice(0, 1)))
+    state = runner.base.sequences(slice(0, 1))
+    verified: VerifiedTree = runner.verification.tree(chain(4), before.key.verify_range, state)
     drawn = runner.backend.read(verified.logits.logits).wait().argmax(axis=2).astype(np.int32)
     tokens = runner.backend.read(verified.nodes.tokens).wait()
     tokens[0, 1 : wanted + 1] = drawn[0, :wanted]
