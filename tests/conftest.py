@@ -90,7 +90,7 @@ NOT_FAST = (
     "engines/backends/test_tensorrt_operations.py",
     "engines/families/test_families_images.py",
     "engines/model/test_draft_networks.py",
-    "kernels/test_acceptance_lossless.py",
+    "kernels/acceptance/test_acceptance_lossless.py",
     "kernels/test_kernels_compiler.py",
     "text/test_text_template_attacks.py",
 )
