@@ -78,8 +78,8 @@ class KernelEngine:
     def load_kernels(self) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
         step waits for it."""
-        (first, *_) = self._scratch[0].values()
-        self._bound = {name: replace(first, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        memory: Any = next(iter(self._scratch[0].values()))
+        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
         self._prepare()
         self._bound = {}
 
