@@ -23,6 +23,9 @@ from PIL import Image
 import edgellm
 from edgellm.commands.app import create_app
 from edgellm.commands.chat_commands import COMMANDS
+from edgellm.commands.descriptions import executor_facts, executors_in_words
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families import FAMILIES
 from tools.docs.memory_table import TAKEN_BY_THE_SYSTEM, table
 
 ROOT = Path(__file__).parent.parent
@@ -234,6 +237,37 @@ def test_the_table_of_memory_is_that_of_the_memory_plan() -> None:
     page = (PAGES / "supported.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in page
     assert f"{TAKEN_BY_THE_SYSTEM} GiB" in page
+
+
+def test_every_family_is_on_the_page_of_models() -> None:
+    page = (PAGES / "supported.md").read_text(encoding="utf-8")
+    assert [family.name for family in FAMILIES.values() if f"`{family.architecture}`" not in page] == []
+
+
+def test_what_runs_the_shipped_model_is_what_is_told() -> None:
+    """`...` leaves out the middle of a line."""
+    directory = EngineDirectory.read(edgellm_shipped())
+    told = executors_in_words(executor_facts(directory.models, directory.limits, directory.dtype, "sm_90"))
+    (shown,) = (block for block in blocks(PAGES / "architecture.md") if block.content.startswith("kernels: "))
+    lines = shown.content.splitlines()
+    assert len(lines) == len(told)
+    for line, full in zip(lines, told, strict=True):
+        start, _, end = line.partition(" ... ")
+        assert full.startswith(start) and full.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("add_a_family", "engines/families/qwen3.py"), ("add_a_kernel", "kernels/images/contract.py")],
+)
+def test_excerpts_are_the_code_s(name: str, source: str) -> None:
+    """The lines of an indented block stand in the source in this order; others may stand between them."""
+    page = (PAGES / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    shown = [line[8:] for line in page if line.startswith(" " * 8)]
+    assert shown
+    code = iter((ROOT / source).read_text(encoding="utf-8").splitlines())
+    for line in shown:
+        assert line in code, f"{source} has no line {line!r} here"
 
 
 @pytest.mark.parametrize("name", ["architecture", "formats", "add_a_family", "add_a_kernel"])

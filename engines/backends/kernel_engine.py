@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,14 @@ class KernelEngine:
             arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
             self._scratch.append(arrays)
         self._launches, self._launches_by_layer = [], []
+
+    def load_kernels(self) -> None:
+        """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
+        step waits for it."""
+        memory: Any = next(iter(self._scratch[0].values()))
+        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        self._prepare()
+        self._bound = {}
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""

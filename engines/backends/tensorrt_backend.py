@@ -185,6 +185,8 @@ class TensorRTBackend(CudaDevice):
         self._scratch = self.empty((self.scratch_bytes(),), "uint8")
         for engine in self._engines:
             engine.attach(self, self._scratch)
+            if isinstance(engine, KernelEngine):
+                engine.load_kernels()
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

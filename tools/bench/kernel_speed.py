@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
-from edgellm.engines.backends.cuda_decode_engine import CudaDecodeEngine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.cuda_tiled_engine import CudaTiledEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.arrays import DeviceArray
@@ -198,12 +198,13 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     start = bench.device.empty((1,), "int32")
     bench.device.upload(start, np.array([START], np.int32))
     for rows in all_rows:
-        for kind in (CudaDecodeEngine, CudaTiledEngine):
+        for executor in (FewRows, ManyRows):
             shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            if kind is CudaDecodeEngine and rows > MAX_ROWS:
+            if rows > executor.most_rows:
                 continue
-            name = "step" if kind is CudaDecodeEngine else "tiled step"
-            engine = kind(bench.module, LLAMA, shape, "float16")
+            name = "step" if executor is FewRows else "tiled step"
+            kernels = StepKernels(bench.kernels, bench.tiled)
+            engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
             bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
@@ -247,10 +248,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     bench = Bench()
-    print(bench.device.name, bench.module.multiprocessors, "multiprocessors")
+    print(bench.device.gpu_name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)
-    results = {**provenance(), "gpu": bench.device.name, "microseconds": bench.results}
+    results = {**provenance(), "gpu": bench.device.gpu_name, "microseconds": bench.results}
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

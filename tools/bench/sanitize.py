@@ -25,15 +25,15 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FILES = (
-    "tests/kernels/test_kernels_cuda.py",
-    "tests/kernels/test_acceptance_gpu.py",
-    "tests/kernels/test_draft_tree_gpu.py",
-    "tests/kernels/decode/test_decode_kernels_gpu.py",
-    "tests/kernels/decode/test_decode_kernels_draft_gpu.py",
+    "tests/kernels/sampling/test_sampling_gpu.py",
+    "tests/kernels/acceptance/test_acceptance_gpu.py",
+    "tests/kernels/tree/test_tree_gpu.py",
+    "tests/kernels/images/test_image_kernels_gpu.py",
     "tests/kernels/decode/test_decode_attention_gpu.py",
     "tests/kernels/decode/test_decode_parameters_gpu.py",
-    "tests/kernels/decode/test_tree_kernels_gpu.py",
-    "tests/kernels/test_image_kernels_gpu.py",
+    "tests/kernels/decode/test_tiled_linear_gpu.py",
+    "tests/engines/backends/test_kernel_engine_gpu.py",
+    "tests/engines/backends/test_kernel_trees_gpu.py",
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)

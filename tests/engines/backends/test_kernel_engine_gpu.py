@@ -235,7 +235,7 @@ def test_each_draft_head(gpu, head: str, phase: str, tokens: int, dtype: str) ->
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 15, 16, 17, 40, 64])
 def test_every_number_of_rows_of_a_draft(gpu, tokens: int) -> None:
-    assert_draft_equals_twin(gpu, EAGLE3, "propose", tokens, 96, [31], "float16")
+    assert_draft_equals_twin(gpu, EAGLE3, "propose", tokens, 128, [31], "float16")
 
 
 @pytest.mark.parametrize(("phase", "tokens"), [("propose", 5), ("propose", 1), ("accept", 4)])

@@ -9,7 +9,7 @@ import pytest
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from safetensors.numpy import load_file
 
-from edgellm.engines.backends.kernel_engine import kernel_executor
+from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights

@@ -91,7 +91,9 @@ def test_the_draft_and_the_verified_tree_agree_with_numpy(
             one.prepare_round(1, chain(4)).stages["draft accept"]()
             values.append(one.backend.read(one.draft.logits(1, 1)).wait())
             one.round(1, chain(4)).wait()
-            trees = one.verification.tree(1, chain(4), one.prepare_round(1, chain(4)).key[-1])
+            trees = one.verification.tree(
+                chain(4), one.prepare_round(1, chain(4)).key[-1], one.base.sequences(slice(0, 1))
+            )
             values.append(one.backend.read(trees.logits.logits).wait()[:, :1])
         for expected, found in (values[0::2], values[1::2]):
             tolerance = LOGIT_TOLERANCES[directory.dtype] * np.abs(expected).max()
@@ -134,7 +136,8 @@ def test_acceptance_can_be_simulated(runner: EagleRunner) -> None:
     before = runner.prepare_round(1, chain(4))
     for name in list(before.stages)[:3]:
         before.stages[name]()
-    verified: VerifiedTree = runner.verification.tree(1, chain(4), before.key[-1])
+    state = runner.base.sequences(slice(0, 1))
+    verified: VerifiedTree = runner.verification.tree(chain(4), before.key.verify_range, state)
     drawn = runner.backend.read(verified.logits.logits).wait().argmax(axis=2).astype(np.int32)
     tokens = runner.backend.read(verified.nodes.tokens).wait()
     tokens[0, 1 : wanted + 1] = drawn[0, :wanted]
