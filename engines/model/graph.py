@@ -59,6 +59,7 @@ class ProgramGraph(Generic[Tensor]):
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
+        # Of a run, by name: inputs and what steps wrote; weights and adapters; parts of what steps keep, by their places.
         self._values: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._kept: dict[str, dict[int, Tensor]] = {}
@@ -102,10 +103,9 @@ class ProgramGraph(Generic[Tensor]):
         parts = zip(self._operations.split(x, sizes, axis=2), given.norms, strict=True)
         return self._operations.concatenate([self._norm(part, norm) for part, norm in parts], axis=2)
 
-    def _keep(self, keep: Keep | None, x: Tensor) -> None:
-        if keep is not None:
-            self._kept.setdefault(keep.target, {})[keep.place] = x
-            self._values[keep.target] = x
+    def _keep(self, keep: Keep, x: Tensor) -> None:
+        self._kept.setdefault(keep.target, {})[keep.place] = x
+        self._values[keep.target] = x
 
     def _norm_linear(self, step: NormLinear) -> None:
         operations = self._operations
