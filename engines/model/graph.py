@@ -59,7 +59,7 @@ class ProgramGraph(Generic[Tensor]):
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        # Of a run, by name: inputs and what steps wrote; weights and adapters; parts of what steps keep, by their places.
+        # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
         self._values: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._kept: dict[str, dict[int, Tensor]] = {}
