@@ -84,33 +84,6 @@ class Contract:
         letters = "".join(field.axes for parameter in self.parameters for field in parameter.fields)
         self.letters = tuple(dict.fromkeys(letter for letter in letters if letter.isalpha()))
 
-    def check(self, kind: Any, *arguments: Any) -> dict[str, Any]:
-        """Sizes of the axes by letter, and numbers by name, if the arrays are of `kind` (np.ndarray or DeviceArray) and
-        as declared; of what was found right before, nothing is looked at again."""
-        on_host = kind is np.ndarray
-        found: list[tuple[Any, ...]] = []
-        for argument in arguments:
-            entries: list[Any] = []
-            values: tuple[Any, ...] = argument if isinstance(argument, tuple) else (argument,)
-            for value in values:
-                if isinstance(value, kind):
-                    usable = value.flags.c_contiguous if on_host else value.pointer != 0
-                    entries.append((value.shape, value.dtype, usable))
-                else:
-                    entries.append(value if value is None or isinstance(value, (int, float)) else type(value))
-            found.append(tuple(entries))
-        return _checked(self, kind, tuple(found))
-
-    def pack(self, sizes: dict[str, Any], *arguments: Any) -> ctypes.Array:
-        """The struct that kernels take: addresses and numbers of `arguments`, then the sizes that `check` gave."""
-        words: list[int] = []
-        for parameter, argument in zip(self.parameters, arguments, strict=True):
-            values = (None,) * len(parameter.fields) if argument is None else argument
-            for value in values if isinstance(values, tuple) else (values,):
-                words.append(_word(value))
-        words += [sizes.get(letter, 0) for letter in self.letters]
-        return (ctypes.c_uint64 * len(words))(*words)
-
     @property
     def cuda_struct(self) -> str:
         """Source of the struct, `ArgmaxArguments` for `argmax`."""
@@ -128,18 +101,38 @@ class Contract:
 
 
 class Contracts:
-    """The contracts of a protocol's methods, by name, checked for one kind of arrays."""
+    """The contracts of a protocol's methods, by name, checked for one kind of arrays: np.ndarray or DeviceArray."""
 
-    def __init__(self, protocol: type, kind: type) -> None:
+    def __init__(self, protocol: type, kind: Any) -> None:
         self._contracts, self._kind = _contracts(protocol), kind
 
     def __call__(self, kernel: str, *arguments: Any) -> dict[str, Any]:
-        """See `Contract.check`."""
-        return self._contracts[kernel].check(self._kind, *arguments)
+        """Sizes of the axes by letter, and numbers by name, if the arrays are of this kind and as `kernel` declares
+        them; of what was found right before, nothing is looked at again."""
+        kind = self._kind
+        on_host = kind is np.ndarray
+        found: list[tuple[Any, ...]] = []
+        for argument in arguments:
+            entries: list[Any] = []
+            values: tuple[Any, ...] = argument if isinstance(argument, tuple) else (argument,)
+            for value in values:
+                if isinstance(value, kind):
+                    usable = value.flags.c_contiguous if on_host else value.pointer != 0
+                    entries.append((value.shape, value.dtype, usable))
+                else:
+                    entries.append(value if value is None or isinstance(value, (int, float)) else type(value))
+            found.append(tuple(entries))
+        return _checked(self._contracts[kernel], kind, tuple(found))
 
     def pack(self, kernel: str, sizes: dict[str, Any], *arguments: Any) -> ctypes.Array:
-        """See `Contract.pack`."""
-        return self._contracts[kernel].pack(sizes, *arguments)
+        """The struct that `kernel` takes: addresses and numbers of `arguments`, then the sizes that checking gave."""
+        contract, words = self._contracts[kernel], []
+        for parameter, argument in zip(contract.parameters, arguments, strict=True):
+            values = (None,) * len(parameter.fields) if argument is None else argument
+            for value in values if isinstance(values, tuple) else (values,):
+                words.append(_word(value))
+        words += [sizes.get(letter, 0) for letter in contract.letters]
+        return (ctypes.c_uint64 * len(words))(*words)
 
 
 def cuda_header(*protocols: type) -> str:
@@ -159,8 +152,8 @@ def cuda_header(*protocols: type) -> str:
     return "\n".join(("#pragma once", *bundles.values(), *structs, ""))
 
 
-def rows_of(bundle: _Bundle, rows: slice) -> _Bundle:
-    """The same bundle of some rows of the first axis of its arrays."""
+def rows_of(bundle: _Bundle, rows: slice | int) -> _Bundle:
+    """The same bundle of some rows of the first axis of its arrays, or of one row, without that axis."""
     return type(bundle)(*(array[rows] for array in bundle))
 
 

@@ -25,7 +25,6 @@ from edgellm.engines.model.program import (
     Program,
     Scale,
     Step,
-    cache_names,
 )
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.attention import attention_partials, attention_shared_bytes
@@ -149,7 +148,7 @@ class FewRows:
         array, mask = self._array, self._program.shape.phase != "decode"
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
-        k_cache, v_cache = map(array, cache_names(step.index))
+        k_cache, v_cache = map(array, step.caches)
         return self._kernels.few.attention(
             array(step.value),
             AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0),

@@ -29,7 +29,6 @@ from edgellm.engines.model.program import (
     Program,
     Reshape,
     Scale,
-    cache_names,
 )
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
@@ -59,77 +58,65 @@ class ProgramGraph(Generic[Tensor]):
             Reshape: self._reshape,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
+        self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
+        # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
         self._values: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         self._kept: dict[str, dict[int, Tensor]] = {}
 
     def run(self) -> None:
         """Take the inputs, compute, and give out the outputs."""
-        operations, values = self._operations, self._values
-        values.clear()
-        self._kept.clear()
+        operations, program = self._operations, self._program
+        values = {name: operations.input(name, shape, dtype) for name, (shape, dtype) in program.values.items()}
+        self._values, self._kept = values, {}
+        self._weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
         for run, step in self._steps:
             run(step)
         for name, parts in self._kept.items():
             ordered = [parts[place] for place in sorted(parts)]
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
-        for name, (_, dtype) in self._program.outputs.items():
+        for name, (_, dtype) in program.outputs.items():
             operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
 
-    def _value(self, name: str) -> Tensor:
-        """A value, or an input of the engine."""
-        if name not in self._values:
-            shape, dtype = self._program.inputs[name]
-            self._values[name] = self._operations.input(name, shape, dtype)
-        return self._values[name]
-
-    def _residual(self, x: Tensor) -> Tensor:
-        return self._operations.to_float32(x) if self._program.wide_residual else x
-
-    def _weight(self, spec: WeightSpec) -> Tensor:
-        return self._operations.weight(spec.name, spec.shape)
-
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight = self._weights[norm.weight.name]
         if norm.bias is None:
-            return self._operations.rms_norm(x, self._weight(norm.weight), norm.epsilon, norm.offset)
-        return self._operations.layer_norm(x, self._weight(norm.weight), self._weight(norm.bias), norm.epsilon)
+            return self._operations.rms_norm(x, weight, norm.epsilon, norm.offset)
+        return self._operations.layer_norm(x, weight, self._weights[norm.bias.name], norm.epsilon)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         """With LoRA adapters where the engine has them."""
-        operations, shape = self._operations, self._program.shape
-        bias = None if linear.bias is None else self._weight(linear.bias)
-        y = operations.linear(x, self._weight(linear.weight), bias)
+        weights, shape = self._weights, self._program.shape
+        bias = None if linear.bias is None else weights[linear.bias.name]
+        y = self._operations.linear(x, weights[linear.weight.name], bias)
         adapted = self._program.adapted.get(linear.name)
         if adapted is None:
             return y
-        if SCALES not in self._values:
-            self._values[SCALES] = operations.input(SCALES, (shape.batch, shape.lora_slots), "compute")
-        a, b = (operations.weight(*edge) for edge in adapted.edge(shape.lora_slots, shape.lora_rank))
-        return operations.adapt(y, x, a, b, self._values[SCALES])
+        a, b = (weights[name] for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return self._operations.adapt(y, x, a, b, self._values[SCALES])
 
     def _input(self, given: Input) -> Tensor:
-        x = self._value(given.value)
+        x = self._values[given.value]
         if len(given.norms) < 2:
             return self._norm(x, given.norms[0]) if given.norms else x
         sizes = [norm.weight.shape[0] for norm in given.norms]
         parts = zip(self._operations.split(x, sizes, axis=2), given.norms, strict=True)
         return self._operations.concatenate([self._norm(part, norm) for part, norm in parts], axis=2)
 
-    def _keep(self, keep: Keep | None, x: Tensor) -> None:
-        if keep is not None:
-            self._kept.setdefault(keep.target, {})[keep.place] = x
-            self._values[keep.target] = x
-
-    def _selected(self, x: Tensor, selects: bool) -> Tensor:
-        return self._operations.gather_rows(x, self._value("last_token_ids")) if selects else x
+    def _keep(self, keep: Keep, x: Tensor) -> None:
+        self._kept.setdefault(keep.target, {})[keep.place] = x
+        self._values[keep.target] = x
 
     def _norm_linear(self, step: NormLinear) -> None:
         operations = self._operations
         inputs = [self._input(given) for given in step.inputs]
         if step.keep is not None:
             raw = step.keep.raw
-            self._keep(step.keep, operations.to_compute(self._value(step.inputs[-1].value)) if raw else inputs[-1])
+            self._keep(step.keep, operations.to_compute(self._values[step.inputs[-1].value]) if raw else inputs[-1])
         x = operations.concatenate(inputs, axis=2) if len(inputs) > 1 else inputs[0]
-        y = self._linear(operations.to_compute(self._selected(x, step.selects)), step.linear)
+        if step.selects:
+            x = operations.gather_rows(x, self._values["last_token_ids"])
+        y = self._linear(operations.to_compute(x), step.linear)
         if step.activation is not None:
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
         if step.scale != 1.0:
@@ -137,21 +124,22 @@ class ProgramGraph(Generic[Tensor]):
         self._values[step.output] = y
 
     def _linear_residual(self, step: LinearResidual) -> None:
-        operations = self._operations
-        residual = self._residual(self._value(step.residual))
+        operations, values = self._operations, self._values
+        x, residual = values[step.value], self._to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
-        y = self._linear(self._selected(self._value(step.value), step.selects), step.linear)
-        y = self._residual(y)
+        if step.selects:
+            x, residual = (operations.gather_rows(each, values["last_token_ids"]) for each in (x, residual))
+        y = self._to_residual(self._linear(x, step.linear))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        self._values[step.output] = operations.add(self._selected(residual, step.selects), y)
+        values[step.output] = operations.add(residual, y)
 
     def _attention(self, step: Attention) -> None:
-        operations, shape = self._operations, self._program.shape
-        heads, kv_heads, size = step.heads
-        qkv = operations.split_heads(self._value(step.value), heads + 2 * kv_heads)
-        cos_sin = self._value("rope_rotary_cos_sin") if step.rotary else None
+        operations, given = self._operations, self._values
+        heads, kv_heads, _ = step.heads
+        qkv = operations.split_heads(given[step.value], heads + 2 * kv_heads)
+        cos_sin = given["rope_rotary_cos_sin"] if step.rotary else None
         if step.q_norm is not None and step.k_norm is not None:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
             query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
@@ -162,26 +150,25 @@ class ProgramGraph(Generic[Tensor]):
             if cos_sin is not None:
                 rotated = operations.rotary_embedding(rotated, cos_sin)
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
-        mask, start = self._value("attention_mask"), self._value("kvcache_start_index")
-        cache = (shape.batch, kv_heads, shape.kv_rows, size)
+        mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values = (
-            operations.kv_cache_update(operations.input(name, cache, "compute"), update, start)
-            for name, update in zip(cache_names(step.index), (key, value), strict=True)
+            operations.kv_cache_update(given[name], update, start)
+            for name, update in zip(step.caches, (key, value), strict=True)
         )
-        for name, updated in zip(cache_names(step.index), (keys, values), strict=True):
+        for name, updated in zip(step.caches, (keys, values), strict=True):
             operations.output(f"present_{name}", updated)
-        self._values[step.output] = operations.merge_heads(operations.attention(query, keys, values, mask, step.scale))
+        given[step.output] = operations.merge_heads(operations.attention(query, keys, values, mask, step.scale))
 
     def _encoder_attention(self, step: EncoderAttention) -> None:
         operations, heads, size = self._operations, step.heads, step.head_size
         count, rows = step.windows
-        x = operations.reshape(self._value(step.value), (count, rows, 3 * heads * size))
+        x = operations.reshape(self._values[step.value], (count, rows, 3 * heads * size))
         rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
         if step.rotary is not None:
-            cos_sin = operations.to_compute(self._value(step.rotary))
+            cos_sin = operations.to_compute(self._values[step.rotary])
             rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
         query, key = operations.split(rotated, (heads, heads), axis=1)
-        mask = None if step.mask is None else self._value(step.mask)
+        mask = None if step.mask is None else self._values[step.mask]
         blocks = _query_blocks(count * heads, rows)
         parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
         contexts = [operations.attention(part, key, value, mask, size**-0.5) for part in parts]
@@ -190,32 +177,32 @@ class ProgramGraph(Generic[Tensor]):
         self._values[step.output] = merged
 
     def _scale(self, step: Scale) -> None:
-        self._values[step.output] = self._operations.scale(self._residual(self._value(step.value)), step.factor)
+        residual = self._to_residual(self._values[step.value])
+        self._values[step.output] = self._operations.scale(residual, step.factor)
 
     def _add(self, step: Add) -> None:
-        operations, x, other = self._operations, self._value(step.value), step.other
+        operations, other = self._operations, step.other
         if isinstance(other, WeightSpec):
-            added = operations.reshape(self._weight(other), (1, *other.shape))
+            added = operations.reshape(self._weights[other.name], (1, *other.shape))
         else:
-            added = self._value(other)
-            added = self._residual(added) if self._program.wide_residual else operations.to_compute(added)
-        self._values[step.output] = operations.add(x, added)
+            added = self._to_residual(self._values[other])
+        self._values[step.output] = operations.add(self._values[step.value], added)
 
     def _normed(self, step: Normed) -> None:
-        self._values[step.output] = self._norm(self._value(step.value), step.norm)
+        self._values[step.output] = self._norm(self._values[step.value], step.norm)
 
     def _gather(self, step: Gather) -> None:
-        self._values[step.output] = self._operations.gather_rows(self._value(step.value), self._value(step.rows))
+        self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])
 
     def _prepend(self, step: Prepend) -> None:
-        row = self._operations.reshape(self._weight(step.row), (1, 1, *step.row.shape))
-        self._values[step.output] = self._operations.concatenate((row, self._value(step.value)), axis=1)
+        row = self._operations.reshape(self._weights[step.row.name], (1, 1, *step.row.shape))
+        self._values[step.output] = self._operations.concatenate((row, self._values[step.value]), axis=1)
 
     def _drop_first(self, step: DropFirst) -> None:
-        self._values[step.output] = self._operations.split(self._value(step.value), (1, step.rows), axis=1)[1]
+        self._values[step.output] = self._operations.split(self._values[step.value], (1, step.rows), axis=1)[1]
 
     def _reshape(self, step: Reshape) -> None:
-        self._values[step.output] = self._operations.reshape(self._value(step.value), step.shape)
+        self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
 
 
 def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:

@@ -156,6 +156,11 @@ class Attention(Step):
     k_norm: Norm | None = None
     masks_all: bool = False
 
+    @cached_property
+    def caches(self) -> tuple[str, str]:
+        """The engine's inputs with the layer's keys and values."""
+        return f"k_cache_{self.index}", f"v_cache_{self.index}"
+
 
 @dataclass(frozen=True)
 class EncoderAttention(Step):
@@ -236,7 +241,7 @@ class Program:
         return {
             name: ((shape.batch, step.heads[1], shape.kv_rows, step.heads[2]), "compute")
             for step in self.attentions
-            for name in cache_names(step.index)
+            for name in step.caches
         }
 
     @cached_property
@@ -247,20 +252,25 @@ class Program:
         return {each.name: each for each in adapted_projections(list(self.weights.values()))}
 
     @cached_property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of weights and adapters, all in compute dtype, by name."""
+        shape, found = self.shape, {name: spec.shape for name, spec in self.weights.items()}
+        for each in self.adapted.values():
+            found |= dict(each.edge(shape.lora_slots, shape.lora_rank))
+        return found
+
+    @cached_property
+    def values(self) -> Edge:
+        """What changes from run to run: `inputs`, caches, and how much of each adapter each sequence takes."""
+        scales: Edge = {SCALES: ((self.shape.batch, self.shape.lora_slots), "compute")} if self.adapted else {}
+        return self.inputs | self.caches | scales
+
+    @cached_property
     def edge(self) -> Edge:
         """Every tensor that an engine of this program is bound to."""
-        shape, edge = self.shape, {**self.inputs}
-        edge |= {name: (spec.shape, "compute") for name, spec in self.weights.items()}
-        if self.adapted:
-            edge[SCALES] = ((shape.batch, shape.lora_slots), "compute")
-        for each in self.adapted.values():
-            edge |= {name: (size, "compute") for name, size in each.edge(shape.lora_slots, shape.lora_rank)}
-        return edge | self.caches | {f"present_{name}": kind for name, kind in self.caches.items()} | self.outputs
-
-
-def cache_names(index: int) -> tuple[str, str]:
-    """The engine's inputs with a layer's keys and values."""
-    return f"k_cache_{index}", f"v_cache_{index}"
+        matrices: Edge = {name: (size, "compute") for name, size in self.matrices.items()}
+        present = {f"present_{name}": kind for name, kind in self.caches.items()}
+        return self.values | matrices | present | self.outputs
 
 
 def token_inputs(shape: EngineShape, hidden_size: int, rotary_dim: int) -> Edge:

@@ -21,7 +21,7 @@ from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import Contracts, rows_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
-from edgellm.kernels.sampling.twin import NumpySampling
+from edgellm.kernels.sampling.twin import NumpySampling, likeliest
 from edgellm.kernels.tree.contract import TreeNodes
 
 _check = Contracts(AcceptanceKernels, np.ndarray)
@@ -57,13 +57,7 @@ class NumpyAcceptance:
     ) -> None:
         """Greedy acceptance; the argmax is taken of visited nodes alone. See the contract."""
         _check("eagle_accept", logits, tree, active, accepted, workspace)
-        token = np.empty(1, np.int32)
-
-        def draw(slot: int, node: int) -> int:
-            self._sampling.argmax(logits[slot, node : node + 1], token)
-            return int(token[0])
-
-        walk_all(draw, tree, active, accepted)
+        walk_all(lambda slot, node: likeliest(logits[slot, node]), tree, active, accepted)
 
     def accept_drawn(self, drawn: np.ndarray, tree: TreeNodes, active: np.ndarray, accepted: Accepted) -> None:
         """Follow the drawn tokens through the trees; see the contract."""
@@ -96,7 +90,7 @@ class NumpyAcceptance:
             if active[slot] != 1:
                 write_accepted(slot, [], [], accepted)
             elif rows.temperature[slot] == 0:
-                write_accepted(slot, *walk(nodes.drawn[slot].item, tokens, parents, depths, sizes["W"]), accepted)
+                walk(lambda slot, node: int(nodes.drawn[slot, node]), slot, tree, accepted)
             else:
 
                 def accepts(node: int, children: np.ndarray, slot: int = slot) -> np.ndarray:

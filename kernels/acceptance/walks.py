@@ -18,32 +18,24 @@ from edgellm.kernels.tree.contract import TreeNodes
 def walk_all(draw: Callable[[int, int], int], tree: TreeNodes, active: np.ndarray, accepted: Accepted) -> None:
     """`walk` of every active slot along what `draw` (slot, node) says."""
     for slot in range(active.size):
-        if active[slot] != 1:
+        if active[slot] == 1:
+            walk(draw, slot, tree, accepted)
+        else:
             write_accepted(slot, [], [], accepted)
-            continue
-
-        def drawn(node: int, slot: int = slot) -> int:
-            return draw(slot, node)
-
-        nodes = tree.tokens[slot], tree.parents[slot], tree.depths[slot]
-        write_accepted(slot, *walk(drawn, *nodes, accepted.ids.shape[1]), accepted)
 
 
-def walk(
-    draw: Callable[[int], int], tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, most: int
-) -> tuple[list[int], list[int]]:
-    """The nodes followed from the root and the tokens drawn at them, at most `most`."""
-    path, drawn = [0], [draw(0)]
-    while len(path) < most:
-        node = path[-1]
-        children = _children(node, parents, depths)
+def walk(draw: Callable[[int, int], int], slot: int, tree: TreeNodes, accepted: Accepted) -> None:
+    """Accept the nodes of a slot that are followed from its root, and the tokens drawn at them."""
+    tokens, parents, depths = tree.tokens[slot], tree.parents[slot], tree.depths[slot]
+    path, drawn = [0], [draw(slot, 0)]
+    while len(path) < accepted.ids.shape[1]:
+        children = _children(path[-1], parents, depths)
         matching = children[tokens[children] == drawn[-1]]
         if not matching.size:
             break
-        child = int(matching[0])
-        path.append(child)
-        drawn.append(draw(child))
-    return path, drawn
+        path.append(int(matching[0]))
+        drawn.append(draw(slot, path[-1]))
+    write_accepted(slot, path, drawn, accepted)
 
 
 def write_accepted(slot: int, path: list[int], tokens: list[int], accepted: Accepted) -> None:

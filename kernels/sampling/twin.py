@@ -44,7 +44,7 @@ class NumpySampling:
         """The lowest id of the largest logits of each row; a `state` takes them. See the contract."""
         _check("argmax", logits, tokens, state)
         for row, values in enumerate(logits):
-            tokens[row] = _argmax(values)
+            tokens[row] = likeliest(values)
         if state is not None:
             _advance(tokens, state)
 
@@ -151,7 +151,8 @@ def _advance(tokens: np.ndarray, state: SequenceState) -> None:
             state.token_counts[row, token] += 1
 
 
-def _argmax(values: np.ndarray) -> int:
+def likeliest(values: np.ndarray) -> int:
+    """The lowest id of the largest of `values` [V] float32; a NaN counts as -inf."""
     token = int(values.argmax())
     if values[token] != values[token]:  # NumPy's argmax stops at the first NaN
         token = int(_without_nan(values).argmax())

@@ -35,6 +35,7 @@ class LogSoftmax:
     """Computes normalizers of rows; keeps its scratch memory from call to call, so it is not thread-safe."""
 
     def __init__(self) -> None:
+        #: Of the scratch memory: rows, chunks, ids of a chunk.
         self._shape: tuple[int, ...] = (0, 0, 0)
 
     def normalizers(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -56,8 +57,12 @@ class LogSoftmax:
         width = min(size, CHUNK)
         whole, rest = divmod(size, width)
         split = whole * width
-        values = self._resize(count, whole + (rest > 0), width)
-        flat = values.reshape(count, -1)
+        shape = count, whole + (rest > 0), width
+        if shape != self._shape:
+            self._shape, self._ones = shape, np.ones(width)
+            self._values, self._polynomial = np.empty(shape, np.float32), np.empty(shape, np.float32)
+            self._exponents, self._sums = np.empty(shape, np.int32), np.empty(shape)
+        values, flat = self._values, self._values.reshape(count, -1)
         maxima = np.empty(values.shape[:2], np.float32)
         source = rows[:, :split].reshape(count, whole, width)
         source.max(axis=2, out=maxima[:, :whole])
@@ -75,14 +80,6 @@ class LogSoftmax:
             _weigh(values, self._polynomial, self._exponents)
         np.copyto(self._sums, values)  # sums of integers below 2^53 are exact in float64, in any order
         return _combine(maxima, np.dot(self._sums, self._ones).astype(np.uint64))
-
-    def _resize(self, *shape: int) -> np.ndarray:
-        """Scratch memory [rows, chunks, ids of a chunk], all of this shape; returns that of the values."""
-        if shape != self._shape:
-            self._shape, self._ones = shape, np.ones(shape[2])
-            self._values, self._polynomial = np.empty(shape, np.float32), np.empty(shape, np.float32)
-            self._exponents, self._sums = np.empty(shape, np.int32), np.empty(shape)
-        return self._values
 
 
 def _weigh(values: np.ndarray, polynomial: np.ndarray, exponents: np.ndarray) -> None:

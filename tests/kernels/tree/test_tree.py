@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.tree.contract import candidate_count, level_start
 from edgellm.kernels.tree.log_softmax import CHUNK, LogSoftmax
-from edgellm.kernels.tree.top_values import largest
-from edgellm.kernels.tree.twin import NumpyTree
+from edgellm.kernels.tree.twin import NumpyTree, largest
 
 KERNELS = NumpyTree()
 KINDS = st.sampled_from(["ordinary", "ties", "equal", "awkward"])
