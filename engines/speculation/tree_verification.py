@@ -88,8 +88,6 @@ class TreeVerification:
         rows, pending = self._base.sampling.rows(slots), rows_of(self._draft.pending, slots)
         logits, nodes, accepted, active = tree.logits, tree.nodes, tree.accepted, state.active
         steps: list[Callable[[], None]] = []
-        if self.before_acceptance is not None:
-            steps.append(partial(self.before_acceptance, tree))
         if acceptance == GREEDY:
             steps.append(partial(kernels.eagle_accept, logits.logits, nodes, active, accepted, self._workspace()))
         elif acceptance == DRAWN:
@@ -108,6 +106,8 @@ class TreeVerification:
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
 
         def accept_all() -> None:
+            if self.before_acceptance is not None:
+                self.before_acceptance(tree)
             for step in steps:
                 step()
 

@@ -223,6 +223,6 @@ def test_an_interrupted_runtime_has_all_its_slots_again(serving_engines: Path) -
         with pytest.raises(KeyboardInterrupt):
             runtime.handle_request([Request("hello", params=LONG)] * slots)
         runtime.metrics.round = counted
-        assert not runtime._open_runner().base._active.any()
+        assert not runtime._open_runner().base._state.active.any()
         answers = runtime.handle_request([Request("hello", params=SHORT)] * slots)
     assert {answer.token_ids for answer in answers} == {expected}

@@ -12,6 +12,7 @@ import pytest
 from served_answers import LONG, SHORT, Answers, Pause, Slow, answer
 
 from edgellm import LLM, SamplingParams
+from edgellm.engines.backends.numpy_backend import NumpyEngine
 from edgellm.errors import AdapterError, EngineError, QueueFullError, RequestError
 from edgellm.requests import Request
 
@@ -173,16 +174,16 @@ def test_a_failing_step_fails_what_runs_and_nothing_else(
     served: LLM, alone: Answers, paused: Pause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, expected = alone
-    kernels = served._runtime._runner.backend.kernels
-    prepare, left = kernels.prepare_step, [3]
+    enqueue, left = NumpyEngine.enqueue, [3]
 
-    def fail_once(*arguments: object) -> None:
-        left[0] -= 1
+    def fail_once(engine: NumpyEngine) -> None:
+        left[0] -= engine.shape.phase == "decode"
         if left[0] == 0:
+            left[0] = -1
             raise MemoryError("no more")
-        prepare(*arguments)
+        enqueue(engine)
 
-    monkeypatch.setattr(kernels, "prepare_step", fail_once)
+    monkeypatch.setattr(NumpyEngine, "enqueue", fail_once)
     with paused(served):
         failing = [served.stream("x", LONG) for _ in range(4)]
         waiting = [served.submit(request) for request in requests[:4]]

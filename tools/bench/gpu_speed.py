@@ -78,11 +78,11 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         results["decode_engine"] = type(engine).__name__
         bare = backend.capture(engine.enqueue, "the bare engine")
         ((step,),) = runner._steps.captures.values()
-        committed = int(backend.read(runner._start[:1]).wait()[0])
+        committed = int(backend.read(runner._state.kvcache_start_index[:1]).wait()[0])
         results["loop_committed_rows"] = [committed, committed + REPEATS]
 
         def bare_milliseconds(rows: int, repeats: int) -> float:
-            backend.upload(runner._start[:1], np.asarray([rows], np.int32))
+            backend.upload(runner._state.kvcache_start_index[:1], np.asarray([rows], np.int32))
             bare()
             return gpu_milliseconds(stream, bare, repeats, series=1)
 
