@@ -109,13 +109,12 @@ class RoundBench:
     def loop(self, plan: DraftPlan | None, lengths: np.ndarray, rounds: int) -> tuple[float, float]:
         """Seconds and tokens of a loop in which the host reads each round while the next one runs."""
         self.fill(lengths)
-        runner = self.runner
-        step = (lambda: runner.decode(1)) if plan is None else (lambda: runner.round(1, plan))
+        step = self.runner.step
         self.backend.synchronize()
-        unread, tokens = [step()], 0
+        unread, tokens = [step(1, plan)], 0
         begin = time.perf_counter()
         for _ in range(rounds):
-            unread.append(step())
+            unread.append(step(1, plan))
             tokens += len(unread.pop(0).wait()[0])
         seconds = time.perf_counter() - begin
         unread.pop(0).wait()
