@@ -88,8 +88,8 @@ class NumpyOperations(Operations[np.ndarray]):
                 f"the output {name!r} is bound to {bound.dtype} {list(bound.shape)}, expected {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
-        elif bound.ctypes.data != tensor.ctypes.data or bound.strides != tensor.strides:  # else the same elements
-            bound[...] = tensor
+        elif not np.may_share_memory(bound, tensor) or bound.__array_interface__ != tensor.__array_interface__:
+            bound[...] = tensor  # else they are the same elements
 
     def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
         rows, columns = weight.shape
