@@ -59,6 +59,8 @@ class ProgramGraph(Generic[Tensor]):
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
+        residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
+        self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
         self._values: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -68,6 +70,7 @@ class ProgramGraph(Generic[Tensor]):
         """Take the inputs, compute, and give out the outputs."""
         operations, program = self._operations, self._program
         values = {name: operations.input(name, shape, dtype) for name, (shape, dtype) in program.values.items()}
+        values |= {name: self._to_residual(values[name]) for name in self._streams}
         self._values, self._kept = values, {}
         self._weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
         for run, step in self._steps:
