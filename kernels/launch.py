@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 
@@ -172,8 +171,3 @@ def refused_by_driver(architecture: str, reason: object) -> KernelError:
         f"The driver refused the kernels compiled for {architecture}: {reason}. Use a driver at least as new as "
         "nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
     )
-
-
-def pointer(array: DeviceArray | None) -> ctypes.c_void_p:
-    """The argument that passes an array's address; null for None."""
-    return ctypes.c_void_p(0 if array is None else array.pointer)

@@ -20,7 +20,7 @@ from typing import Any
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels, passes, scratch_of
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 
@@ -47,7 +47,9 @@ class KernelEngine:
         self.reads_attention_mask = shape.phase != "decode"
         self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
         self._program = model_program(config, shape)
-        self._passes = [(slots, model_program(config, part)) for slots, part in passes(shape)]
+        parts = passes(shape)
+        whole = len(parts) == 1
+        self._passes = [(slots, self._program if whole else model_program(config, part)) for slots, part in parts]
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in self._program.edge.items()}
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
@@ -125,12 +127,14 @@ class KernelEngine:
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
             arrays = partial(self._array, slots, scratch)
             executor = self.executor(self._kernels, program, arrays, self._shared_limit)
-            starts = {step: attention.index for step, attention in _before_attention(program)}
+            # A layer begins with the step before its attention.
+            starts = {n - 1: step.index for n, step in enumerate(program.steps) if isinstance(step, Attention)}
+            first = min(starts)
             for number, step in enumerate(program.steps):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                launches += executor.launches(step, next_early=number != min(starts))
+                launches += executor.launches(step, next_early=number != first)
         return launches
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
@@ -164,8 +168,3 @@ class KernelEngine:
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
-
-
-def _before_attention(program: Program) -> list[tuple[int, Any]]:
-    """The number of the step before each attention, and the attention."""
-    return [(program.steps.index(step) - 1, step) for step in program.attentions]

@@ -132,9 +132,14 @@ class FewRows:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
-    def _linear_residual(self, step: LinearResidual, kernels: Any = None) -> Any:
+    @property
+    def _residual_kernels(self) -> Any:
+        """Those of `LinearResidual`."""
+        return self._kernels.few
+
+    def _linear_residual(self, step: LinearResidual) -> Any:
         selected = (self._array("last_token_ids"),) if step.selects else ()
-        return (kernels or self._kernels.few).linear_residual(
+        return self._residual_kernels.linear_residual(
             self._array(step.value),
             self._weights(step.linear),
             self._array(step.residual),
@@ -237,9 +242,9 @@ class ManyRows(FewRows):
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
 
-    def _linear_residual(self, step: LinearResidual, kernels: Any = None) -> Any:
-        streams = _streams(self._rows, self._limit)
-        return super()._linear_residual(step, self._kernels.few if streams else self._kernels.many)
+    @property
+    def _residual_kernels(self) -> Any:
+        return self._kernels.few if _streams(self._rows, self._limit) else self._kernels.many
 
 
 #: A class of executors.
