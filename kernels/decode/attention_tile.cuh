@@ -1,6 +1,6 @@
-// Attention of 16 rows over a tile of keys, on tensor cores: scores, softmax, weighted values.
+// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own: scores, softmax, weighted values.
 #pragma once
-#include "decode/attention_block.cuh"
+#include "decode/attention_states.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -34,283 +34,305 @@ template <typename T> struct Ones;
 template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; };
 template <> struct Ones<__nv_bfloat16> { static constexpr unsigned PAIR = 0x3f803f80u; };
 
-// A tile of keys for 16 rows, as a lane of a team sees it.
-struct Unit {
-    int begin, ring_row;         // the position of its first key, and that key's row in the ring
-    int first_token, end_token;  // of the rows
-    int token[2], length[2];     // of row lane / 4 and of the one 8 further: its token (-1: none), the token's keys
-
-    // Whether 16 keys are the same ones for all tokens.
-    template <typename T> __device__ __forceinline__ bool shares(const Block<T>& block, int keys) const {
-        return block.masks_all || begin + BLOCK * (keys + 1) <= block.start;
-    }
-    // Where 16 keys of a token lie: a lane names the row of one of them.
-    template <typename T> __device__ __forceinline__ int key_row(const Block<T>& block, int t, int keys) const {
-        const int key = BLOCK * keys + threadIdx.x % 16, position = begin + key;
-        return position < block.start || position >= block.tables->lengths[t]
-                   ? ring_row + key
-                   : 2 * block.ring + block.tables->nodes[t][position - block.start];
-    }
+// A lane's two rows, lane / 4 of the warp's tile and the one 8 further: the token (-1: none), the row among the block's,
+// and the token's keys (0: none here). And what all rows of the tile have: its tokens, the most keys.
+struct Rows {
+    int token[2], row[2], length[2];
+    int first_token, end_token, longest;
 };
 
-// Begins to copy the tiles of some spans' iteration to the ring, from the span `first_span` of the block's group on. Rows
-// before `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them stand
-// zeros: a weight of 0 must meet the same value wherever a token stands.
+template <typename T> __device__ __forceinline__ Rows rows_of(const Block<T>& block, const Division& division) {
+    Rows rows;
+    rows.first_token = block.row_tile * block.tile_tokens;
+    rows.end_token = min(rows.first_token + block.tile_tokens, block.own_count);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = threadIdx.x % 32 / 4 + 8 * half, token = rows.first_token + block.token_of(row);
+        const bool exists = token < rows.end_token;
+        rows.token[half] = exists ? token : -1, rows.row[half] = rows.first_token * block.group + row;
+        const int length = exists ? block.tables->lengths[token] : 0;
+        rows.length[half] = exists && tile_bits_of(length, block.span_bits) == division.tile_bits ? length : 0;
+    }
+    rows.longest = __reduce_max_sync(FULL_WARP, max(rows.length[0], rows.length[1]));
+    return rows;
+}
+
+// Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
+// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
+// stands.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_tiles(const Block<T>& block, int first_span, int iteration, int each) {
+__device__ __forceinline__ void load_tiles(const Block<T>& block, const Division& division, int round) {
     constexpr int LANES_OF_ROW = 2 * STEPS;
     const int column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
-    if (column < block.padded) {
-#pragma unroll 1
-        for (int slot = 0; slot < block.slots; ++slot) {
-            const int first_row = ((block.split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
-            if (first_row >= block.longest) break;
-            const int place = ((iteration & (block.stages - 1)) * block.slots + slot) * KEY_TILE;
-#pragma unroll 1
-            for (int row = threadIdx.x / LANES_OF_ROW; row < KEY_TILE; row += rows_at_once) {
-                const bool exists = first_row + row < block.start && column < block.size;
-                const size_t source = exists ? static_cast<size_t>(first_row + row) * block.size + column : 0;
-                const unsigned target = shared_address(block.rows + (place + row) * block.stride + column);
-                copy_async_16(target, block.cached_keys + source, exists);
-                copy_async_16(target + block.bytes(block.ring), block.cached_values + source, exists);
-            }
+    if (round < division.rounds && column < block.padded) {
+        const int stage = round % block.stages * block.slots * KEY_TILE;
+#pragma unroll 4
+        for (int row = threadIdx.x / LANES_OF_ROW; row < block.slots * KEY_TILE; row += rows_at_once) {
+            const int tile = block.tile_of(division, row / KEY_TILE, round), position = tile * KEY_TILE + row % KEY_TILE;
+            if (tile < 0) continue;
+            const bool exists = position < block.start && column < block.size;
+            const size_t source = exists ? static_cast<size_t>(position) * block.size + column : 0;
+            const unsigned target = shared_address(block.keys + (stage + row) * block.stride + column);
+            copy_async_16(target, block.cached_keys + source, exists);
+            copy_async_16(target + block.bytes(block.ring), block.cached_values + source, exists);
         }
     }
     commit_copies();
 }
 
-// No rows, so no keys either, in a slot that the block does not have.
-template <typename T>
-__device__ __forceinline__ Unit unit_of(const Block<T>& block, int first_span, int slot, int tile_of_rows, int iteration,
-                                        int each) {
-    Unit unit;
-    unit.begin = ((block.split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
-    unit.ring_row = ((iteration & (block.stages - 1)) * block.slots + slot) * KEY_TILE;
-    unit.first_token = tile_of_rows * block.tile_tokens;
-    unit.end_token = min(unit.first_token + block.tile_tokens, block.own_count);
+// Products of the warp's 16 queries and the first `count` times 16 keys of a tile. A lane gets, of its two rows, those of
+// keys 2 (lane % 4) and + 1 of each 8.
+template <typename T, int STEPS>
+__device__ __forceinline__ void multiply_queries(float (&score)[2 * BLOCKS][4], const Block<T>& block, const T* keys, int count) {
+    const int lane = threadIdx.x % 32;
+    // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
+    const unsigned own = block.bytes(lane % 16) + lane / 16 * 16;
+    const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.stride) + own;
+    const unsigned key_row = shared_address(keys) + own;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = tile_of_rows * ROWS + threadIdx.x % 32 / 4 + 8 * half;
-        unit.token[half] = slot < block.slots ? block.token_of(row) : -1;
-        unit.length[half] = unit.token[half] < 0 ? 0 : block.tables->lengths[unit.token[half]];
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        if (16 * k >= block.size) continue;
+        unsigned query[4];
+        load_matrices(query, query_row + 32 * k);
+#pragma unroll
+        for (int n = 0; n < BLOCKS; ++n) {
+            if (n >= count) continue;
+            unsigned key[4];
+            load_matrices(key, key_row + block.bytes(BLOCK * n) + 32 * k);
+            multiply<T>(score[2 * n], query, key[0], key[2]);
+            multiply<T>(score[2 * n + 1], query, key[1], key[3]);
+        }
     }
-    return unit;
 }
 
-// Products of 16 queries and 16 keys (number `keys` of the tile). A lane gets those of its two rows and keys
-// 2 (lane % 4), + 1, then of the keys 8 further.
-template <typename T, int STEPS>
-__device__ __forceinline__ void compute_scores(float (&score)[2][4], const Block<T>& block, const Unit& unit, int keys,
-                                               unsigned queries, unsigned rows) {
-    const int lane = threadIdx.x % 32, first = unit.begin + BLOCK * keys;
-    const bool shares = unit.shares(block, keys);
+// Of a lane's two rows, whether the keys of a tile are seen in a step whose mask speaks of all rows: bit 8 n + i for key
+// 8 n + 2 (lane % 4) + i.
+template <typename T>
+__device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const Block<T>& block, const Rows& rows, int begin) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int t = rows.first_token; t < rows.end_token; ++t) {
+        const unsigned char* mask = block.mask_of(t);
+        unsigned bits[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) score[0][i] = score[1][i] = 0.f;
-#pragma unroll 1
-    for (int t = unit.first_token; t < unit.end_token; ++t) {
-        if (first < block.tables->lengths[t]) {
-            const unsigned address = rows + block.bytes(unit.key_row(block, t, keys));
-            float sum[2][4] = {};
-#pragma unroll
-            for (int k = 0; k < STEPS; ++k) {
-                if (16 * k >= block.size) continue;
-                unsigned key[4], query[4];
-                load_matrices(query, queries + 32 * k);
-                load_matrices(key, address + 32 * k);
-                multiply<T>(sum[0], query, key[0], key[2]);
-                multiply<T>(sum[1], query, key[1], key[3]);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (shares || unit.token[i / 2] == t) score[0][i] = sum[0][i], score[1][i] = sum[1][i];
+        for (int half = 0; half < 2; ++half) {
+            const int key = begin + 32 * half + lane;
+            const bool is_seen = key == block.start + block.first_token + t || (key < block.mask_keys && __ldcg(mask + key) != 0);
+            bits[half] = __ballot_sync(FULL_WARP, is_seen);
         }
-        if (shares) break;
+        const unsigned long long both = (static_cast<unsigned long long>(bits[1]) << 32 | bits[0]) >> 2 * (lane % 4);
+        if (rows.token[0] == t) sees[0] = both;
+        if (rows.token[1] == t) sees[1] = both;
     }
-    if (!shares || block.masks_all) {
+}
+
+// Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring.
+template <typename T, int STEPS>
+__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T>& block, const Rows& rows,
+                                               int begin, int ring_row) {
+    const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
+    const bool has_new = begin + KEY_TILE > block.start;
+    float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
+    if (has_new && begin <= block.start) {  // once for all tokens: they are the same wherever a token stands
+        multiply_queries<T, STEPS>(score, block, block.new_keys, (block.tokens + BLOCK - 1) / BLOCK);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = first + 2 * (lane % 4) + i % 2;
-            if (key >= unit.length[i / 2]) score[0][i] = no_score();
-            if (key + 8 >= unit.length[i / 2]) score[1][i] = no_score();
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+            if (8 * n >= block.tokens) continue;
+            float* target = of_rows + 8 * n + 2 * (lane % 4);
+            *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
+            *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
+        }
+        __syncwarp();
+    }
+    multiply_queries<T, STEPS>(score, block, block.keys + ring_row * block.stride,
+                               min(block.start - begin + BLOCK - 1, KEY_TILE) / BLOCK);
+    if (has_new) {
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int half = i / 2, position = begin + 8 * n + 2 * (lane % 4) + i % 2;
+                if (position >= rows.length[half]) score[n][i] = no_score();
+                else if (position >= block.start)
+                    score[n][i] = of_rows[8 * half * stride + block.tables->nodes[rows.token[half]][position - block.start]];
+            }
         }
     }
     if (block.masks_all) {
-        unsigned sees[2] = {};
-#pragma unroll 1
-        for (int t = unit.first_token; t < unit.end_token; ++t) {
-            const int key = first + lane % 16;
-            const unsigned char* seen = block.mask_of(t);
-            const unsigned bits = __ballot_sync(FULL_WARP, key == block.start + block.first_token + t ||
-                                                               (key < block.mask_keys && __ldcg(seen + key) != 0));
-            if (unit.token[0] == t) sees[0] = bits >> 2 * (lane % 4);
-            if (unit.token[1] == t) sees[1] = bits >> 2 * (lane % 4);
-        }
+        unsigned long long sees[2] = {};
+        read_mask(sees, block, rows, begin);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((sees[i / 2] >> (i % 2) & 1) == 0) score[0][i] = no_score();
-            if ((sees[i / 2] >> (8 + i % 2) & 1) == 0) score[1][i] = no_score();
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if ((sees[i / 2] >> (8 * n + i % 2) & 1) == 0) score[n][i] = no_score();
         }
     }
 }
 
-// The largest score of each row among a warp's keys, to the row's place in `maxima`.
-__device__ __forceinline__ void write_largest(float* maxima, const float (&score)[2][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float largest = fmaxf(fmaxf(score[0][2 * half], score[0][2 * half + 1]),
-                              fmaxf(score[1][2 * half], score[1][2 * half + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-        if (threadIdx.x % 4 == 0) maxima[8 * half] = largest;
-    }
-}
-
-// Softmax of a lane's two rows so far: largest score (log2), what sums of earlier tiles are multiplied by, and totals as
-// tensor cores hold them, each twice.
+// Of a lane's two rows, the softmax of a span so far: largest score (log2), sum of weights; and what sums of the span's
+// earlier tiles are multiplied by.
 struct Softmax {
-    float maximum[2], correction[2], total[4];
+    float maximum[2], total[2], correction[2];
 };
 
-// The softmax after a tile whose largest scores are in `maxima` [TEAM, ROWS]; `before`: as the span has it, if it has any.
-__device__ __forceinline__ Softmax next_softmax(const float* maxima, const float* before, int distance, bool exists,
-                                                float scale) {
-    Softmax softmax;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float* of_row = maxima + 8 * half;
-        const float largest = fmaxf(fmaxf(of_row[0], of_row[ROWS]), fmaxf(of_row[2 * ROWS], of_row[3 * ROWS]));
-        float2 state = make_float2(LOWEST, 0.f);
-        if (exists) state = *reinterpret_cast<const float2*>(before + half * distance);
-        softmax.maximum[half] = fmaxf(state.x, largest * scale);
-        softmax.correction[half] = power_of_two(state.x - softmax.maximum[half]);
-        softmax.total[2 * half] = softmax.total[2 * half + 1] = state.y * softmax.correction[half];
-    }
-    return softmax;
-}
-
-// Weights of a lane's scores, as the next product takes them.
+// Makes weights of scores, as the next product takes them, and adds them to the span.
 template <typename T>
-__device__ __forceinline__ uint4 weights_of(const float (&score)[2][4], const Softmax& softmax, float scale) {
-    auto pair = [&](int i) {
-        const float* two = &score[i / 2][2 * (i % 2)];
-        return pack<T>(power_of_two(fmaf(two[0], scale, -softmax.maximum[i % 2])),
-                       power_of_two(fmaf(two[1], scale, -softmax.maximum[i % 2])));
-    };
-    return make_uint4(pair(0), pair(1), pair(2), pair(3));
-}
-
-// Adds a tile's weights, and its values so weighted, to a span's rows; a warp has every fourth 16 columns, from `part` on.
-template <typename T, int STEPS>
-__device__ __forceinline__ void add_values(float* span, Softmax& softmax, const uint4* weights, bool has_sums,
-                                           const Block<T>& block, const Unit& unit, int part, unsigned rows) {
-    constexpr int COLUMNS = STEPS / TEAM;  // of 16 head elements
-    const int lane = threadIdx.x % 32;
-    auto column_of = [&](int n) { return 16 * (part + TEAM * (n / 2)) + 8 * (n % 2) + 2 * (lane % 4); };
-    float sum[2 * COLUMNS][4];
-#pragma unroll
-    for (int n = 0; n < 2 * COLUMNS; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float2 before = make_float2(0.f, 0.f);
-            if (has_sums && column_of(n) < block.size)
-                before = *reinterpret_cast<const float2*>(span + 8 * half * block.stride + column_of(n));
-            sum[n][2 * half] = before.x * softmax.correction[half];
-            sum[n][2 * half + 1] = before.y * softmax.correction[half];
-        }
-    }
-#pragma unroll
-    for (int keys = 0; keys < TEAM; ++keys) {
-        const uint4 four = weights[keys * 32];
-        const unsigned weight[4] = {four.x, four.y, four.z, four.w};
-        multiply<T>(softmax.total, weight, Ones<T>::PAIR, Ones<T>::PAIR);
-        const bool shares = unit.shares(block, keys);
-#pragma unroll 1
-        for (int t = unit.first_token; t < unit.end_token; ++t) {
-            if (unit.begin + BLOCK * keys < block.tables->lengths[t]) {
-                const int row = unit.key_row(block, t, keys);
-                const unsigned address = rows + block.bytes(row + (row < block.ring ? block.ring : block.tokens));
-#pragma unroll
-                for (int d = 0; d < COLUMNS; ++d) {
-                    if (16 * (part + TEAM * d) >= block.size) continue;
-                    unsigned value[4];
-                    load_transposed_matrices(value, address + 32 * (part + TEAM * d));
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        float next[4];
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) next[i] = sum[2 * d + n][i];
-                        multiply<T>(next, weight, value[2 * n], value[2 * n + 1]);
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (shares || unit.token[i / 2] == t) sum[2 * d + n][i] = next[i];
-                    }
-                }
-            }
-            if (shares) break;
-        }
-    }
+__device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], Softmax& softmax,
+                                                const float (&score)[2 * BLOCKS][4], float scale, bool is_first) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float* row = span + 8 * half * block.stride;
-        if (part == 0 && lane % 4 == 0)
-            *reinterpret_cast<float2*>(row + block.padded) = make_float2(softmax.maximum[half], softmax.total[2 * half]);
+        float largest = fmaxf(score[0][2 * half], score[0][2 * half + 1]);
 #pragma unroll
-        for (int n = 0; n < 2 * COLUMNS; ++n) {
-            if (column_of(n) < block.size)
-                *reinterpret_cast<float2*>(row + column_of(n)) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
+        for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * half], score[n][2 * half + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+        const float before = is_first ? LOWEST : softmax.maximum[half];
+        softmax.maximum[half] = fmaxf(before, largest * scale);
+        softmax.correction[half] = power_of_two(before - softmax.maximum[half]);
+        softmax.total[half] = is_first ? 0.f : softmax.total[half] * softmax.correction[half];
+    }
+    float total[4] = {softmax.total[0], softmax.total[0], softmax.total[1], softmax.total[1]};
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* two = &score[2 * n + i / 2][2 * (i % 2)];
+            weight[n][i] = pack<T>(power_of_two(fmaf(two[0], scale, -softmax.maximum[i % 2])),
+                                   power_of_two(fmaf(two[1], scale, -softmax.maximum[i % 2])));
+        }
+        multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+    }
+    softmax.total[0] = total[0], softmax.total[1] = total[2];
+}
+
+// Adds 64 columns of a tile's values, from `column` on, so weighted. Where new keys stand, each token has values of its
+// own: the weights of its rows alone meet them.
+template <typename T>
+__device__ __forceinline__ void add_values(float (&sum)[8][4], const unsigned (&weight)[BLOCKS][4], const Block<T>& block,
+                                           const Rows& rows, int begin, int ring_row, int column) {
+    const int lane = threadIdx.x % 32;
+    const unsigned values = shared_address(block.keys) + lane / 16 * 16 + 2 * column;
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) {
+        const int first = begin + BLOCK * n, key = BLOCK * n + lane % 16;
+        if (first >= rows.longest) continue;
+        const bool is_shared = first + BLOCK <= block.start || block.shares_new_keys();
+#pragma unroll 1
+        for (int t = rows.first_token; t < rows.end_token; ++t) {
+            int row = block.ring + ring_row + key;
+            if (first + BLOCK > block.start) {
+                const int length = block.tables->lengths[t], node = begin + key - block.start;
+                if (first >= length) continue;
+                if (node >= 0 && begin + key < length) row = 2 * block.ring + block.tokens + block.tables->nodes[t][node];
+            }
+            unsigned own[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+                if (column + 16 * d >= block.size) continue;
+                unsigned value[4];
+                load_transposed_matrices(value, values + block.bytes(row) + 32 * d);
+                multiply<T>(sum[2 * d], own, value[0], value[1]);
+                multiply<T>(sum[2 * d + 1], own, value[2], value[3]);
+            }
+            if (is_shared) break;
         }
     }
 }
 
-// All tiles of a block's spans of `each` tiles; `is_loading`: the first tile of the first slots is under way.
-template <typename T, int STEPS>
-__device__ __forceinline__ void compute_spans(const Block<T>& block, int each, bool is_loading) {
-    const int lane = threadIdx.x % 32, team = block.warp / TEAM, part = block.warp % TEAM, teams = block.warps / TEAM;
-    const int slots = block.slots, row_tiles = block.row_tiles, stages = block.stages, stride = block.stride;
-    float* behind_spans = block.spans + GROUP * row_tiles * ROWS * stride;
-    uint4* weights = reinterpret_cast<uint4*>(behind_spans) + team * TEAM * 32 + lane;
-    float* maxima = behind_spans + teams * TEAM * 32 * 4 + team * TEAM * ROWS + lane / 4;
-    // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
-    const unsigned rows = shared_address(block.rows) + lane / 16 * 16;
-    const unsigned queries = shared_address(block.queries + lane % 16 * stride) + lane / 16 * 16;
-#pragma unroll 1
-    for (int first_span = 0; first_span < GROUP; first_span += slots) {
-        int loaded = is_loading && first_span == 0;  // iterations whose tiles are here or come
-#pragma unroll 1
-        for (int iteration = 0; iteration < each; ++iteration) {
-#pragma unroll 1
-            for (; loaded < min(iteration + stages, each); ++loaded)
-                load_tiles<T, STEPS>(block, first_span, loaded, each);
-            if (loaded > iteration + 1) wait_for_copies<1>();
-            else wait_for_copies<0>();
-            __syncthreads();
-            // Teams keep step. Those with new keys take longer: units of one slot are computed together.
-#pragma unroll 1
-            for (int first_unit = 0; first_unit < slots * row_tiles; first_unit += teams) {
-                const int slot = (first_unit + team) / row_tiles, tile_of_rows = first_unit + team - slot * row_tiles;
-                const Unit unit = unit_of(block, first_span, slot, tile_of_rows, iteration, each);
-                float* span = block.spans + ((first_span + slot) * row_tiles * ROWS + tile_of_rows * ROWS + lane / 4) * stride;
-                const bool computes = unit.begin < __reduce_max_sync(FULL_WARP, max(unit.length[0], unit.length[1]));
-                float score[2][4];
-                Softmax softmax;
-                if (computes) {
-                    const unsigned own_queries = queries + block.bytes(tile_of_rows * ROWS);
-                    compute_scores<T, STEPS>(score, block, unit, part, own_queries, rows);
-                    write_largest(maxima + part * ROWS, score);
-                } else if (slot < slots && iteration == 0 && part == 0 && lane % 4 == 0) {
-                    *reinterpret_cast<float2*>(span + block.padded) = make_float2(LOWEST, 0.f);
-                    *reinterpret_cast<float2*>(span + 8 * stride + block.padded) = make_float2(LOWEST, 0.f);
-                }
-                __syncthreads();
-                if (computes) {
-                    softmax = next_softmax(maxima, span + block.padded, 8 * stride, iteration > 0, block.scale);
-                    weights[part * 32] = weights_of<T>(score, softmax, block.scale);
-                }
-                __syncthreads();
-                if (computes) add_values<T, STEPS>(span, softmax, weights, iteration > 0, block, unit, part, rows);
-            }
-            __syncthreads();
+// Where a lane leaves the sums of a span's tiles for the next one of them.
+template <typename T> __device__ __forceinline__ float* unfinished_of(const Block<T>& block, int half) {
+    return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
+}
+
+// A lane's sums of 64 columns of a span before a tile is added.
+template <typename T>
+__device__ __forceinline__ void begin_sums(float (&sum)[8][4], const Block<T>& block, const Softmax& softmax, int column,
+                                           bool is_first) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float* before = unfinished_of(block, half) + column + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int d = 0; d < 8; ++d) {
+            sum[d][2 * half] = sum[d][2 * half + 1] = 0.f;
+            if (is_first || column + 8 * d >= block.size) continue;
+            const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
+            sum[d][2 * half] = two.x * softmax.correction[half], sum[d][2 * half + 1] = two.y * softmax.correction[half];
         }
+    }
+}
+
+// Leaves a lane's sums of 64 columns at its two rows' targets (null: nowhere).
+__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4], int column, int size) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (targets[half] == nullptr) continue;
+#pragma unroll
+        for (int d = 0; d < 8; ++d) {
+            const int own = column + 8 * d;
+            if (own < size)
+                *reinterpret_cast<float2*>(targets[half] + own + 2 * (threadIdx.x % 4)) =
+                    make_float2(sum[d][2 * half], sum[d][2 * half + 1]);
+        }
+    }
+}
+
+// The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
+// where the warp has all spans of its rows, else it is left where they are merged.
+template <typename T, int STEPS, typename Sums>
+__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T>& block, const Rows& rows,
+                                             const Division& division, int round) {
+    constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
+    const int tile = block.tile_of(division, block.slot, round), begin = tile * KEY_TILE;
+    if (tile < 0 || begin >= rows.longest) return;
+    const int of_span = tile & ((1 << division.tile_bits) - 1), span = tile >> division.tile_bits;
+    const int ring_row = (round % block.stages * block.slots + block.slot) * KEY_TILE;
+    const bool is_first = of_span == 0;
+    const bool is_last = of_span + 1 == 1 << division.tile_bits || begin + KEY_TILE >= rows.longest;
+    unsigned weight[BLOCKS][4];
+    {
+        float score[2 * BLOCKS][4];
+        compute_scores<T, STEPS>(score, block, rows, begin, ring_row);
+        compute_weights<T>(weight, softmax, score, block.scale, is_first);
+    }
+    float* targets[2] = {};
+    float2 factors[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (!is_last) {
+            targets[half] = unfinished_of(block, half);
+        } else if constexpr (!SHARES) {
+            factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
+            add_part(whole.total[half], softmax.total[half], factors[half]);
+        } else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE) {
+            float* state = block.state_of(rows.row[half], span);
+            if (threadIdx.x % 4 == 0) *reinterpret_cast<float2*>(state) = make_float2(softmax.maximum[half], softmax.total[half]);
+            targets[half] = state + 4;
+        }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < STEPS / 4; ++chunk) {
+        const int column = 64 * chunk;
+        if (column >= block.size) continue;
+        float sum[8][4];
+        begin_sums(sum, block, softmax, column, is_first);
+        add_values<T>(sum, weight, block, rows, begin, ring_row, column);
+        if constexpr (!SHARES) {
+            if (is_last) {
+#pragma unroll
+                for (int d = 0; d < 8; ++d) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) add_part(whole.sum[8 * chunk + d][i], sum[d][i], factors[i / 2]);
+                }
+                continue;
+            }
+        }
+        write_sums(targets, sum, column, block.size);
     }
 }
 
