@@ -21,7 +21,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _ROWS = 64, 16
-#: The most warps of a block, for heads of up to 64 elements; for wider ones half of it.
+#: The most warps of a block, for heads of up to 64 elements whose spans several warps share; for others half of it.
 _MOST_WARPS = 16
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
@@ -130,7 +130,7 @@ class AttentionGeometry:
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs."""
-        most = _MOST_WARPS if shape.size <= 64 else _MOST_WARPS // 2
+        most = _MOST_WARPS if shape.size <= 64 and self.shares else _MOST_WARPS // 2
         return self.warps <= most and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
