@@ -18,7 +18,7 @@
 namespace decode {
 namespace keys_by_position {
 
-// STEPS: of 16 head elements (head size up to 16 * STEPS). Grid (blocks that share the spans, key-value heads, sequences
+// STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (blocks that share the spans, key-value heads, sequences
 // times token_blocks of row_tiles * tile_tokens tokens). Block: warps for row_tiles in each of `slots` spans that are
 // computed at once, whose tiles have `stages` (1 to 3) places in memory. tile_tokens: those whose `group` heads are 16 rows
 // or fewer; group_inverse: 65536 / group, rounded up. scale: of scores, times log2(e). rotary: columns of cos_sin that a
@@ -29,7 +29,7 @@ template <typename T, int STEPS, bool SHARES>
 __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const __grid_constant__ Arguments<T> arguments) {
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
-    Block<T> block{arguments};
+    Block<T, STEPS> block{arguments};
     block.find_place(shared, tables);
     if (block.in_cluster) arrive_at_cluster();  // before anyone writes to another's memory, all must have begun
     launch_next_kernel();
@@ -45,18 +45,18 @@ __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const
     for (int bits = block.least; bits <= block.most; ++bits) {
         const Division division = block.division_of(bits);
         Whole<SHARES ? 0 : STEPS> whole;
-        Softmax softmax;
+        Softmax softmax{};
         Rows rows;
         int loaded = 0;  // rounds whose tiles are here or come
 #pragma unroll 1
         for (int round = 0; round < division.rounds; ++round) {
             if (is_ready) __syncthreads();
 #pragma unroll 1
-            for (; loaded < round + block.stages; ++loaded) load_tiles<T, STEPS>(block, division, loaded);
+            for (; loaded < round + block.stages; ++loaded) load_tiles(block, division, loaded);
             if (!is_ready) {
                 list_keys(block);
                 wait_for_previous_kernel();
-                make_heads_ready<T, STEPS>(block, has_new);
+                make_heads_ready(block, has_new);
                 if (is_clustered) wait_for_cluster();
                 is_ready = true;
             }
@@ -65,16 +65,15 @@ __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const
             else wait_for_copies<0>();
             __syncthreads();
             if (round == 0) rows = rows_of(block, division), clear(whole);
-            compute_tile<T, STEPS>(whole, softmax, block, rows, division, round);
+            compute_tile(whole, softmax, block, rows, division, round);
         }
         if constexpr (!SHARES) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                if (rows.length[half] > 0)
-                    write_row<T>(block.context + block.result_of(rows.row[half]) * block.size, whole, half, block.size);
+                if (rows.length[half] > 0) write_row(block, whole, rows.row[half], half);
         }
     }
-    if constexpr (SHARES) merge_shares<T>(block);
+    if constexpr (SHARES) merge_shares(block);
 }
 
 }  // namespace keys_by_position

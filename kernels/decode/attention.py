@@ -138,7 +138,7 @@ _SMALLEST = AttentionGeometry(1, 1, 1, 1)
 
 
 def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
-    """The kernel for heads of so many elements (up to 64, 128 or 256). `shares`: several warps have spans of a row."""
+    """The kernel for heads of so many elements, the last 16 of them or 8. `shares`: several warps have spans of a row."""
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -147,8 +147,9 @@ def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
     )
-    steps = 4 if head_size <= 64 else 8 if head_size <= 128 else 16  # of 16 elements
-    expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(shares).lower()}>"
+    expression = (
+        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
+    )
     return decode_kernel("attention.cu", expression, macros)
 
 

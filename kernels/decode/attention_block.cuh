@@ -14,7 +14,7 @@ static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides 
 
 // Warps of a block, by steps of 16 head elements: as many as have the registers that they need. `shares`: of spans of a row.
 __device__ constexpr int max_warps(int steps, bool shares) {
-    return steps == 4 && shares ? HOST_MAX_WARPS : HOST_MAX_WARPS / 2;
+    return steps <= 4 && shares ? HOST_MAX_WARPS : HOST_MAX_WARPS / 2;
 }
 
 // 2^exponent; 0 for what lies below normal numbers.
@@ -53,7 +53,6 @@ template <typename T> struct Arguments {
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 
-__device__ constexpr int stride_of(int size) { return ((size + 15) & ~15) + 8; }
 // Floats of a row of scores of new tokens, and of a span's state: largest score (log2), sum of weights, two unused, sums.
 __device__ constexpr int score_stride_of(int tokens) { return ((tokens + 15) & ~15) + 4; }
 __device__ constexpr int state_stride_of(int size) { return size + 4; }
@@ -67,7 +66,7 @@ struct Division {
     int rounds;    // the most tiles of a slot of the block
 };
 
-template <typename T> struct Block : Arguments<T> {
+template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base = Arguments<T>;
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
     using Base::mask_keys, Base::masks_all, Base::offset, Base::partial, Base::row_tiles, Base::size, Base::slots;
@@ -82,12 +81,15 @@ template <typename T> struct Block : Arguments<T> {
     int start, longest, least, most, active, own_rows;
     T *cached_keys, *cached_values;
 
-    // Memory, rows of `stride` elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
+    // Of a head: what its rows are padded to, and their distance in memory, free of bank conflicts.
+    static constexpr int PADDED = 16 * STEPS, STRIDE = PADDED + 8;
+
+    // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
     // keys and values; queries [row_tiles, ROWS]. Then rows of floats: scores of the new tokens [row_tiles, ROWS]; states of
     // the rows that the block merges [spans, own_rows]; sums of unfinished spans [warps, ROWS], where spans have several
     // tiles.
     Tables* tables;
-    int padded, stride, ring;
+    int ring;
     T *keys, *new_keys, *queries;
     float *new_scores, *own_states, *unfinished;
 
@@ -104,11 +106,11 @@ template <typename T> struct Block : Arguments<T> {
         cached_keys = k_cache + cache, cached_values = v_cache + cache;
 
         tables = &own_tables;
-        stride = stride_of(size), padded = stride - 8, ring = stages * slots * KEY_TILE;
+        ring = stages * slots * KEY_TILE;
         keys = reinterpret_cast<T*>(shared);
-        new_keys = keys + 2 * ring * stride;
-        queries = new_keys + 2 * tokens * stride;
-        new_scores = reinterpret_cast<float*>(queries + row_tiles * ROWS * stride);
+        new_keys = keys + 2 * ring * STRIDE;
+        queries = new_keys + 2 * tokens * STRIDE;
+        new_scores = reinterpret_cast<float*>(queries + row_tiles * ROWS * STRIDE);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
         own_states = unfinished + (kv_rows > KEY_TILE << span_bits ? warps * ROWS * state_stride_of(size) : 0);
     }
@@ -151,7 +153,10 @@ template <typename T> struct Block : Arguments<T> {
         return offset == 0.f ? to_float(weight) : to_float(weight) + offset;
     }
 
-    __device__ __forceinline__ int bytes(int row) const { return row * stride * sizeof(T); }
+    static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
+
+    // Whether a head has the eight elements number n; all but the last it has at compile time.
+    __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }
 
     // x / group, for rows.
     __device__ __forceinline__ int token_of(int row) const { return row * group_inverse >> 16; }

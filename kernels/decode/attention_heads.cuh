@@ -11,7 +11,7 @@ __device__ __forceinline__ int2 places_of_pair(int pair, int rotary) {
 }
 
 // The new tokens that each token sees, and the number of its keys.
-template <typename T> __device__ __forceinline__ void list_keys(const Block<T>& block) {
+template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int t = block.warp; t < block.own_count; t += block.warps) {
@@ -40,7 +40,8 @@ template <typename T> struct Head {
 };
 
 // Item number `item` of `keys` new keys (with their values) and then the queries.
-template <typename T> __device__ __forceinline__ Head<T> head_of(const Block<T>& block, int item, int keys) {
+template <typename T, int STEPS>
+__device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int item, int keys) {
     Head<T> head;
     head.is_key = item < keys;
     const int row = item - keys, t = head.is_key ? item - block.first_token : block.token_of(row);
@@ -51,15 +52,15 @@ template <typename T> __device__ __forceinline__ Head<T> head_of(const Block<T>&
     head.norm = head.is_key ? block.k_norm : block.q_norm;
     const int tile = t / block.tile_tokens;
     const int query = 2 * block.tokens + tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
-    head.target = (head.is_key ? item : query) * block.stride;
+    head.target = (head.is_key ? item : query) * block.STRIDE;
     head.cached = head.is_key && t >= 0 && t < block.own_count ? (block.start + item) * block.size : -1;
     return head;
 }
 
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
-template <typename T, int STEPS> __device__ __forceinline__ void make_heads_ready(const Block<T>& block, bool has_new) {
-    constexpr int PAIRS = STEPS / 4, AT_ONCE = PAIRS == 4 ? 2 : 4;  // of a lane; heads of a warp
+template <typename T, int STEPS> __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, bool has_new) {
+    constexpr int PAIRS = (STEPS + 3) / 4, AT_ONCE = PAIRS > 2 ? 2 : 4;  // of a lane; heads of a warp
     const int lane = threadIdx.x % 32, size = block.size, rotary = block.rotary;
     const int keys = has_new ? block.tokens : 0, items = keys + block.rows;
 #pragma unroll 1
@@ -111,14 +112,14 @@ template <typename T, int STEPS> __device__ __forceinline__ void make_heads_read
                 target[place.x] = x, target[place.y] = y;
                 if (!head[i].is_key) continue;
                 const unsigned both = pack<T>(value[i][p].x, value[i][p].y);
-                *reinterpret_cast<unsigned*>(target + block.tokens * block.stride + 2 * pair) = both;
+                *reinterpret_cast<unsigned*>(target + block.tokens * block.STRIDE + 2 * pair) = both;
                 if (head[i].cached < 0) continue;
                 T* cached = block.cached_keys + head[i].cached;
                 cached[place.x] = x, cached[place.y] = y;
                 *reinterpret_cast<unsigned*>(block.cached_values + head[i].cached + 2 * pair) = both;
             }
             // Columns behind the head are multiplied too.
-            if (lane < block.padded - size) target[size + lane] = from_float<T>(0.f);
+            if (lane < block.PADDED - size) target[size + lane] = from_float<T>(0.f);
         }
     }
 }

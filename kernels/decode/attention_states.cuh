@@ -34,11 +34,12 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
 
 // The context of one of a lane's two rows, whose columns are 2 (lane % 4) and + 1 of each 8.
 template <typename T, int STEPS>
-__device__ __forceinline__ void write_row(T* context, const Whole<STEPS>& whole, int half, int size) {
+__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<STEPS>& whole, int row, int half) {
+    T* context = block.context + block.result_of(row) * block.size;
     const float inverse = 1.f / whole.total[half];
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i) {
-        if (8 * i >= size) continue;
+        if (!block.has_eight(i)) continue;
         *reinterpret_cast<unsigned*>(context + 8 * i + 2 * (threadIdx.x % 4)) =
             pack<T>(whole.sum[i][2 * half] * inverse, whole.sum[i][2 * half + 1] * inverse);
     }
@@ -46,8 +47,8 @@ __device__ __forceinline__ void write_row(T* context, const Whole<STEPS>& whole,
 
 // Merges the states of the block's rows first, first + step, ...: those of a row's spans are `distance` floats apart from
 // `states` on, and rows `row_distance`. Through the second-level cache, where other blocks wrote them.
-template <typename T, bool THROUGH_L2>
-__device__ __forceinline__ void merge_states(const Block<T>& block, int first, int step) {
+template <bool THROUGH_L2, typename T, int STEPS>
+__device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step) {
     const int size = block.size, quads = size / 4, stride = state_stride_of(size);
     const int count = (block.rows - first + step - 1) / step;
 #pragma unroll 1
@@ -79,7 +80,7 @@ __device__ __forceinline__ void merge_states(const Block<T>& block, int first, i
 
 // Once all spans that the block's warps have are computed: merges the states of its rows, in its own memory or, of blocks
 // that are no cluster, in the last one to come here.
-template <typename T> __device__ __forceinline__ void merge_shares(const Block<T>& block) {
+template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(const Block<T, STEPS>& block) {
     if (block.in_cluster && block.active > 1) {
         arrive_at_cluster();
         wait_for_cluster();
@@ -87,7 +88,7 @@ template <typename T> __device__ __forceinline__ void merge_shares(const Block<T
         __syncthreads();
     }
     if (block.splits == 1 || block.in_cluster) {
-        merge_states<T, false>(block, block.split, block.active);
+        merge_states<false>(block, block.split, block.active);
         return;
     }
     if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
@@ -98,7 +99,7 @@ template <typename T> __device__ __forceinline__ void merge_shares(const Block<T
         __threadfence();
     }
     __syncthreads();
-    if (block.tables->is_last_block) merge_states<T, true>(block, 0, 1);
+    if (block.tables->is_last_block) merge_states<true>(block, 0, 1);
 }
 
 }  // namespace keys_by_position

@@ -35,16 +35,20 @@ template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; 
 template <> struct Ones<__nv_bfloat16> { static constexpr unsigned PAIR = 0x3f803f80u; };
 
 // A lane's two rows, lane / 4 of the warp's tile and the one 8 further: the token (-1: none), the row among the block's,
-// and the token's keys (0: none here). And what all rows of the tile have: its tokens, the most keys.
+// and the token's keys (0: none here). And what all rows of the tile have: its tokens, the most keys, whether there are
+// more than 8.
 struct Rows {
     int token[2], row[2], length[2];
     int first_token, end_token, longest;
+    bool has_more;
 };
 
-template <typename T> __device__ __forceinline__ Rows rows_of(const Block<T>& block, const Division& division) {
+template <typename T, int STEPS>
+__device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Division& division) {
     Rows rows;
     rows.first_token = block.row_tile * block.tile_tokens;
     rows.end_token = min(rows.first_token + block.tile_tokens, block.own_count);
+    rows.has_more = (rows.end_token - rows.first_token) * block.group > 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = threadIdx.x % 32 / 4 + 8 * half, token = rows.first_token + block.token_of(row);
@@ -61,57 +65,79 @@ template <typename T> __device__ __forceinline__ Rows rows_of(const Block<T>& bl
 // before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
 // stands.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_tiles(const Block<T>& block, const Division& division, int round) {
-    constexpr int LANES_OF_ROW = 2 * STEPS;
-    const int column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
-    if (round < division.rounds && column < block.padded) {
-        const int stage = round % block.stages * block.slots * KEY_TILE;
+__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round) {
+    constexpr int COPIES = 2 * STEPS;  // of 16 bytes, of a row
+    const int first_place = round % block.stages * block.slots * KEY_TILE;
+#pragma unroll 1
+    for (int slot = 0; slot < (round < division.rounds ? block.slots : 0); ++slot) {
+        const int tile = block.tile_of(division, slot, round);
+        if (tile < 0) continue;
+        const unsigned target = shared_address(block.keys) + block.bytes(first_place + slot * KEY_TILE);
 #pragma unroll 4
-        for (int row = threadIdx.x / LANES_OF_ROW; row < block.slots * KEY_TILE; row += rows_at_once) {
-            const int tile = block.tile_of(division, row / KEY_TILE, round), position = tile * KEY_TILE + row % KEY_TILE;
-            if (tile < 0) continue;
+        for (int i = threadIdx.x; i < KEY_TILE * COPIES; i += blockDim.x) {
+            const int row = i / COPIES, column = i % COPIES * 8, position = tile * KEY_TILE + row;
             const bool exists = position < block.start && column < block.size;
-            const size_t source = exists ? static_cast<size_t>(position) * block.size + column : 0;
-            const unsigned target = shared_address(block.keys + (stage + row) * block.stride + column);
-            copy_async_16(target, block.cached_keys + source, exists);
-            copy_async_16(target + block.bytes(block.ring), block.cached_values + source, exists);
+            const int source = exists ? position * block.size + column : 0;
+            copy_async_16(target + block.bytes(row) + 2 * column, block.cached_keys + source, exists);
+            copy_async_16(target + block.bytes(block.ring + row) + 2 * column, block.cached_values + source, exists);
         }
     }
     commit_copies();
 }
 
-// Products of the warp's 16 queries and the first `count` times 16 keys of a tile. A lane gets, of its two rows, those of
-// keys 2 (lane % 4) and + 1 of each 8.
-template <typename T, int STEPS>
-__device__ __forceinline__ void multiply_queries(float (&score)[2 * BLOCKS][4], const Block<T>& block, const T* keys, int count) {
-    const int lane = threadIdx.x % 32;
-    // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
-    const unsigned own = block.bytes(lane % 16) + lane / 16 * 16;
-    const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.stride) + own;
-    const unsigned key_row = shared_address(keys) + own;
+// A lane's place among the 16 rows of which it loads matrices: row lane % 16, columns of the lower half for lanes below 16.
+template <typename T, int STEPS> __device__ __forceinline__ unsigned lane_place(const Block<T, STEPS>& block) {
+    return block.bytes(threadIdx.x % 16) + threadIdx.x % 32 / 16 * 16;
+}
+
+// Products of the warp's 16 queries and COUNT times 16 keys. A lane gets, of its two rows, those of keys 2 (lane % 4) and
+// + 1 of each 8. What the next step multiplies is on its way meanwhile.
+template <int COUNT, typename T, int STEPS>
+__device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block, const T* keys) {
+    const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.STRIDE) + lane_place(block);
+    const unsigned key_row = shared_address(keys) + lane_place(block);
+    unsigned query[2][4], key[2][COUNT][4];
+    auto load = [&](int k) {
+        load_matrices(query[k % 2], query_row + 32 * k);
 #pragma unroll
-    for (int n = 0; n < 2 * BLOCKS; ++n)
-        score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
+        for (int n = 0; n < COUNT; ++n) load_matrices(key[k % 2][n], key_row + block.bytes(BLOCK * n) + 32 * k);
+    };
+    load(0);
+#pragma unroll
+    for (int n = 0; n < 2 * COUNT; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
-        if (16 * k >= block.size) continue;
-        unsigned query[4];
-        load_matrices(query, query_row + 32 * k);
+        if (k + 1 < STEPS) load(k + 1);
 #pragma unroll
-        for (int n = 0; n < BLOCKS; ++n) {
-            if (n >= count) continue;
-            unsigned key[4];
-            load_matrices(key, key_row + block.bytes(BLOCK * n) + 32 * k);
-            multiply<T>(score[2 * n], query, key[0], key[2]);
-            multiply<T>(score[2 * n + 1], query, key[1], key[3]);
+        for (int n = 0; n < COUNT; ++n) {
+            multiply<T>(score[2 * n], query[k % 2], key[k % 2][n][0], key[k % 2][n][2]);
+            multiply<T>(score[2 * n + 1], query[k % 2], key[k % 2][n][1], key[k % 2][n][3]);
         }
     }
 }
 
+// Scores of the new tokens, which are the same wherever a token stands among a row's keys.
+template <typename T, int STEPS>
+__device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block, float* of_rows, int stride) {
+#pragma unroll 1
+    for (int first = 0; first < block.tokens; first += BLOCK) {
+        float score[2][4];
+        multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
+            *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
+            *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
+        }
+    }
+    __syncwarp();
+}
+
 // Of a lane's two rows, whether the keys of a tile are seen in a step whose mask speaks of all rows: bit 8 n + i for key
 // 8 n + 2 (lane % 4) + i.
-template <typename T>
-__device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const Block<T>& block, const Rows& rows, int begin) {
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const Block<T, STEPS>& block, const Rows& rows,
+                                          int begin) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 4
     for (int t = rows.first_token; t < rows.end_token; ++t) {
@@ -131,24 +157,13 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
 
 // Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring.
 template <typename T, int STEPS>
-__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T>& block, const Rows& rows,
+__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block, const Rows& rows,
                                                int begin, int ring_row) {
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + KEY_TILE > block.start;
     float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
-    if (has_new && begin <= block.start) {  // once for all tokens: they are the same wherever a token stands
-        multiply_queries<T, STEPS>(score, block, block.new_keys, (block.tokens + BLOCK - 1) / BLOCK);
-#pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
-            if (8 * n >= block.tokens) continue;
-            float* target = of_rows + 8 * n + 2 * (lane % 4);
-            *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
-            *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
-        }
-        __syncwarp();
-    }
-    multiply_queries<T, STEPS>(score, block, block.keys + ring_row * block.stride,
-                               min(block.start - begin + BLOCK - 1, KEY_TILE) / BLOCK);
+    if (has_new && begin <= block.start) compute_new_scores(block, of_rows, stride);
+    multiply_queries<BLOCKS>(score, block, block.keys + ring_row * block.STRIDE);
     if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * BLOCKS; ++n) {
@@ -179,160 +194,192 @@ struct Softmax {
     float maximum[2], total[2], correction[2];
 };
 
-// Makes weights of scores, as the next product takes them, and adds them to the span.
-template <typename T>
-__device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], Softmax& softmax,
+// Makes weights of the scores of a lane's row number HALF, as the next product takes them; `total` begins with the span's.
+template <int HALF, typename T>
+__device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], float (&total)[4], Softmax& softmax,
                                                 const float (&score)[2 * BLOCKS][4], float scale, bool is_first) {
+    float largest = fmaxf(score[0][2 * HALF], score[0][2 * HALF + 1]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float largest = fmaxf(score[0][2 * half], score[0][2 * half + 1]);
+    for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * HALF], score[n][2 * HALF + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+    const float before = is_first ? LOWEST : softmax.maximum[HALF], maximum = fmaxf(before, largest * scale);
+    softmax.maximum[HALF] = maximum;
+    softmax.correction[HALF] = power_of_two(before - maximum);
+    total[2 * HALF] = total[2 * HALF + 1] = is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
 #pragma unroll
-        for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * half], score[n][2 * half + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-        const float before = is_first ? LOWEST : softmax.maximum[half];
-        softmax.maximum[half] = fmaxf(before, largest * scale);
-        softmax.correction[half] = power_of_two(before - softmax.maximum[half]);
-        softmax.total[half] = is_first ? 0.f : softmax.total[half] * softmax.correction[half];
-    }
-    float total[4] = {softmax.total[0], softmax.total[0], softmax.total[1], softmax.total[1]};
-#pragma unroll
-    for (int n = 0; n < BLOCKS; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* two = &score[2 * n + i / 2][2 * (i % 2)];
-            weight[n][i] = pack<T>(power_of_two(fmaf(two[0], scale, -softmax.maximum[i % 2])),
-                                   power_of_two(fmaf(two[1], scale, -softmax.maximum[i % 2])));
-        }
-        multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
-    }
-    softmax.total[0] = total[0], softmax.total[1] = total[2];
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(power_of_two(fmaf(score[n][2 * HALF], scale, -maximum)),
+                                                    power_of_two(fmaf(score[n][2 * HALF + 1], scale, -maximum)));
 }
 
-// Adds 64 columns of a tile's values, from `column` on, so weighted. Where new keys stand, each token has values of its
-// own: the weights of its rows alone meet them.
-template <typename T>
-__device__ __forceinline__ void add_values(float (&sum)[8][4], const unsigned (&weight)[BLOCKS][4], const Block<T>& block,
-                                           const Rows& rows, int begin, int ring_row, int column) {
-    const int lane = threadIdx.x % 32;
-    const unsigned values = shared_address(block.keys) + lane / 16 * 16 + 2 * column;
+// Adds to `sum` the values of a tile, so weighted, and to `total` the weights: columns from 64 * CHUNK on. The keys are the
+// same for all rows.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+                                           const Block<T, STEPS>& block, int begin, int ring_row) {
+    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;  // of 16
+    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
+    unsigned value[2][COLUMNS][4];
+    auto load = [&](int n) {
+        const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
+        const int row = node >= 0 && node < block.tokens ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
+#pragma unroll
+        for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
+    };
+    load(0);
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
-        const int first = begin + BLOCK * n, key = BLOCK * n + lane % 16;
-        if (first >= rows.longest) continue;
-        const bool is_shared = first + BLOCK <= block.start || block.shares_new_keys();
+        if (n + 1 < BLOCKS) load(n + 1);
+        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+#pragma unroll
+        for (int d = 0; d < COLUMNS; ++d) {
+            multiply<T>(sum[2 * d], weight[n], value[n % 2][d][0], value[n % 2][d][1]);
+            multiply<T>(sum[2 * d + 1], weight[n], value[n % 2][d][2], value[n % 2][d][3]);
+        }
+    }
+}
+
+// The same where tokens have new keys of their own: the weights of a token's rows alone meet its values.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+                                               const Block<T, STEPS>& block, const Rows& rows, int begin, int ring_row) {
+    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;
+    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) {
+        const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
+        const bool is_shared = first + BLOCK <= block.start || first >= rows.longest;
+        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
 #pragma unroll 1
-        for (int t = rows.first_token; t < rows.end_token; ++t) {
+        for (int t = rows.first_token; t < (is_shared ? rows.first_token + 1 : rows.end_token); ++t) {
             int row = block.ring + ring_row + key;
-            if (first + BLOCK > block.start) {
-                const int length = block.tables->lengths[t], node = begin + key - block.start;
-                if (first >= length) continue;
-                if (node >= 0 && begin + key < length) row = 2 * block.ring + block.tokens + block.tables->nodes[t][node];
-            }
-            unsigned own[4];
+            if (node >= 0 && begin + key < block.tables->lengths[t]) row = 2 * block.ring + block.tokens + block.tables->nodes[t][node];
+            unsigned own[4], value[COLUMNS][4];
+#pragma unroll
+            for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[d], values + block.bytes(row) + 32 * d);
 #pragma unroll
             for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;
 #pragma unroll
-            for (int d = 0; d < 4; ++d) {
-                if (column + 16 * d >= block.size) continue;
-                unsigned value[4];
-                load_transposed_matrices(value, values + block.bytes(row) + 32 * d);
-                multiply<T>(sum[2 * d], own, value[0], value[1]);
-                multiply<T>(sum[2 * d + 1], own, value[2], value[3]);
+            for (int d = 0; d < COLUMNS; ++d) {
+                multiply<T>(sum[2 * d], own, value[d][0], value[d][1]);
+                multiply<T>(sum[2 * d + 1], own, value[d][2], value[d][3]);
             }
-            if (is_shared) break;
         }
     }
 }
 
 // Where a lane leaves the sums of a span's tiles for the next one of them.
-template <typename T> __device__ __forceinline__ float* unfinished_of(const Block<T>& block, int half) {
+template <typename T, int STEPS> __device__ __forceinline__ float* unfinished_of(const Block<T, STEPS>& block, int half) {
     return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
 }
 
-// A lane's sums of 64 columns of a span before a tile is added.
-template <typename T>
-__device__ __forceinline__ void begin_sums(float (&sum)[8][4], const Block<T>& block, const Softmax& softmax, int column,
-                                           bool is_first) {
+// A warp's tile of a round: what it is of its span, its place in the ring, and its weights.
+struct Tile {
+    int begin, ring_row;
+    bool is_first, is_last;
+    unsigned weight[BLOCKS][4];
+};
+
+// The sums of a span with a tile: columns from 64 * CHUNK on.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[4], const Block<T, STEPS>& block,
+                                             const Rows& rows, const Softmax& softmax, const Tile& tile) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float* before = unfinished_of(block, half) + column + 2 * (threadIdx.x % 4);
+    for (int d = 0; d < 8; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
+    if (!tile.is_first) {
 #pragma unroll
-        for (int d = 0; d < 8; ++d) {
-            sum[d][2 * half] = sum[d][2 * half + 1] = 0.f;
-            if (is_first || column + 8 * d >= block.size) continue;
-            const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
-            sum[d][2 * half] = two.x * softmax.correction[half], sum[d][2 * half + 1] = two.y * softmax.correction[half];
+        for (int half = 0; half < 2; ++half) {
+            const float* before = unfinished_of(block, half) + 64 * CHUNK + 2 * (threadIdx.x % 4);
+#pragma unroll
+            for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
+                if (!block.has_eight(8 * CHUNK + d)) continue;
+                const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
+                sum[d][2 * half] = two.x * softmax.correction[half], sum[d][2 * half + 1] = two.y * softmax.correction[half];
+            }
         }
+    }
+    if (tile.begin + KEY_TILE <= block.start || block.masks_all || block.tokens == 1)
+        add_values<CHUNK>(sum, total, tile.weight, block, tile.begin, tile.ring_row);
+    else add_own_values<CHUNK>(sum, total, tile.weight, block, rows, tile.begin, tile.ring_row);
+}
+
+// Adds the sums of a span that is complete to the row's, where the warp has all spans of its rows.
+template <int CHUNK, int STEPS>
+__device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)[8][4], const float2 (&factors)[2]) {
+#pragma unroll
+    for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_part(whole.sum[8 * CHUNK + d][i], sum[d][i], factors[i / 2]);
     }
 }
 
-// Leaves a lane's sums of 64 columns at its two rows' targets (null: nowhere).
-__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4], int column, int size) {
+// Leaves the sums at a lane's two rows' targets (null: nowhere).
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4], const Block<T, STEPS>& block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
+        float* target = targets[half] + 64 * CHUNK + 2 * (threadIdx.x % 4);
 #pragma unroll
-        for (int d = 0; d < 8; ++d) {
-            const int own = column + 8 * d;
-            if (own < size)
-                *reinterpret_cast<float2*>(targets[half] + own + 2 * (threadIdx.x % 4)) =
-                    make_float2(sum[d][2 * half], sum[d][2 * half + 1]);
-        }
+        for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
+            if (block.has_eight(8 * CHUNK + d))
+                *reinterpret_cast<float2*>(target + 8 * d) = make_float2(sum[d][2 * half], sum[d][2 * half + 1]);
     }
+}
+
+// Calls `compute` for each 64 columns of a head, with their number known at compile time.
+template <int NUMBER> struct Chunk { static constexpr int value = NUMBER; };
+template <int STEPS, int NUMBER = 0, typename F> __device__ __forceinline__ void for_chunks(F&& compute) {
+    compute(Chunk<NUMBER>());
+    if constexpr (4 * (NUMBER + 1) < STEPS) for_chunks<STEPS, NUMBER + 1>(compute);
 }
 
 // The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
 // where the warp has all spans of its rows, else it is left where they are merged.
 template <typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T>& block, const Rows& rows,
+__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block, const Rows& rows,
                                              const Division& division, int round) {
     constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
-    const int tile = block.tile_of(division, block.slot, round), begin = tile * KEY_TILE;
-    if (tile < 0 || begin >= rows.longest) return;
-    const int of_span = tile & ((1 << division.tile_bits) - 1), span = tile >> division.tile_bits;
-    const int ring_row = (round % block.stages * block.slots + block.slot) * KEY_TILE;
-    const bool is_first = of_span == 0;
-    const bool is_last = of_span + 1 == 1 << division.tile_bits || begin + KEY_TILE >= rows.longest;
-    unsigned weight[BLOCKS][4];
+    const int number = block.tile_of(division, block.slot, round);
+    const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
+    Tile tile{number * KEY_TILE, (round % block.stages * block.slots + block.slot) * KEY_TILE};
+    if (number < 0 || tile.begin >= rows.longest) return;
+    tile.is_first = of_span == 0;
+    tile.is_last = of_span + 1 == 1 << division.tile_bits || tile.begin + KEY_TILE >= rows.longest;
+    float total[4] = {};
     {
         float score[2 * BLOCKS][4];
-        compute_scores<T, STEPS>(score, block, rows, begin, ring_row);
-        compute_weights<T>(weight, softmax, score, block.scale, is_first);
+        compute_scores(score, block, rows, tile.begin, tile.ring_row);
+#pragma unroll
+        for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
+        compute_weights<0, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
+        if (rows.has_more) compute_weights<1, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
     }
     float* targets[2] = {};
-    float2 factors[2];
+    float2 factors[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (!is_last) {
-            targets[half] = unfinished_of(block, half);
-        } else if constexpr (!SHARES) {
-            factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
-            add_part(whole.total[half], softmax.total[half], factors[half]);
-        } else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE) {
-            float* state = block.state_of(rows.row[half], span);
-            if (threadIdx.x % 4 == 0) *reinterpret_cast<float2*>(state) = make_float2(softmax.maximum[half], softmax.total[half]);
-            targets[half] = state + 4;
-        }
+        if (!tile.is_last) targets[half] = unfinished_of(block, half);
+        else if constexpr (!SHARES) factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
+        else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
+            targets[half] = block.state_of(rows.row[half], span) + 4;
     }
-#pragma unroll
-    for (int chunk = 0; chunk < STEPS / 4; ++chunk) {
-        const int column = 64 * chunk;
-        if (column >= block.size) continue;
+    for_chunks<STEPS>([&](auto chunk) {
+        constexpr int CHUNK = decltype(chunk)::value;
         float sum[8][4];
-        begin_sums(sum, block, softmax, column, is_first);
-        add_values<T>(sum, weight, block, rows, begin, ring_row, column);
-        if constexpr (!SHARES) {
-            if (is_last) {
+        compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
+        if constexpr (!SHARES)
+            if (tile.is_last) return add_sums<CHUNK>(whole, sum, factors);
+        write_sums<CHUNK>(targets, sum, block);
+    });
 #pragma unroll
-                for (int d = 0; d < 8; ++d) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) add_part(whole.sum[8 * chunk + d][i], sum[d][i], factors[i / 2]);
-                }
-                continue;
-            }
-        }
-        write_sums(targets, sum, column, block.size);
+    for (int half = 0; half < 2; ++half) {
+        softmax.total[half] = total[2 * half];
+        if (!tile.is_last) continue;
+        if constexpr (!SHARES) add_part(whole.total[half], total[2 * half], factors[half]);
+        else if (targets[half] != nullptr && threadIdx.x % 4 == 0)
+            *reinterpret_cast<float2*>(targets[half] - 4) = make_float2(softmax.maximum[half], total[2 * half]);
     }
 }
 
