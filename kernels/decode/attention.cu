@@ -18,10 +18,12 @@
 namespace decode {
 namespace keys_by_position {
 
-// STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (blocks that share the spans, key-value heads, sequences
-// times token_blocks of row_tiles * tile_tokens tokens). Block: warps for row_tiles in each of `slots` spans that are
+// STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (2^split_bits blocks
+// that share the spans, key-value heads, sequences
+// times token_blocks of row_tiles * tile_tokens tokens). Block: warps for row_tiles in each of 2^slot_bits spans that are
 // computed at once, whose tiles have `stages` (1 to 3) places in memory. tile_tokens: those whose `group` heads are 16 rows
-// or fewer; group_inverse: 65536 / group, rounded up. scale: of scores, times log2(e). rotary: columns of cos_sin that a
+// or fewer; group_inverse, tile_inverse: 65536 / group and / tile_tokens,
+// rounded up. scale: of scores, times log2(e). rotary: columns of cos_sin that a
 // head's first elements are rotated by; 0: none. offset is added to the norms' weights. mask [tokens of all sequences,
 // keys]; null: tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. in_cluster: the blocks that
 // share the spans are a cluster, else they leave states in partial [tokens of all sequences, query heads, states, size + 4].
@@ -47,12 +49,13 @@ __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const
         Whole<SHARES ? 0 : STEPS> whole;
         Softmax softmax{};
         Rows rows;
-        int loaded = 0;  // rounds whose tiles are here or come
+        int loaded = 0, place = 0;  // rounds whose tiles are here or come, and the place in memory of the next
+        auto next_of = [&](int stage) { return stage + 1 < block.stages ? stage + 1 : 0; };
 #pragma unroll 1
-        for (int round = 0; round < division.rounds; ++round) {
+        for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
             if (is_ready) __syncthreads();
 #pragma unroll 1
-            for (; loaded < round + block.stages; ++loaded) load_tiles(block, division, loaded);
+            for (; loaded < round + block.stages; ++loaded, place = next_of(place)) load_tiles(block, division, loaded, place);
             if (!is_ready) {
                 list_keys(block);
                 wait_for_previous_kernel();
@@ -65,7 +68,7 @@ __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const
             else wait_for_copies<0>();
             __syncthreads();
             if (round == 0) rows = rows_of(block, division), clear(whole);
-            compute_tile(whole, softmax, block, rows, division, round);
+            compute_tile(whole, softmax, block, rows, division, round, stage);
         }
         if constexpr (!SHARES) {
 #pragma unroll

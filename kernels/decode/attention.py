@@ -33,7 +33,7 @@ _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 _USUAL_KEYS = 1024
 #: Microseconds of a tile of keys: until a warp's 16 rows have passed it; what it takes of a multiprocessor's arithmetic
 #: and to copy it, for each 64 elements of a head; and what it takes to wait for a copy.
-_TILE_LATENCY, _TILE_WORK, _TILE_COPY, _COPY_LATENCY = 0.4, 0.1, 0.15, 0.8
+_TILE_LATENCY, _TILE_WORK, _TILE_COPY, _COPY_LATENCY = 0.3, 0.1, 0.15, 0.8
 #: What it costs to take all the shared memory of a multiprocessor, on which the previous kernel's blocks may still be.
 _ROOM = 0.5
 
@@ -45,9 +45,9 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "size", "rotary", "kv_rows")),
-        *((name, ctypes.c_int) for name in ("tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
-        *((name, ctypes.c_int) for name in ("states", "slots", "row_tiles", "stages", "in_cluster")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
+        *((name, ctypes.c_int) for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
+        *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
     ]
 
 
@@ -93,7 +93,7 @@ class AttentionGeometry:
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
     once; each pair of them is a warp's. `stages` (1 to 3) tiles of keys of each slot have room in memory. `splits`
-    blocks share the spans, as a cluster or through global memory.
+    blocks share the spans, as a cluster or through global memory. Slots and splits are powers of two.
     """
 
     splits: int
@@ -125,8 +125,12 @@ class AttentionGeometry:
         if not self.shares or (self.splits > 1 and not self.in_cluster):
             return 0
         rows = min(shape.tokens, self.row_tiles * shape.tile_tokens) * shape.group
-        some = (-(-rows // active) * min(shape.spans, active * self.slots + 1) for active in range(1, self.splits))
-        return max(*some, -(-rows // self.splits) * shape.spans, 0)
+
+        def states(active: int) -> int:
+            spans = shape.spans if active == self.splits else min(shape.spans, active * self.slots + 1)
+            return -(-rows // (1 << active.bit_length() - 1)) * spans
+
+        return max(map(states, range(1, self.splits + 1)))
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs."""
@@ -183,9 +187,10 @@ def attention_launch(
         *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
         *addresses(step.k_cache, step.v_cache, context, *scratch),
         *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634),
-        *(group, -(-65_536 // group), shape.tile_tokens, size, rotary, kv_rows),
-        *(tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
-        *(shape.spans, geometry.slots, geometry.row_tiles, geometry.stages, geometry.in_cluster),
+        *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
+        *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
+        *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
+        *(geometry.in_cluster, geometry.splits.bit_length() - 1),
     )
     kernel = attention_kernel(step.k_cache.dtype, size, geometry.shares)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
@@ -229,7 +234,7 @@ def _microseconds(
     resident = max(1, min((limit + 1024) // bytes_of_block, _MOST_WARPS // geometry.warps))
     share = -(-blocks // multiprocessors)
     together = min(share, resident)
-    one = _TILE_LATENCY * (1 + steps) / 2
+    one = _TILE_LATENCY * (1 + steps)
     of_round = max(one, together * geometry.warps * _TILE_WORK * steps, together * geometry.slots * _TILE_COPY * steps)
     exposed = _COPY_LATENCY if geometry.stages == 1 else 0.0
     merge = 0.3 if geometry.shares else 0.0

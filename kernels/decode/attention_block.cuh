@@ -48,8 +48,8 @@ template <typename T> struct Arguments {
     float* partial;
     unsigned* counters;
     float epsilon, offset, scale;
-    int group, group_inverse, tile_tokens, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
-    int states, slots, row_tiles, stages, in_cluster;
+    int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
+    int states, slot_bits, row_tiles, stages, in_cluster, split_bits;
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 
@@ -69,16 +69,16 @@ struct Division {
 template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base = Arguments<T>;
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
-    using Base::mask_keys, Base::masks_all, Base::offset, Base::partial, Base::row_tiles, Base::size, Base::slots;
-    using Base::span_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
+    using Base::mask_keys, Base::masks_all, Base::offset, Base::partial, Base::row_tiles, Base::size;
+    using Base::slot_bits, Base::span_bits, Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_inverse, Base::tile_tokens, Base::token_blocks;
     using Base::tokens, Base::v_cache;
 
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
     // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans.
-    int warp, warps, slot, row_tile, split, splits, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
+    int warp, warps, slots, slot, row_tile, split, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
-    // that have spans; `own_rows`: rows, every `active`-th, whose spans this block merges.
-    int start, longest, least, most, active, own_rows;
+    // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
+    int start, longest, least, most, active, owner_bits, own_rows;
     T *cached_keys, *cached_values;
 
     // Of a head: what its rows are padded to, and their distance in memory, free of bank conflicts.
@@ -96,9 +96,9 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // What does not depend on the length of the sequence.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
-        warps = blockDim.x / 32, slot = warp / row_tiles, row_tile = warp - slot * row_tiles;
-        split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
-        sequence = token_blocks == 1 ? blockIdx.z : blockIdx.z / token_blocks;
+        warps = blockDim.x / 32, slots = 1 << slot_bits, slot = warp & (slots - 1), row_tile = warp >> slot_bits;
+        split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
+        sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
         first_token = (blockIdx.z - sequence * token_blocks) * own_tokens;
         own_count = min(own_tokens, tokens - first_token), rows = own_count * group;
@@ -119,15 +119,17 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     __device__ __forceinline__ void find_keys() {
         start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
         least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
-        active = min(splits, (start / KEY_TILE >> least) / slots + 1);
-        own_rows = (rows + active - 1) / active;
+        active = min(1 << split_bits, (start / KEY_TILE >> least + slot_bits) + 1);
+        owner_bits = 31 - __clz(active);
+        own_rows = (rows + (1 << owner_bits) - 1) >> owner_bits;
     }
 
     __device__ __forceinline__ Division division_of(int tile_bits) const {
         Division division{tile_bits, start / KEY_TILE >> tile_bits};
-        const int tiles = min(tiles_of(longest), 1 << (span_bits + tile_bits)), workers = splits * slots;
+        const int tiles = min(tiles_of(longest), 1 << (span_bits + tile_bits)), worker_bits = split_bits + slot_bits;
         division.spans = (tiles + (1 << tile_bits) - 1) >> tile_bits;
-        const int whole = division.new_span / workers, worker = division.new_span - whole * workers - split * slots;
+        const int whole = division.new_span >> worker_bits, first = split << slot_bits;
+        const int worker = division.new_span - (whole << worker_bits) - first;
         division.has_new = worker >= 0 && worker < slots;
         const bool more = division.has_new && division.new_span + 1 < division.spans;
         division.rounds = (whole + (worker >= 0) + more) << tile_bits;
@@ -136,10 +138,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
 
     // The tile of a slot in a round; -1: none.
     __device__ __forceinline__ int tile_of(const Division& division, int of_slot, int round) const {
-        const int turn = round >> division.tile_bits, workers = splits * slots;
-        int span = split * slots + of_slot + turn * workers;
+        const int worker_bits = split_bits + slot_bits;
+        int span = (round >> division.tile_bits << worker_bits) + (split << slot_bits) + of_slot;
         if (span > division.new_span) {
-            if (span - workers != division.new_span || division.new_span + 1 >= division.spans) return -1;
+            if (span != division.new_span + (1 << worker_bits) || division.new_span + 1 >= division.spans) return -1;
             span = division.new_span + 1;
         }
         return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
@@ -173,8 +175,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Where the state that a span leaves of a row is merged: by the row's block of a cluster, or through global memory.
     __device__ __forceinline__ float* state_of(int row, int span) const {
         const int distance = state_stride_of(size);
-        if (splits > 1 && !in_cluster) return partial + (result_of(row) * states + span) * distance;
-        const int place = row / active, owner = row - place * active;
+        if (split_bits > 0 && !in_cluster) return partial + (result_of(row) * states + span) * distance;
+        const int place = row >> owner_bits, owner = row - (place << owner_bits);
         float* state = own_states + (span * own_rows + place) * distance;
         return owner == split ? state : pointer_in_block(state, owner);
     }

@@ -50,7 +50,7 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
     head.rotation = block.cos_sin + token * block.rotary;
     head.norm = head.is_key ? block.k_norm : block.q_norm;
-    const int tile = t / block.tile_tokens;
+    const int tile = t * block.tile_inverse >> 16;
     const int query = 2 * block.tokens + tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
     head.target = (head.is_key ? item : query) * block.STRIDE;
     head.cached = head.is_key && t >= 0 && t < block.own_count ? (block.start + item) * block.size : -1;

@@ -87,8 +87,8 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
     } else {
         __syncthreads();
     }
-    if (block.splits == 1 || block.in_cluster) {
-        merge_states<false>(block, block.split, block.active);
+    if (block.split_bits == 0 || block.in_cluster) {
+        if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, 1 << block.owner_bits);
         return;
     }
     if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads

@@ -65,21 +65,23 @@ __device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Divi
 // before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
 // stands.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round) {
-    constexpr int COPIES = 2 * STEPS;  // of 16 bytes, of a row
-    const int first_place = round % block.stages * block.slots * KEY_TILE;
+__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
+    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
+    const int first = threadIdx.x / LANES_OF_ROW, column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
 #pragma unroll 1
-    for (int slot = 0; slot < (round < division.rounds ? block.slots : 0); ++slot) {
+    for (int slot = 0; slot < slots; ++slot) {
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
-        const unsigned target = shared_address(block.keys) + block.bytes(first_place + slot * KEY_TILE);
+        const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
+        unsigned target = shared_address(block.keys) + block.bytes((stage * block.slots + slot) * KEY_TILE + first) + 2 * column;
+        int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < KEY_TILE * COPIES; i += blockDim.x) {
-            const int row = i / COPIES, column = i % COPIES * 8, position = tile * KEY_TILE + row;
-            const bool exists = position < block.start && column < block.size;
-            const int source = exists ? position * block.size + column : 0;
-            copy_async_16(target + block.bytes(row) + 2 * column, block.cached_keys + source, exists);
-            copy_async_16(target + block.bytes(block.ring + row) + 2 * column, block.cached_values + source, exists);
+        for (int row = first; row < KEY_TILE; row += rows_at_once) {
+            const bool exists = row < exist;
+            copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
+            copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
+            source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
     }
     commit_copies();
@@ -146,8 +148,8 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int key = begin + 32 * half + lane;
-            const bool is_seen = key == block.start + block.first_token + t || (key < block.mask_keys && __ldcg(mask + key) != 0);
-            bits[half] = __ballot_sync(FULL_WARP, is_seen);
+            const bool masks = __ldcg(mask + min(key, block.mask_keys - 1)) != 0 && key < block.mask_keys;
+            bits[half] = __ballot_sync(FULL_WARP, masks || key == block.start + block.first_token + t);
         }
         const unsigned long long both = (static_cast<unsigned long long>(bits[1]) << 32 | bits[0]) >> 2 * (lane % 4);
         if (rows.token[0] == t) sees[0] = both;
@@ -167,12 +169,18 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
     if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * BLOCKS; ++n) {
+            if (begin + 8 * n + 8 <= block.start) continue;
+            if (begin + 8 * n >= rows.longest) {
+                score[n][0] = score[n][1] = score[n][2] = score[n][3] = no_score();
+                continue;
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int half = i / 2, position = begin + 8 * n + 2 * (lane % 4) + i % 2;
-                if (position >= rows.length[half]) score[n][i] = no_score();
-                else if (position >= block.start)
-                    score[n][i] = of_rows[8 * half * stride + block.tables->nodes[rows.token[half]][position - block.start]];
+                const int half = i / 2, position = begin + 8 * n + 2 * (lane % 4) + i % 2, place = position - block.start;
+                const unsigned char* nodes = block.tables->nodes[max(rows.token[half], 0)];
+                const int node = nodes[min(max(place, 0), block.tokens - 1)];
+                const float of_node = of_rows[8 * half * stride + (place < 0 || position >= rows.length[half] ? 0 : node)];
+                score[n][i] = position >= rows.length[half] ? no_score() : place < 0 ? score[n][i] : of_node;
             }
         }
     }
@@ -251,13 +259,18 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
         const bool is_shared = first + BLOCK <= block.start || first >= rows.longest;
         if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        auto row_of = [&](int t) {
+            const int place = min(max(node, 0), block.tokens - 1), own = block.tables->nodes[t][place];
+            return node >= 0 && begin + key < block.tables->lengths[t] ? 2 * block.ring + block.tokens + own : block.ring + ring_row + key;
+        };
+        const int last = is_shared ? rows.first_token : rows.end_token - 1;
+        int next = row_of(rows.first_token);
 #pragma unroll 1
-        for (int t = rows.first_token; t < (is_shared ? rows.first_token + 1 : rows.end_token); ++t) {
-            int row = block.ring + ring_row + key;
-            if (node >= 0 && begin + key < block.tables->lengths[t]) row = 2 * block.ring + block.tokens + block.tables->nodes[t][node];
+        for (int t = rows.first_token; t <= last; ++t) {
             unsigned own[4], value[COLUMNS][4];
 #pragma unroll
-            for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[d], values + block.bytes(row) + 32 * d);
+            for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + 32 * d);
+            next = row_of(min(t + 1, last));
 #pragma unroll
             for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;
 #pragma unroll
@@ -339,11 +352,11 @@ template <int STEPS, int NUMBER = 0, typename F> __device__ __forceinline__ void
 // where the warp has all spans of its rows, else it is left where they are merged.
 template <typename T, int STEPS, typename Sums>
 __device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block, const Rows& rows,
-                                             const Division& division, int round) {
+                                             const Division& division, int round, int stage) {
     constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
     const int number = block.tile_of(division, block.slot, round);
     const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
-    Tile tile{number * KEY_TILE, (round % block.stages * block.slots + block.slot) * KEY_TILE};
+    Tile tile{number * KEY_TILE, (stage * block.slots + block.slot) * KEY_TILE};
     if (number < 0 || tile.begin >= rows.longest) return;
     tile.is_first = of_span == 0;
     tile.is_last = of_span + 1 == 1 << division.tile_bits || tile.begin + KEY_TILE >= rows.longest;
