@@ -21,8 +21,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _ROWS = 64, 16
-#: The most warps of a block, for heads of up to 64 elements whose spans several warps share; for others half of it.
-_MOST_WARPS = 16
+#: The most warps of a block, for heads of up to 64 elements whose spans several warps share; for others 8.
+_MOST_WARPS = 12
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
 #: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys.
@@ -134,7 +134,7 @@ class AttentionGeometry:
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs."""
-        most = _MOST_WARPS if shape.size <= 64 and self.shares else _MOST_WARPS // 2
+        most = _MOST_WARPS if shape.size <= 64 and self.shares else 8
         return self.warps <= most and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
@@ -216,7 +216,7 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
     every = (
         AttentionGeometry(splits, slots, row_tiles, stages, has_clusters and splits > 1)
         for splits, slots in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8))
-        for row_tiles, stages in product((1, 2, 3, 4, 6, 8, 16), (1, 2, 3))
+        for row_tiles, stages in product((1, 2, 3, 4, 6, 8), (1, 2, 3))
         if splits <= most and row_tiles <= -(-shape.tokens // shape.tile_tokens)
     )
     return min((each for each in every if each.fits(shape, limit)), key=microseconds, default=_SMALLEST)

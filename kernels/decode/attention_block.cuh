@@ -14,7 +14,7 @@ static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides 
 
 // Warps of a block, by steps of 16 head elements: as many as have the registers that they need. `shares`: of spans of a row.
 __device__ constexpr int max_warps(int steps, bool shares) {
-    return steps <= 4 && shares ? HOST_MAX_WARPS : HOST_MAX_WARPS / 2;
+    return steps <= 4 && shares ? HOST_MAX_WARPS : 8;
 }
 
 // 2^exponent; 0 for what lies below normal numbers.

@@ -45,15 +45,17 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
     }
 }
 
-// Merges the states of the block's rows first, first + step, ...: those of a row's spans are `distance` floats apart from
-// `states` on, and rows `row_distance`. Through the second-level cache, where other blocks wrote them.
+// Merges the states of the block's rows `first`, and every 2^step_bits-th from there on. Through the second-level cache,
+// where other blocks wrote them.
 template <bool THROUGH_L2, typename T, int STEPS>
-__device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step) {
-    const int size = block.size, quads = size / 4, stride = state_stride_of(size);
-    const int count = (block.rows - first + step - 1) / step;
+__device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step_bits) {
+    constexpr int LANES_OF_ROW = 4 * STEPS;
+    const int size = block.size, stride = state_stride_of(size);
+    const int count = (block.rows - first + (1 << step_bits) - 1) >> step_bits;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < count * quads; item += blockDim.x) {
-        const int place = item / quads, column = 4 * (item - place * quads), row = first + place * step;
+    for (int item = threadIdx.x; item < count * LANES_OF_ROW; item += blockDim.x) {
+        const int place = item / LANES_OF_ROW, column = 4 * (item % LANES_OF_ROW), row = first + (place << step_bits);
+        if (column >= size) continue;
         const int length = block.tables->lengths[block.token_of(row)], bits = tile_bits_of(length, block.span_bits);
         const int spans = (tiles_of(length) + (1 << bits) - 1) >> bits;
         const float* state = THROUGH_L2 ? block.partial + block.result_of(row) * block.states * stride
@@ -88,7 +90,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
         __syncthreads();
     }
     if (block.split_bits == 0 || block.in_cluster) {
-        if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, 1 << block.owner_bits);
+        if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, block.owner_bits);
         return;
     }
     if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
@@ -99,7 +101,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
         __threadfence();
     }
     __syncthreads();
-    if (block.tables->is_last_block) merge_states<true>(block, 0, 1);
+    if (block.tables->is_last_block) merge_states<true>(block, 0, 0);
 }
 
 }  // namespace keys_by_position
