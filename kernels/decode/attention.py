@@ -44,7 +44,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
         *((name, ctypes.c_int) for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
         *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
@@ -186,7 +186,7 @@ def attention_launch(
     arguments = _Attention(
         *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
         *addresses(step.k_cache, step.v_cache, context, *scratch),
-        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634),
+        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
         *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
         *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),

@@ -47,7 +47,7 @@ template <typename T> struct Arguments {
     T *k_cache, *v_cache, *context;
     float* partial;
     unsigned* counters;
-    float epsilon, offset, scale;
+    float epsilon, offset, scale, inverse_size;
     int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
     int states, slot_bits, row_tiles, stages, in_cluster, split_bits;
 };

@@ -30,11 +30,28 @@ template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const
     }
 }
 
-// A head that a warp makes ready: where it lies in qkv, its row of cos_sin, its norm's weight (null: none), and where it
-// goes to from new_keys on. `cached`: its place in the caches (-1: nowhere).
+// What a lane's elements of normed queries and keys are multiplied by.
+template <int PAIRS> struct NormWeights {
+    float query[PAIRS][2], key[PAIRS][2];
+};
+
+// They are constant: read before the previous kernel is done.
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_norms(NormWeights<(STEPS + 3) / 4>& norms, const Block<T, STEPS>& block) {
+    if (block.q_norm == nullptr) return;
+#pragma unroll
+    for (int p = 0; p < (STEPS + 3) / 4; ++p) {
+        const int2 place = places_of_pair(min(static_cast<int>(threadIdx.x % 32) + 32 * p, block.size / 2 - 1), block.rotary);
+        norms.query[p][0] = block.norm_weight(block.q_norm[place.x]), norms.query[p][1] = block.norm_weight(block.q_norm[place.y]);
+        norms.key[p][0] = block.norm_weight(block.k_norm[place.x]), norms.key[p][1] = block.norm_weight(block.k_norm[place.y]);
+    }
+}
+
+// A head that a warp makes ready: where it lies in qkv, its row of cos_sin, and where it goes to from new_keys on.
+// `cached`: its place in the caches (-1: nowhere).
 template <typename T> struct Head {
     const float* source;
-    const T *rotation, *norm;
+    const T* rotation;
     int target, cached;
     bool is_key;
 };
@@ -49,7 +66,6 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
     head.rotation = block.cos_sin + token * block.rotary;
-    head.norm = head.is_key ? block.k_norm : block.q_norm;
     const int tile = t * block.tile_inverse >> 16;
     const int query = 2 * block.tokens + tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
     head.target = (head.is_key ? item : query) * block.STRIDE;
@@ -59,7 +75,9 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
 
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
-template <typename T, int STEPS> __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, bool has_new) {
+template <typename T, int STEPS>
+__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<(STEPS + 3) / 4>& norms,
+                                                 bool has_new) {
     constexpr int PAIRS = (STEPS + 3) / 4, AT_ONCE = PAIRS > 2 ? 2 : 4;  // of a lane; heads of a warp
     const int lane = threadIdx.x % 32, size = block.size, rotary = block.rotary;
     const int keys = has_new ? block.tokens : 0, items = keys + block.rows;
@@ -89,17 +107,16 @@ template <typename T, int STEPS> __device__ __forceinline__ void make_heads_read
         for (int i = 0; i < AT_ONCE; ++i) {
             if (first + i * block.warps >= items) break;
             T* target = block.new_keys + head[i].target;
-            if (head[i].norm != nullptr) {
+            if (block.q_norm != nullptr) {
                 float squares = 0.f;
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p)
                     if (lane + 32 * p < size / 2) squares = fmaf(low[i][p], low[i][p], fmaf(high[i][p], high[i][p], squares));
-                const float factor = rsqrtf(warp_sum(squares) / size + block.epsilon);
+                const float factor = rsqrtf(fmaf(warp_sum(squares), block.inverse_size, block.epsilon));
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p) {
-                    const int2 place = places_of_pair(min(lane + 32 * p, size / 2 - 1), rotary);
-                    low[i][p] = low[i][p] * factor * block.norm_weight(head[i].norm[place.x]);
-                    high[i][p] = high[i][p] * factor * block.norm_weight(head[i].norm[place.y]);
+                    low[i][p] = low[i][p] * factor * (head[i].is_key ? norms.key[p][0] : norms.query[p][0]);
+                    high[i][p] = high[i][p] * factor * (head[i].is_key ? norms.key[p][1] : norms.query[p][1]);
                 }
             }
 #pragma unroll
