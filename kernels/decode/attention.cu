@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const
 #pragma unroll 1
             for (; loaded < round + block.stages; ++loaded, place = next_of(place)) load_tiles(block, division, loaded, place);
             if (!is_ready) {
-                NormWeights<(STEPS + 3) / 4> norms;
+                NormWeights<STEPS> norms;
                 read_norms(norms, block);
                 list_keys(block);
                 wait_for_previous_kernel();

@@ -173,10 +173,10 @@ def attention_launch(
     refusal = attention_refusal(heads, kv_heads, size)
     if refusal is not None:
         raise KernelError(refusal)
-    if tokens > MAX_TOKENS or rotary > size:
+    if tokens > MAX_TOKENS or rotary > size or rotary % 4:
         raise KernelError(
-            f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, found {tokens} "
-            f"tokens and {rotary} rotated elements of {size}"
+            f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
+            f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
         )
     shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows)
     if geometry is None:

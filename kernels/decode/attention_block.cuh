@@ -150,11 +150,6 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Whether a token's new keys are the same as all others': each new token's stands where its row does.
     __device__ __forceinline__ bool shares_new_keys() const { return masks_all || tokens == 1; }
 
-    // A norm's weight with what the model adds to it.
-    __device__ __forceinline__ float norm_weight(T weight) const {
-        return offset == 0.f ? to_float(weight) : to_float(weight) + offset;
-    }
-
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
 
     // Whether a head has the eight elements number n; all but the last it has at compile time.

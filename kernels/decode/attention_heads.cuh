@@ -5,11 +5,6 @@
 namespace decode {
 namespace keys_by_position {
 
-// Elements of a head that are rotated together; of those behind them, neighbours.
-__device__ __forceinline__ int2 places_of_pair(int pair, int rotary) {
-    return pair < rotary / 2 ? make_int2(pair, pair + rotary / 2) : make_int2(2 * pair, 2 * pair + 1);
-}
-
 // The new tokens that each token sees, and the number of its keys.
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     const int lane = threadIdx.x % 32;
@@ -30,25 +25,41 @@ template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const
     }
 }
 
+// How the lanes of a warp share heads: each has two elements and the two that they are rotated with, QUADS times.
+template <int STEPS> struct Lanes {
+    static constexpr int OF_HEAD = STEPS <= 4 ? 16 : 32, HEADS = 32 / OF_HEAD, QUADS = STEPS <= 8 ? 1 : 2;
+};
+
+// The first of two elements and of those that they are rotated with; of those behind the rotated ones, four neighbours.
+__device__ __forceinline__ int2 places_of(int quad, int rotary) {
+    return 4 * quad < rotary ? make_int2(2 * quad, 2 * quad + rotary / 2) : make_int2(4 * quad, 4 * quad + 2);
+}
+
 // What a lane's elements of normed queries and keys are multiplied by.
-template <int PAIRS> struct NormWeights {
-    float query[PAIRS][2], key[PAIRS][2];
+template <int STEPS> struct NormWeights {
+    float2 query[Lanes<STEPS>::QUADS][2], key[Lanes<STEPS>::QUADS][2];
 };
 
 // They are constant: read before the previous kernel is done.
 template <typename T, int STEPS>
-__device__ __forceinline__ void read_norms(NormWeights<(STEPS + 3) / 4>& norms, const Block<T, STEPS>& block) {
+__device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Block<T, STEPS>& block) {
     if (block.q_norm == nullptr) return;
+    auto read = [&](const T* weight, int place) {
+        const float2 two = unpack<T>(*reinterpret_cast<const unsigned*>(weight + place));
+        return make_float2(two.x + block.offset, two.y + block.offset);
+    };
 #pragma unroll
-    for (int p = 0; p < (STEPS + 3) / 4; ++p) {
-        const int2 place = places_of_pair(min(static_cast<int>(threadIdx.x % 32) + 32 * p, block.size / 2 - 1), block.rotary);
-        norms.query[p][0] = block.norm_weight(block.q_norm[place.x]), norms.query[p][1] = block.norm_weight(block.q_norm[place.y]);
-        norms.key[p][0] = block.norm_weight(block.k_norm[place.x]), norms.key[p][1] = block.norm_weight(block.k_norm[place.y]);
+    for (int q = 0; q < Lanes<STEPS>::QUADS; ++q) {
+        const int quad = threadIdx.x % Lanes<STEPS>::OF_HEAD + 32 * q;
+        if (4 * quad >= block.size) continue;
+        const int2 place = places_of(quad, block.rotary);
+        norms.query[q][0] = read(block.q_norm, place.x), norms.query[q][1] = read(block.q_norm, place.y);
+        norms.key[q][0] = read(block.k_norm, place.x), norms.key[q][1] = read(block.k_norm, place.y);
     }
 }
 
-// A head that a warp makes ready: where it lies in qkv, its row of cos_sin, and where it goes to from new_keys on.
-// `cached`: its place in the caches (-1: nowhere).
+// A head that is made ready: where it lies in qkv, its row of cos_sin, and where it goes to from new_keys on. `cached`: its
+// place in the caches (-1: nowhere).
 template <typename T> struct Head {
     const float* source;
     const T* rotation;
@@ -76,67 +87,84 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
 template <typename T, int STEPS>
-__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<(STEPS + 3) / 4>& norms,
-                                                 bool has_new) {
-    constexpr int PAIRS = (STEPS + 3) / 4, AT_ONCE = PAIRS > 2 ? 2 : 4;  // of a lane; heads of a warp
-    const int lane = threadIdx.x % 32, size = block.size, rotary = block.rotary;
-    const int keys = has_new ? block.tokens : 0, items = keys + block.rows;
+__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms, bool has_new) {
+    using Own = Lanes<STEPS>;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
+    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
+    const int keys = has_new ? block.tokens : 0, items = keys + block.rows, group = threadIdx.x / Own::OF_HEAD;
 #pragma unroll 1
-    for (int first = block.warp; first < items; first += block.warps * AT_ONCE) {
+    for (int first = block.warp * Own::HEADS; first < items; first += block.warps * Own::HEADS * AT_ONCE) {
         Head<T> head[AT_ONCE];
-        float low[AT_ONCE][PAIRS], high[AT_ONCE][PAIRS], cosine[AT_ONCE][PAIRS], sine[AT_ONCE][PAIRS];
-        float2 value[AT_ONCE][PAIRS];
+        float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
+        float4 value[AT_ONCE][QUADS];
+        unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
+        const int own = first - block.warp * Own::HEADS + group;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int item = first + i * block.warps;
-            if (item >= items) break;
-            head[i] = head_of(block, item, keys);
+            if (first + i * block.warps * Own::HEADS >= items) break;
+            head[i] = head_of(block, min(own + i * block.warps * Own::HEADS, items - 1), keys);
 #pragma unroll
-            for (int p = 0; p < PAIRS; ++p) {
-                const int pair = min(lane + 32 * p, size / 2 - 1);
-                const int2 place = places_of_pair(pair, rotary);
-                const bool rotates = pair < rotary / 2;
-                low[i][p] = __ldcg(head[i].source + place.x), high[i][p] = __ldcg(head[i].source + place.y);
-                cosine[i][p] = rotates ? to_float(__ldcg(head[i].rotation + pair)) : 1.f;
-                sine[i][p] = rotates ? to_float(__ldcg(head[i].rotation + pair + rotary / 2)) : 0.f;
+            for (int q = 0; q < QUADS; ++q) {
+                const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
+                const int2 place = places_of(quad, rotary);
+                low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
+                high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
+                cosine[i][q] = sine[i][q] = 0u;
+                if (rotary > 0) {
+                    cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
+                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + rotary / 2));
+                }
                 const float* values = head[i].source + (head[i].is_key ? block.kv_heads * size : 0);
-                value[i][p] = __ldcg(reinterpret_cast<const float2*>(values + 2 * pair));
+                value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
             }
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i * block.warps >= items) break;
-            T* target = block.new_keys + head[i].target;
+            if (first + i * block.warps * Own::HEADS >= items) break;
             if (block.q_norm != nullptr) {
                 float squares = 0.f;
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p)
-                    if (lane + 32 * p < size / 2) squares = fmaf(low[i][p], low[i][p], fmaf(high[i][p], high[i][p], squares));
-                const float factor = rsqrtf(fmaf(warp_sum(squares), block.inverse_size, block.epsilon));
+                for (int q = 0; q < QUADS; ++q) {
+                    if (4 * (lane + 32 * q) >= size) continue;
+                    squares = fmaf(low[i][q].x, low[i][q].x, fmaf(low[i][q].y, low[i][q].y, squares));
+                    squares = fmaf(high[i][q].x, high[i][q].x, fmaf(high[i][q].y, high[i][q].y, squares));
+                }
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) {
-                    low[i][p] = low[i][p] * factor * (head[i].is_key ? norms.key[p][0] : norms.query[p][0]);
-                    high[i][p] = high[i][p] * factor * (head[i].is_key ? norms.key[p][1] : norms.query[p][1]);
+                for (int other = Own::OF_HEAD / 2; other > 0; other /= 2) squares += __shfl_xor_sync(FULL_WARP, squares, other);
+                const float factor = rsqrtf(fmaf(squares, block.inverse_size, block.epsilon));
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    const float2 first_two = head[i].is_key ? norms.key[q][0] : norms.query[q][0];
+                    const float2 other_two = head[i].is_key ? norms.key[q][1] : norms.query[q][1];
+                    low[i][q].x = low[i][q].x * factor * first_two.x, low[i][q].y = low[i][q].y * factor * first_two.y;
+                    high[i][q].x = high[i][q].x * factor * other_two.x, high[i][q].y = high[i][q].y * factor * other_two.y;
                 }
             }
+            if (own + i * block.warps * Own::HEADS >= items) continue;
+            T* target = block.new_keys + head[i].target;
 #pragma unroll
-            for (int p = 0; p < PAIRS; ++p) {
-                const int pair = lane + 32 * p;
-                if (pair >= size / 2) continue;
-                const int2 place = places_of_pair(pair, rotary);
-                const T x = from_float<T>(fmaf(low[i][p], cosine[i][p], -high[i][p] * sine[i][p]));
-                const T y = from_float<T>(fmaf(high[i][p], cosine[i][p], low[i][p] * sine[i][p]));
-                target[place.x] = x, target[place.y] = y;
+            for (int q = 0; q < QUADS; ++q) {
+                const int quad = lane + 32 * q;
+                if (4 * quad >= size) continue;
+                const int2 place = places_of(quad, rotary);
+                const bool rotates = 4 * quad < rotary;
+                const float2 c = rotates ? unpack<T>(cosine[i][q]) : make_float2(1.f, 1.f);
+                const float2 s = rotates ? unpack<T>(sine[i][q]) : make_float2(0.f, 0.f);
+                const float2 x = low[i][q], y = high[i][q];
+                const unsigned two = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
+                const unsigned other = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
+                *reinterpret_cast<unsigned*>(target + place.x) = two, *reinterpret_cast<unsigned*>(target + place.y) = other;
                 if (!head[i].is_key) continue;
-                const unsigned both = pack<T>(value[i][p].x, value[i][p].y);
-                *reinterpret_cast<unsigned*>(target + block.tokens * block.STRIDE + 2 * pair) = both;
+                const float4 v = value[i][q];
+                const uint2 four = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+                *reinterpret_cast<uint2*>(target + block.tokens * block.STRIDE + 4 * quad) = four;
                 if (head[i].cached < 0) continue;
                 T* cached = block.cached_keys + head[i].cached;
-                cached[place.x] = x, cached[place.y] = y;
-                *reinterpret_cast<unsigned*>(block.cached_values + head[i].cached + 2 * pair) = both;
+                *reinterpret_cast<unsigned*>(cached + place.x) = two, *reinterpret_cast<unsigned*>(cached + place.y) = other;
+                *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four;
             }
             // Columns behind the head are multiplied too.
-            if (lane < block.PADDED - size) target[size + lane] = from_float<T>(0.f);
+            if (lane == 0 && size < block.PADDED) *reinterpret_cast<uint4*>(target + size) = make_uint4(0u, 0u, 0u, 0u);
         }
     }
 }

@@ -115,5 +115,5 @@ def test_more_tokens_than_attention_takes_are_refused():
     step = AttentionStep(array(1, 65, 64), array(1), array(1, 1, 65, 128), *[array(1, 2, 128, 64)] * 2)
     scratch = AttentionScratch(array(1), array(1))
     plain = AttentionWeights(None, None, 1e-5, 0.0, 0.125)
-    with pytest.raises(KernelError, match=r"up to 64 tokens a sequence and rotates at most a head, found 65 tokens"):
+    with pytest.raises(KernelError, match=r"up to 64 tokens a sequence and rotates at most a head, by fours of elements, found 65 tokens"):
         attention_launch(module(), array(65, 512), plain, step, scratch, array(65, 256))
