@@ -46,7 +46,10 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
-        *((name, ctypes.c_int) for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")
+        ),
         *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
     ]
 
