@@ -145,7 +145,8 @@ _SMALLEST = AttentionGeometry(1, 1, 1, 1)
 
 
 def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
-    """The kernel for heads of so many elements, the last 16 of them or 8. `shares`: several warps have spans of a row."""
+    """The kernel for heads of so many elements. `shares`: several warps have spans of a row."""
+    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 72, 1 << 20)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -153,6 +154,7 @@ def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
         ("HOST_ROWS", _ROWS),
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
+        ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"

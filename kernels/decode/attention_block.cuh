@@ -56,6 +56,12 @@ static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's 
 // Floats of a row of scores of new tokens, and of a span's state: largest score (log2), sum of weights, two unused, sums.
 __device__ constexpr int score_stride_of(int tokens) { return ((tokens + 15) & ~15) + 4; }
 __device__ constexpr int state_stride_of(int size) { return size + 4; }
+// Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
+__device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
+    const int rows = 2 * (slots * stages * KEY_TILE + tokens) + row_tiles * ROWS, stride = (size + 15) / 16 * 16 + 8;
+    return 2 * rows * stride + 4 * row_tiles * ROWS * (score_stride_of(tokens) + slots * state_stride_of(size));
+}
+static_assert(block_bytes(2, 3, 2, 5, 72) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
 
 // Spans of `1 << tile_bits` tiles, by whose number keys are divided. The first `new_span` have committed rows alone; worker
 // w of all blocks' slots computes those from w on in steps of the workers. What follows, up to `spans`, has new keys too:
