@@ -28,7 +28,7 @@ namespace keys_by_position {
 // keys]; null: tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. in_cluster: the blocks that
 // share the spans are a cluster, else they leave states in partial [tokens of all sequences, query heads, states, size + 4].
 template <typename T, int STEPS, bool SHARES>
-__global__ void __launch_bounds__(max_warps(STEPS, SHARES) * 32) attention(const __grid_constant__ Arguments<T> arguments) {
+__global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_constant__ Arguments<T> arguments) {
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
     Block<T, STEPS> block{arguments};

@@ -21,8 +21,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _ROWS = 64, 16
-#: The most warps of a block, for heads of up to 64 elements whose spans several warps share; for others 8.
-_MOST_WARPS = 12
+#: The most warps of a block: as many as have the registers that they need.
+_MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
 #: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys.
@@ -31,11 +31,12 @@ _MOST_ROWS_IN_MEMORY = 16
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
 _USUAL_KEYS = 1024
-#: Microseconds of a tile of keys: until a warp's 16 rows have passed it; what it takes of a multiprocessor's arithmetic
-#: and to copy it, for each 64 elements of a head; and what it takes to wait for a copy.
-_TILE_LATENCY, _TILE_WORK, _TILE_COPY, _COPY_LATENCY = 0.3, 0.1, 0.15, 0.8
-#: What it costs to take all the shared memory of a multiprocessor, on which the previous kernel's blocks may still be.
-_ROOM = 0.5
+#: Microseconds that a block takes to begin and to end; of each turn of the warps at its queries and new keys; and of what
+#: is merged in its own memory, besides in a cluster, or besides through global memory.
+_BLOCK, _HEADS, _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 2.5, 0.5, 0.3, 0.6, 2.0
+#: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a warp's tile of
+#: 64 elements takes of a multiprocessor; to issue the copies of a tile by one warp; to wait for one, or for one of several.
+_TILE, _TILE_64, _TILE_WORK, _COPY, _WAIT, _WAIT_AHEAD = 0.25, 0.35, 0.1, 0.1, 1.2, 0.15
 
 
 class _Attention(ctypes.Structure):
@@ -137,8 +138,7 @@ class AttentionGeometry:
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs."""
-        most = _MOST_WARPS if shape.size <= 64 and self.shares else 8
-        return self.warps <= most and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
+        return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
 _SMALLEST = AttentionGeometry(1, 1, 1, 1)
@@ -231,22 +231,24 @@ def _microseconds(
     geometry: AttentionGeometry, shape: AttentionShape, keys: int, multiprocessors: int, limit: int
 ) -> float:
     """An estimate for a sequence of so many keys."""
-    tiles, steps = -(-keys // _KEY_TILE), -(-shape.size // 64)
+    tiles, sixty_fours = -(-keys // _KEY_TILE), -(-shape.size // 64)
+    own_tokens = min(shape.tokens, geometry.row_tiles * shape.tile_tokens)
     active = min(geometry.splits, -(-tiles // geometry.slots))
-    rounds = -(-tiles // (geometry.splits * geometry.slots))
-    blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // (geometry.row_tiles * shape.tile_tokens))
-    bytes_of_block = geometry.shared_bytes(shape) + _TABLES_BYTES + 1024
-    resident = max(1, min((limit + 1024) // bytes_of_block, _MOST_WARPS // geometry.warps))
+    blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
+    resident = min(
+        _MOST_WARPS // geometry.warps, (limit + 1024) // (geometry.shared_bytes(shape) + _TABLES_BYTES + 1024)
+    )
     share = -(-blocks // multiprocessors)
-    together = min(share, resident)
-    one = _TILE_LATENCY * (1 + steps)
-    of_round = max(one, together * geometry.warps * _TILE_WORK * steps, together * geometry.slots * _TILE_COPY * steps)
-    exposed = _COPY_LATENCY if geometry.stages == 1 else 0.0
-    merge = 0.3 if geometry.shares else 0.0
+    together = min(share, max(1, resident))
+    rounds = -(-tiles // (geometry.splits * geometry.slots))
+    work = max(_TILE + _TILE_64 * sixty_fours, together * geometry.warps * _TILE_WORK * sixty_fours)
+    wait = (rounds - 1) * (_WAIT if geometry.stages == 1 else _WAIT_AHEAD)
+    copies = _COPY * geometry.slots * sixty_fours / geometry.warps
+    heads = _HEADS * -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
+    merge = _MERGE if geometry.shares else 0.0
     if geometry.splits > 1:
-        merge += 0.5 if geometry.in_cluster else 1.5
-    room = _ROOM * bytes_of_block / limit
-    return -(-share // together) * (2 + rounds * of_round + (rounds - 1) * exposed) + merge + room
+        merge += _MERGE_CLUSTER if geometry.in_cluster else _MERGE_MEMORY
+    return -(-share // together) * (_BLOCK + heads + rounds * (work + copies) + wait) + merge
 
 
 def attention_shared_bytes(shape: AttentionShape) -> int:

@@ -12,11 +12,6 @@ constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
-// Warps of a block, by steps of 16 head elements: as many as have the registers that they need. `shares`: of spans of a row.
-__device__ constexpr int max_warps(int steps, bool shares) {
-    return steps <= 4 && shares ? HOST_MAX_WARPS : 8;
-}
-
 // 2^exponent; 0 for what lies below normal numbers.
 __device__ __forceinline__ float power_of_two(float exponent) {
     float result;

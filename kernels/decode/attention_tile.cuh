@@ -341,11 +341,21 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
     }
 }
 
-// Calls `compute` for each 64 columns of a head, with their number known at compile time.
-template <int NUMBER> struct Chunk { static constexpr int value = NUMBER; };
-template <int STEPS, int NUMBER = 0, typename F> __device__ __forceinline__ void for_chunks(F&& compute) {
-    compute(Chunk<NUMBER>());
-    if constexpr (4 * (NUMBER + 1) < STEPS) for_chunks<STEPS, NUMBER + 1>(compute);
+// The sums of all columns from 64 * CHUNK on: to `whole` (of a span that is complete, where the warp has all of them) or to
+// the targets.
+template <int CHUNK, typename T, int STEPS, typename Sums>
+__device__ __forceinline__ void compute_chunks(Sums& whole, float (&total)[4], float* const (&targets)[2],
+                                               const float2 (&factors)[2], const Block<T, STEPS>& block, const Rows& rows,
+                                               const Softmax& softmax, const Tile& tile) {
+    float sum[8][4];
+    compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
+    if constexpr (sizeof(Sums) == sizeof(Whole<STEPS>)) {
+        if (tile.is_last) add_sums<CHUNK>(whole, sum, factors);
+        else write_sums<CHUNK>(targets, sum, block);
+    } else {
+        write_sums<CHUNK>(targets, sum, block);
+    }
+    if constexpr (4 * (CHUNK + 1) < STEPS) compute_chunks<CHUNK + 1>(whole, total, targets, factors, block, rows, softmax, tile);
 }
 
 // The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
@@ -378,14 +388,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, cons
         else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
             targets[half] = block.state_of(rows.row[half], span) + 4;
     }
-    for_chunks<STEPS>([&](auto chunk) {
-        constexpr int CHUNK = decltype(chunk)::value;
-        float sum[8][4];
-        compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
-        if constexpr (!SHARES)
-            if (tile.is_last) return add_sums<CHUNK>(whole, sum, factors);
-        write_sums<CHUNK>(targets, sum, block);
-    });
+    compute_chunks<0>(whole, total, targets, factors, block, rows, softmax, tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         softmax.total[half] = total[2 * half];
