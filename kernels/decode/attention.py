@@ -31,11 +31,11 @@ _MOST_ROWS_IN_MEMORY = 16
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
 _USUAL_KEYS = 1024
-#: Microseconds that a block takes to begin and to end; of each turn of the warps at its queries and new keys; and of what
-#: is merged in its own memory, besides in a cluster, or besides through global memory.
+#: Microseconds that a block takes to begin and to end; of each turn of the warps at its queries and new keys; of a
+#: merge in its own memory, and what a cluster or global memory adds to it.
 _BLOCK, _HEADS, _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 2.5, 0.5, 0.3, 0.6, 2.0
-#: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a warp's tile of
-#: 64 elements takes of a multiprocessor; to issue the copies of a tile by one warp; to wait for one, or for one of several.
+#: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
+#: elements takes of a multiprocessor; until one warp has asked for a tile; until a tile is there, or one of several.
 _TILE, _TILE_64, _TILE_WORK, _COPY, _WAIT, _WAIT_AHEAD = 0.25, 0.35, 0.1, 0.1, 1.2, 0.15
 
 
@@ -235,11 +235,9 @@ def _microseconds(
     own_tokens = min(shape.tokens, geometry.row_tiles * shape.tile_tokens)
     active = min(geometry.splits, -(-tiles // geometry.slots))
     blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
-    resident = min(
-        _MOST_WARPS // geometry.warps, (limit + 1024) // (geometry.shared_bytes(shape) + _TABLES_BYTES + 1024)
-    )
+    memory = geometry.shared_bytes(shape) + _TABLES_BYTES + 1024
     share = -(-blocks // multiprocessors)
-    together = min(share, max(1, resident))
+    together = min(share, max(1, min(_MOST_WARPS // geometry.warps, (limit + 1024) // memory)))
     rounds = -(-tiles // (geometry.splits * geometry.slots))
     work = max(_TILE + _TILE_64 * sixty_fours, together * geometry.warps * _TILE_WORK * sixty_fours)
     wait = (rounds - 1) * (_WAIT if geometry.stages == 1 else _WAIT_AHEAD)

@@ -1,9 +1,36 @@
-// Which keys a block's tokens have, and their queries, keys and values made ready: norm, rotary embedding, KV rows.
+// What a block brings to shared memory: tiles of committed rows, which keys its tokens have, and the new tokens' queries,
+// keys and values made ready: norm, rotary embedding, KV rows.
 #pragma once
 #include "decode/attention_block.cuh"
 
 namespace decode {
 namespace keys_by_position {
+
+// Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
+// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
+// stands.
+template <typename T, int STEPS>
+__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
+    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
+    const int first = threadIdx.x / LANES_OF_ROW, column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) {
+        const int tile = block.tile_of(division, slot, round);
+        if (tile < 0) continue;
+        const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
+        unsigned target = shared_address(block.keys) + block.bytes((stage * block.slots + slot) * KEY_TILE + first) + 2 * column;
+        int source = (tile * KEY_TILE + first) * block.size + column;
+#pragma unroll 4
+        for (int row = first; row < KEY_TILE; row += rows_at_once) {
+            const bool exists = row < exist;
+            copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
+            copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
+            source += rows_at_once * block.size, target += block.bytes(rows_at_once);
+        }
+    }
+    commit_copies();
+}
 
 // The new tokens that each token sees, and the number of its keys.
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {

@@ -61,32 +61,6 @@ __device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Divi
     return rows;
 }
 
-// Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
-// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
-// stands.
-template <typename T, int STEPS>
-__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
-    const int first = threadIdx.x / LANES_OF_ROW, column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
-    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
-#pragma unroll 1
-    for (int slot = 0; slot < slots; ++slot) {
-        const int tile = block.tile_of(division, slot, round);
-        if (tile < 0) continue;
-        const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
-        unsigned target = shared_address(block.keys) + block.bytes((stage * block.slots + slot) * KEY_TILE + first) + 2 * column;
-        int source = (tile * KEY_TILE + first) * block.size + column;
-#pragma unroll 4
-        for (int row = first; row < KEY_TILE; row += rows_at_once) {
-            const bool exists = row < exist;
-            copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
-            copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
-            source += rows_at_once * block.size, target += block.bytes(rows_at_once);
-        }
-    }
-    commit_copies();
-}
-
 // A lane's place among the 16 rows of which it loads matrices: row lane % 16, columns of the lower half for lanes below 16.
 template <typename T, int STEPS> __device__ __forceinline__ unsigned lane_place(const Block<T, STEPS>& block) {
     return block.bytes(threadIdx.x % 16) + threadIdx.x % 32 / 16 * 16;
