@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
         for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
             if (is_ready) __syncthreads();
 #pragma unroll 1
-            for (; loaded < round + block.stages; ++loaded, place = next_of(place)) load_tiles(block, division, loaded, place);
+            for (; loaded < round + block.stages; ++loaded, place = next_of(place))
+                load_tiles(block, division, loaded, place);
             if (!is_ready) {
                 NormWeights<STEPS> norms;
                 read_norms(norms, block);

@@ -43,8 +43,8 @@ template <typename T> struct Arguments {
     float* partial;
     unsigned* counters;
     float epsilon, offset, scale, inverse_size;
-    int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
-    int states, slot_bits, row_tiles, stages, in_cluster, split_bits;
+    int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all;
+    int span_bits, states, slot_bits, row_tiles, stages, in_cluster, split_bits;
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 
@@ -70,8 +70,8 @@ struct Division {
 template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base = Arguments<T>;
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
-    using Base::mask_keys, Base::masks_all, Base::offset, Base::partial, Base::row_tiles, Base::size;
-    using Base::slot_bits, Base::span_bits, Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_inverse, Base::tile_tokens, Base::token_blocks;
+    using Base::mask_keys, Base::masks_all, Base::partial, Base::row_tiles, Base::size, Base::slot_bits, Base::span_bits;
+    using Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
     using Base::tokens, Base::v_cache;
 
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
@@ -147,9 +147,6 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         }
         return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
     }
-
-    // Whether a token's new keys are the same as all others': each new token's stands where its row does.
-    __device__ __forceinline__ bool shares_new_keys() const { return masks_all || tokens == 1; }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
 

@@ -12,14 +12,16 @@ namespace keys_by_position {
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
-    const int first = threadIdx.x / LANES_OF_ROW, column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int column = threadIdx.x % LANES_OF_ROW * 8;
     const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
-        unsigned target = shared_address(block.keys) + block.bytes((stage * block.slots + slot) * KEY_TILE + first) + 2 * column;
+        const int place = (stage * block.slots + slot) * KEY_TILE + first;
+        unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
@@ -114,7 +116,8 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
 template <typename T, int STEPS>
-__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms, bool has_new) {
+__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
+                                                 bool has_new) {
     using Own = Lanes<STEPS>;
     constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
     const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
@@ -157,7 +160,8 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     squares = fmaf(high[i][q].x, high[i][q].x, fmaf(high[i][q].y, high[i][q].y, squares));
                 }
 #pragma unroll
-                for (int other = Own::OF_HEAD / 2; other > 0; other /= 2) squares += __shfl_xor_sync(FULL_WARP, squares, other);
+                for (int other = Own::OF_HEAD / 2; other > 0; other /= 2)
+                    squares += __shfl_xor_sync(FULL_WARP, squares, other);
                 const float factor = rsqrtf(fmaf(squares, block.inverse_size, block.epsilon));
 #pragma unroll
                 for (int q = 0; q < QUADS; ++q) {
@@ -180,14 +184,16 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                 const float2 x = low[i][q], y = high[i][q];
                 const unsigned two = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
                 const unsigned other = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
-                *reinterpret_cast<unsigned*>(target + place.x) = two, *reinterpret_cast<unsigned*>(target + place.y) = other;
+                *reinterpret_cast<unsigned*>(target + place.x) = two;
+                *reinterpret_cast<unsigned*>(target + place.y) = other;
                 if (!head[i].is_key) continue;
                 const float4 v = value[i][q];
                 const uint2 four = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
                 *reinterpret_cast<uint2*>(target + block.tokens * block.STRIDE + 4 * quad) = four;
                 if (head[i].cached < 0) continue;
                 T* cached = block.cached_keys + head[i].cached;
-                *reinterpret_cast<unsigned*>(cached + place.x) = two, *reinterpret_cast<unsigned*>(cached + place.y) = other;
+                *reinterpret_cast<unsigned*>(cached + place.x) = two;
+                *reinterpret_cast<unsigned*>(cached + place.y) = other;
                 *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four;
             }
             // Columns behind the head are multiplied too.

@@ -69,7 +69,8 @@ template <typename T, int STEPS> __device__ __forceinline__ unsigned lane_place(
 // Products of the warp's 16 queries and COUNT times 16 keys. A lane gets, of its two rows, those of keys 2 (lane % 4) and
 // + 1 of each 8. What the next step multiplies is on its way meanwhile.
 template <int COUNT, typename T, int STEPS>
-__device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block, const T* keys) {
+__device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
+                                                 const T* keys) {
     const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.STRIDE) + lane_place(block);
     const unsigned key_row = shared_address(keys) + lane_place(block);
     unsigned query[2][4], key[2][COUNT][4];
@@ -133,8 +134,8 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
 
 // Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring.
 template <typename T, int STEPS>
-__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block, const Rows& rows,
-                                               int begin, int ring_row) {
+__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
+                                               const Rows& rows, int begin, int ring_row) {
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + KEY_TILE > block.start;
     float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
@@ -153,8 +154,9 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
                 const int half = i / 2, position = begin + 8 * n + 2 * (lane % 4) + i % 2, place = position - block.start;
                 const unsigned char* nodes = block.tables->nodes[max(rows.token[half], 0)];
                 const int node = nodes[min(max(place, 0), block.tokens - 1)];
-                const float of_node = of_rows[8 * half * stride + (place < 0 || position >= rows.length[half] ? 0 : node)];
-                score[n][i] = position >= rows.length[half] ? no_score() : place < 0 ? score[n][i] : of_node;
+                const bool exists = position < rows.length[half];
+                const float of_node = of_rows[8 * half * stride + (place >= 0 && exists ? node : 0)];
+                score[n][i] = !exists ? no_score() : place < 0 ? score[n][i] : of_node;
             }
         }
     }
@@ -205,7 +207,8 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
     unsigned value[2][COLUMNS][4];
     auto load = [&](int n) {
         const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
-        const int row = node >= 0 && node < block.tokens ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
+        const bool is_new = node >= 0 && node < block.tokens;
+        const int row = is_new ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
 #pragma unroll
         for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
     };
@@ -235,7 +238,8 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
         if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
         auto row_of = [&](int t) {
             const int place = min(max(node, 0), block.tokens - 1), own = block.tables->nodes[t][place];
-            return node >= 0 && begin + key < block.tables->lengths[t] ? 2 * block.ring + block.tokens + own : block.ring + ring_row + key;
+            const bool is_new = node >= 0 && begin + key < block.tables->lengths[t];
+            return is_new ? 2 * block.ring + block.tokens + own : block.ring + ring_row + key;
         };
         const int last = is_shared ? rows.first_token : rows.end_token - 1;
         int next = row_of(rows.first_token);
@@ -282,7 +286,8 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
             for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
                 if (!block.has_eight(8 * CHUNK + d)) continue;
                 const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
-                sum[d][2 * half] = two.x * softmax.correction[half], sum[d][2 * half + 1] = two.y * softmax.correction[half];
+                sum[d][2 * half] = two.x * softmax.correction[half];
+                sum[d][2 * half + 1] = two.y * softmax.correction[half];
             }
         }
     }
@@ -303,7 +308,8 @@ __device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)
 
 // Leaves the sums at a lane's two rows' targets (null: nowhere).
 template <int CHUNK, typename T, int STEPS>
-__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4], const Block<T, STEPS>& block) {
+__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4],
+                                           const Block<T, STEPS>& block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
@@ -329,14 +335,15 @@ __device__ __forceinline__ void compute_chunks(Sums& whole, float (&total)[4], f
     } else {
         write_sums<CHUNK>(targets, sum, block);
     }
-    if constexpr (4 * (CHUNK + 1) < STEPS) compute_chunks<CHUNK + 1>(whole, total, targets, factors, block, rows, softmax, tile);
+    if constexpr (4 * (CHUNK + 1) < STEPS)
+        compute_chunks<CHUNK + 1>(whole, total, targets, factors, block, rows, softmax, tile);
 }
 
 // The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
 // where the warp has all spans of its rows, else it is left where they are merged.
 template <typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block, const Rows& rows,
-                                             const Division& division, int round, int stage) {
+__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block,
+                                             const Rows& rows, const Division& division, int round, int stage) {
     constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
     const int number = block.tile_of(division, block.slot, round);
     const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
