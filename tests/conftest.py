@@ -29,7 +29,6 @@ from multimodal_engines import multimodal_engines  # noqa: F401 - a fixture
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgellm.engines.backends.platform import find_gpu
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -38,6 +37,7 @@ from edgellm.engines.lora.config import adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.gpu import find_gpu
 
 
 @pytest.fixture(scope="session", autouse=True)

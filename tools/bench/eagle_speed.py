@@ -259,7 +259,7 @@ def main() -> None:
     with open_runner("tensorrt", plain_directory) as plain:
         runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
         try:
-            results["gpu"] = runner.backend.gpu_name
+            results["gpu"] = runner.backend.gpu.name
             bench = RoundBench(runner)
             results["rounds"] = []
             for plan in plans:

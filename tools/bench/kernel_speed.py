@@ -56,8 +56,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        architecture, stream = self.device.compute_capability, self.device.stream.handle
-        self.module = KernelModule(architecture, stream)
+        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
         self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
         self.tiled = CudaTiledKernels(self.module, "float16")
         self.random = np.random.default_rng(0)
@@ -248,10 +247,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     bench = Bench()
-    print(bench.device.gpu_name, bench.module.multiprocessors, "multiprocessors")
+    print(bench.device.gpu.name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)
-    results = {**provenance(), "gpu": bench.device.gpu_name, "microseconds": bench.results}
+    results = {**provenance(), "gpu": bench.device.gpu.name, "microseconds": bench.results}
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

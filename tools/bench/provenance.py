@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.platform import find_gpu
+from edgellm.kernels.gpu import find_gpu
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
