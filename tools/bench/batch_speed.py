@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     checkpoint = checkpoint_in(arguments.work, arguments.layers)
     engines = arguments.work / f"engines-batch-{arguments.layers}"
     limits = EngineLimits(max(arguments.batches), 512, 1024)
