@@ -187,7 +187,7 @@ def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str
 def main() -> None:
     """Measure everything, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=("rounds", "table"), default=["rounds"])
+    parser.add_argument("sections", nargs="*", choices=("rounds", "table"), default="rounds")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)
