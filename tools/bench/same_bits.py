@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,51 +101,74 @@ def step_digests(device: CudaDevice) -> Iterator[tuple[str, str]]:
     for dtype in DTYPES:
         tiled = CudaTiledKernels(module, dtype)
         for name, (sizes, _) in MODELS.items():
-            kernels = StepKernels(CudaDecodeKernels(module, dtype, sizes[-1]), tiled)
+            steps = Steps(device, StepKernels(CudaDecodeKernels(module, dtype, sizes[-1]), tiled), dtype)
             for shape in shapes():
-                yield (
-                    f"{name} {dtype} {shape.name}",
-                    step_digest(device, kernels, models(name)[shape.model], shape, dtype),
-                )
+                yield f"{name} {dtype} {shape.name}", steps.digest(models(name)[shape.model], shape)
     module.close()
 
 
-def step_digest(device: CudaDevice, kernels: StepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> str:
-    """The digest of what a step gives out and writes, or what sends it to TensorRT."""
-    limit = device.gpu.shared_limit
-    executor, reason = kernel_executor(config, shape, dtype, limit)
-    if executor is None:
-        return ON_TENSORRT + reason
-    engine, program = KernelEngine(kernels, executor, config, shape, dtype, limit), model_program(config, shape)
-    engine.attach(device, device.zeros((engine.scratch_bytes,), "uint8"))
-    arrays: dict[str, DeviceArray] = {}
-    for name, (size, kind) in program.edge.items():
-        if not name.startswith("present_"):
-            arrays[name] = device.empty(size, dtype if kind == "compute" else kind)
-            if name not in program.outputs:
-                device.upload(arrays[name], _values(name, program, size, arrays[name].dtype))
-    arrays |= {f"present_{name}": arrays[name] for name in program.caches}
-    engine.bind(arrays)
-    engine.enqueue()
-    digest = hashlib.sha256()
-    for name in (*program.outputs, *program.caches):
-        digest.update(device.download(arrays[name]).tobytes())
-    return digest.hexdigest()
+class Steps:
+    """Steps of a base and its draft in one dtype, whose weights are made once."""
+
+    def __init__(self, device: CudaDevice, kernels: StepKernels, dtype: str) -> None:
+        self._device, self._kernels, self._dtype = device, kernels, dtype
+        self._weights: dict[str, DeviceArray] = {}
+
+    def digest(self, config: ModelConfig, shape: EngineShape) -> str:
+        """Of what a step gives out and of its caches, or what sends it to TensorRT."""
+        device, dtype, limit = self._device, self._dtype, self._device.gpu.shared_limit
+        executor, reason = kernel_executor(config, shape, dtype, limit)
+        if executor is None:
+            return ON_TENSORRT + reason
+        engine = KernelEngine(self._kernels, executor, config, shape, dtype, limit)
+        engine.attach(device, device.zeros((engine.scratch_bytes,), "uint8"))
+        program = model_program(config, shape)
+        written = {f"present_{name}": name for name in program.caches}
+        arrays = {name: self._array(name, program, *kind) for name, kind in program.edge.items() if name not in written}
+        engine.bind(arrays | {present: arrays[name] for present, name in written.items()})
+        engine.enqueue()
+        digest = hashlib.sha256()
+        for name in (*program.outputs, *program.caches):
+            values = device.download(arrays[name])
+            if name == "logits" and not np.isfinite(values).all():
+                raise SystemExit(f"{shape.name} gave logits that are not finite, whose bits say nothing")
+            digest.update(values.tobytes())
+        return digest.hexdigest()
+
+    def _array(self, name: str, program: Program, size: tuple[int, ...], kind: str) -> DeviceArray:
+        """Memory for a tensor, with its values where the step reads them."""
+        if name in self._weights:
+            return self._weights[name]
+        array = self._device.empty(size, self._dtype if kind == "compute" else kind)
+        if name not in program.outputs:
+            self._device.upload(array, _values(name, program, size, array.dtype))
+        if name in program.weights:
+            self._weights[name] = array
+        return array
 
 
 def _values(name: str, program: Program, size: tuple[int, ...], dtype: str) -> np.ndarray:
     """The same in every run: rows and masks as a step has them, all else random by its name."""
-    shape, random = program.shape, np.random.default_rng(zlib.crc32(f"{name} {size}".encode()))
+    shape, seed = program.shape, zlib.crc32(name.encode())
     if name == "kvcache_start_index":
         return np.full(size, START, np.int32)
     if name == "last_token_ids":
         return np.full(size, shape.tokens - 1, np.int32)
     if name == "attention_mask":
-        return np.broadcast_to(_mask(shape, random), size)
-    scale = 0.02 if name in program.weights and len(size) > 1 else 0.5
-    values = random.standard_normal(size, np.float32) * scale + (name in program.weights and len(size) == 1)
-    found = np.empty(size, host_dtype(dtype))
-    store_rounded(values, found)
+        return np.broadcast_to(_mask(shape, np.random.default_rng(seed)), size)
+    if name in program.weights:
+        mean, deviation = (1.0, 0.5) if len(size) == 1 else (0.0, 0.02)
+    else:
+        mean, deviation = 0.0, 0.5
+    block = _drawn(mean, deviation, dtype)
+    return np.resize(np.roll(block, -(seed % block.size)), size)
+
+
+@cache
+def _drawn(mean: float, deviation: float, dtype: str) -> np.ndarray:
+    """Random values, of which each tensor has its own cut."""
+    found = np.empty(1 << 22, host_dtype(dtype))
+    store_rounded(mean + deviation * np.random.default_rng(0).standard_normal(found.size, np.float32), found)
     return found
 
 
