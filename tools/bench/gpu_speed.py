@@ -151,8 +151,8 @@ def measure_loop(work: Path, shape: str) -> dict[str, Any]:
     """The decode loop of one model from LOOP_TOKENS on, with the host reading each token while the next step runs."""
     directory = shape_directory(work, shape, EngineLimits(1, 16, CAPACITY))
     with random_runner(directory) as runner:
-        ((decode, engine),) = ((each, one) for each, one in runner.engines.loaded.items() if each.phase == "decode")
         spans = [loop_milliseconds(runner, LOOP_TOKENS, LOOP_STEPS) for _ in range(6)][1:]
+        decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
     nbytes, span = weight_bytes(directory.config, decode, directory.dtype), statistics.median(spans)
     found = {"executor": executor_name(engine), "loop_ms": span, "weight_bytes": nbytes}
     return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
