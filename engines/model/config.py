@@ -120,6 +120,9 @@ class EngineShape:
     `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
     `base.decode-b1-t1-l1024.lora`.
 
+    Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
+    (see `segments.py`), with no key rows, as in `base.prefill-b1-t512-s2`.
+
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.
     """
@@ -133,13 +136,15 @@ class EngineShape:
     model: str = field(default="base", metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
+    segment: int | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
         if self.model == "vision":
             return f"{self.model}.{self.phase}-p{self.tokens}"
-        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        end = f"l{self.key_range}" if self.segment is None else f"s{self.segment}"
+        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-{end}"
         return f"{name}.lora" if self.lora_slots else name
 
 
