@@ -168,6 +168,21 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     return array
 
 
+def checked_bindings(
+    shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, Array]
+) -> Mapping[str, Array]:
+    """`bindings`, if an engine of a shape has all of these `tensors` in this shape and dtype; else EngineError."""
+    for name, array in bindings.items():
+        if name not in tensors:
+            raise EngineError(f"{shape.name} has no tensor {name!r}; it has {', '.join(tensors)}")
+        size, dtype = tensors[name]
+        if (array.shape, str(array.dtype)) != (size, dtype):
+            raise EngineError(
+                f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}"
+            )
+    return bindings
+
+
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:
     """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows."""
     fits = len(shape) == values.ndim == 3 and (values.shape[0], values.shape[2]) == (shape[0], shape[2])

@@ -136,7 +136,7 @@ class EngineShape:
     model: str = field(default="base", metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
-    segment: int | None = field(default=None, metadata=ADDED_LATER)
+    segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
 
     @property
     def name(self) -> str:
