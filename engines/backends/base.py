@@ -177,9 +177,7 @@ def checked_bindings(
             raise EngineError(f"{shape.name} has no tensor {name!r}; it has {', '.join(tensors)}")
         size, dtype = tensors[name]
         if (array.shape, str(array.dtype)) != (size, dtype):
-            raise EngineError(
-                f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}"
-            )
+            raise EngineError(f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}")
     return bindings
 
 

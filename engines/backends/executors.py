@@ -73,7 +73,9 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         if refusal is not None:
             return refusal
         if attention_bytes(size) > shared_limit:
-            return f"attention needs {attention_bytes(size)} bytes of shared memory, a block of the GPU has {shared_limit}"
+            return (
+                f"attention needs {attention_bytes(size)} bytes of shared memory, a block of the GPU has {shared_limit}"
+            )
     return None
 
 

@@ -194,7 +194,9 @@ def _choose_plans(
 ) -> dict[Platform, list[EngineShape]]:
     """What each platform gets plans for."""
     limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
-    return {each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans) for each in platforms}
+    return {
+        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans) for each in platforms
+    }
 
 
 def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:

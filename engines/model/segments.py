@@ -88,8 +88,10 @@ def _parts(program: Program) -> list[list[Step]]:
         if isinstance(step, NormLinear | LinearResidual) and step.keep is not None and _is_shared(program, step.keep):
             target, place = step.keep.target, step.keep.place
             places[target] = max(places.get(target, 0), place + 1)
-            step = replace(step, keep=replace(step.keep, target=f"{target}.{place}", place=0))
-        parts[-1].append(step)
+            part = replace(step, keep=replace(step.keep, target=f"{target}.{place}", place=0))
+            parts[-1].append(part)
+        else:
+            parts[-1].append(step)
         if isinstance(step, Attention):
             parts.append([])
     for target, count in places.items():

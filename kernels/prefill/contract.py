@@ -1,8 +1,8 @@
 """The contract of the kernels of long prompts: `NumpyPrefill` defines what they compute, `CudaPrefill` computes it.
 
-They are attention without a matrix of scores. B sequences, T new tokens of each, W columns of query, key and value heads
-together, G key-value heads, C rows that a cache holds, D elements of a head, E columns of query heads alone, R rotary
-size. A call gives what enqueues it, so that a step is prepared once.
+They are attention without a matrix of scores. B sequences, T new tokens of each, W columns of query, key and value
+heads together, G key-value heads, C rows that a cache holds, D elements of a head, E columns of query heads alone, R
+rotary size. A call gives what enqueues it, so that a step is prepared once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def prefill_refusal(heads: int, kv_heads: int, size: int) -> str | None:
     if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0 and heads % kv_heads == 0:
         return None
     return (
-        f"prefill attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and query heads that are a multiple "
-        f"of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
+        f"prefill attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and query heads that are a "
+        f"multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
     )
 
 
