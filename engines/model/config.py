@@ -121,7 +121,7 @@ class EngineShape:
     `base.decode-b1-t1-l1024.lora`.
 
     Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
-    (see `segments.py`), with no key rows, as in `base.prefill-b1-t512-s2`.
+    (see `segments.py`), whose number of key rows is no matter, as in `base.prefill-b1-t512-s2`.
 
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.

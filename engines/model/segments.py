@@ -76,7 +76,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 def segment_shapes(program: Program) -> list[EngineShape]:
     """The shapes of the different segments' engines; what attention alone asks for is no part of them."""
     numbers = sorted({segment.number for segment in segments_of(program)})
-    return [replace(program.shape, key_range=0, kv_rows=0, segment=number) for number in numbers]
+    return [replace(program.shape, key_range=1, kv_rows=1, segment=number) for number in numbers]
 
 
 def _parts(program: Program) -> list[list[Step]]:
@@ -123,7 +123,7 @@ def _segment(
             names[name] = f"kept_{len(names)}"
     inputs = {_renamed(name, first, {}): kinds[name] for name in sorted(reads)}
     outputs = {names.get(name, name): kind for name, kind in outputs.items()}
-    shape = replace(program.shape, key_range=0, kv_rows=0)
+    shape = replace(program.shape, key_range=1, kv_rows=1)
     own = Program(shape, inputs, tuple(_renamed(step, first, names) for step in steps), outputs, program.wide_residual)
     return Segment(0, own, first, {part: name for name, part in names.items()}, attention)
 

@@ -121,7 +121,7 @@ def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide
 
 def time_linears(bench: Bench, name: str, config: DecoderConfig, chunk: int, wide: bool = True) -> None:
     """The engine between the attention of two middle layers, with the weights of some layers in turn."""
-    shape = EngineShape("prefill", 1, chunk, 0, 0, segment=2)
+    shape = EngineShape("prefill", 1, chunk, 1, 1, segment=2)
     engine = segment_engine(bench, config, shape, wide)
     scratch = bench.device.empty((engine.scratch_bytes,), "uint8")
     engine.attach(bench.device, scratch)
