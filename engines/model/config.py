@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,9 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+#: What a chunk costs beside its tokens, in tokens: its launches, and reading the weights, beside which the arithmetic of
+#: few tokens costs nothing.
+_CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -205,6 +209,18 @@ class EngineLimits:
     def prefill_chunks(self) -> tuple[int, ...]:
         """The chunk sizes that engines exist for, ascending; the largest is `prefill_chunk`."""
         return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
+
+    def cheapest_chunks(self, count: int) -> tuple[int, ...]:
+        """The sizes of the chunks that together hold `count` tokens of a prompt at the least cost, descending."""
+        best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        step = math.gcd(*self.prefill_chunks)
+        for rest in range(1, -(-count // step) + 1):
+            choices = []
+            for size in self.prefill_chunks:
+                cost, others = best[max(0, rest - size // step)]
+                choices.append((cost + max(size, _LEAST_CHUNK_COST) + _CHUNK_COST, (size, *others)))
+            best.append(min(choices))
+        return tuple(sorted(best[-1][1], reverse=True))
 
     @cached_property
     def key_ranges(self) -> tuple[int, ...]:

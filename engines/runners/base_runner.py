@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Protocol
 
 import numpy as np
@@ -151,7 +151,7 @@ class BaseEngineRunner(AdaptedRunner):
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
-        for tokens, chunk in self._plan_chunks(count - reused):
+        for tokens, chunk in self._chunks(count - reused):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             if self._feature_user is not None:
                 self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
@@ -285,15 +285,15 @@ class BaseEngineRunner(AdaptedRunner):
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
-    def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
-        """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        """Cut `count` prompt tokens into (tokens, engine's T), of which the last alone may be padded."""
         largest = self.limits.prefill_chunk
-        chunks = [(largest, largest)] * (count // largest)
+        sizes = [largest] * (count // largest)
         rest = count % largest
         if rest:
-            fits = min(size for size in self.limits.prefill_chunks if size >= rest)
-            chunks.append((rest, fits if self.backend.fixed_shapes else rest))
-        return chunks
+            sizes += self.limits.cheapest_chunks(rest) if self.backend.fixed_shapes else [rest]
+        ends = accumulate(sizes, initial=0)
+        return [(min(size, count - first), size) for first, size in zip(ends, sizes, strict=False)]
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
         """The decode engine of the largest key range."""
