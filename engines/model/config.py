@@ -27,8 +27,8 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
-#: What a chunk costs beside its tokens, in tokens: its launches, and reading the weights, beside which the arithmetic of
-#: few tokens costs nothing.
+#: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
+#: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
