@@ -7,7 +7,7 @@ CUDA stream, so a result is there only after `Readback.wait`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
+
+#: One of the kinds of `Array`.
+OneArray = TypeVar("OneArray", np.ndarray, DeviceArray, Array)
 
 
 class Engine(Protocol):
@@ -169,8 +172,8 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
 
 
 def checked_bindings(
-    shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, Array]
-) -> Mapping[str, Array]:
+    shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, OneArray]
+) -> Mapping[str, OneArray]:
     """`bindings`, if an engine of a shape has all of these `tensors` in this shape and dtype; else EngineError."""
     for name, array in bindings.items():
         if name not in tensors:

@@ -68,7 +68,7 @@ class SplitEngine:
 
     def _lay_out(self) -> int:
         """Find a place for each value between segments; the bytes of all."""
-        offset, places = 0, {}
+        offset, places = 0, dict[str, str]()
         for segment in self._segments:
             wiring = {}
             for name in segment.program.edge:
@@ -154,10 +154,11 @@ class SplitEngine:
         """Those of one layer's attention."""
         bound, norms = self._bound, None
         if step.q_norm is not None and step.k_norm is not None:
-            weights = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
-            norms = HeadNorms(*weights, step.q_norm.epsilon, step.q_norm.offset)
+            query, key = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
+            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
         rotary = bound["rope_rotary_cos_sin"] if step.rotary else None
-        rows = KeyValueRows(*(bound[name] for name in step.caches), bound["kvcache_start_index"])
+        keys, values = (bound[name] for name in step.caches)
+        rows = KeyValueRows(keys, values, bound["kvcache_start_index"])
         return [
             self._kernels.prepare_heads(qkv, norms, rotary, rows),
             self._kernels.causal_attention(qkv, rows, step.scale, context),

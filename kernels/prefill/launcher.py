@@ -39,10 +39,10 @@ def attention_kernel(dtype: str, size: int) -> Kernel:
     """`causal_attention` for heads of `size` elements."""
     padded = _padded(size)
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {padded}>"
-    host = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES))
-    host += tuple((f"HOST_BYTES_{each}", attention_bytes(each)) for each in _ROWS)
+    sizes = ((f"HOST_BYTES_{each}", attention_bytes(each)) for each in _ROWS)
+    macros = (*MACROS, ("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), *sizes)
     name = f"prefill_attention_{dtype}_{padded}"
-    return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
+    return Kernel(_source(name, "attention.cu", expression, macros), expression)
 
 
 def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> ModuleSource:
