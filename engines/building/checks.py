@@ -30,7 +30,7 @@ from edgellm.engines.model.vision import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")
 PREFILL_CHUNK_STEP = 16
-DEFAULT_PREFILL_CHUNK = 512
+DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_KV_CAPACITY = 4096
 #: An image of a megapixel, for patches of 16 pixels.
 DEFAULT_MAX_IMAGE_PATCHES = 4096

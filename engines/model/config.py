@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -165,7 +164,7 @@ class EngineLimits:
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
-    prefill_chunk: int = field(default=512, metadata=bounded(LARGEST_PREFILL_CHUNK))
+    prefill_chunk: int = field(default=2048, metadata=bounded(LARGEST_PREFILL_CHUNK))
     kv_capacity: int = field(default=4096, metadata=bounded(LARGEST_CONTEXT))
     draft_top_k: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_top_k"][1], True))
     draft_steps: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_steps"][1], True))
@@ -203,24 +202,32 @@ class EngineLimits:
     @cached_property
     def kv_rows(self) -> int:
         """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
-        return self.kv_capacity + max(self.prefill_chunk, self.tree_rows)
+        step = self.prefill_chunks[0]
+        held = [sum(sizes) - step * number for number, sizes in enumerate(self._cheapest_chunks)]
+        return self.kv_capacity + max(step + max(held), self.tree_rows)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
-        """The chunk sizes that engines exist for, ascending; the largest is `prefill_chunk`."""
+        """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
         return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
 
     def cheapest_chunks(self, count: int) -> tuple[int, ...]:
-        """The sizes of the chunks that together hold `count` tokens of a prompt at the least cost, descending."""
+        """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost;
+        descending."""
+        return self._cheapest_chunks[-(-count // self.prefill_chunks[0])]
+
+    @cached_property
+    def _cheapest_chunks(self) -> list[tuple[int, ...]]:
+        """By the number of smallest chunks that would hold the tokens."""
+        step = self.prefill_chunks[0]
         best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-        step = math.gcd(*self.prefill_chunks)
-        for rest in range(1, -(-count // step) + 1):
+        for rest in range(1, self.prefill_chunk // step + 1):
             choices = []
             for size in self.prefill_chunks:
                 cost, others = best[max(0, rest - size // step)]
                 choices.append((cost + max(size, _LEAST_CHUNK_COST) + _CHUNK_COST, (size, *others)))
             best.append(min(choices))
-        return tuple(sorted(best[-1][1], reverse=True))
+        return [tuple(sorted(sizes, reverse=True)) for _, sizes in best]
 
     @cached_property
     def key_ranges(self) -> tuple[int, ...]:

@@ -1,13 +1,10 @@
-"""Times prompts, and the parts of a prefill step: attention's kernels, and TensorRT's engines between. Random weights.
+"""Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
 
     python tools/bench/prefill_speed.py [attention] [linears] [torch] [--shapes llama-1b llama-8b] [--chunks 512 2048]
-    python tools/bench/prefill_speed.py whole [--work DIRECTORY] [--chunks 512 2048] [--prompts 512 4000 8000 32000]
 
-Needs pycuda and a GPU; TensorRT for `linears` and `whole` (Llama-3.2-1B's shapes, an engine directory of each chunk
-size, the memory that was planned and what was taken); PyTorch for `torch`: its flash attention and matrix products, and
-beside `whole` its compiled layers without embedding and head. Times are medians of five, on the GPU; TFLOP/s count what
-causal attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights and to
-enqueue its engine.
+Needs pycuda and a GPU; TensorRT for `linears`, PyTorch for `torch`: its flash attention and matrix products. Times are
+medians of five, on the GPU; TFLOP/s count what causal attention and the linear layers need. `host` is what the host
+takes, for a layer to bind its weights and to enqueue its engine. Whole prompts: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,18 +23,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timer import gpu_milliseconds
 from provenance import provenance
-from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.programs import model_program
-from edgellm.engines.runners.comparison import open_runner
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.contract import KeyValueRows
@@ -182,60 +172,16 @@ def time_torch(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]
             bench.report(f"{name} PyTorch's attention of {tokens}", ms=span, tflops=operations / span / 1e9)
 
 
-def time_prompts(bench: Bench, work: Path, chunks: list[int], prompts: list[int]) -> None:
-    """From prompts to logits, with the shapes of Llama-3.2-1B."""
-    checkpoint, capacity = checkpoint_in(work), 32_768
-    for chunk in chunks:
-        limits = EngineLimits(max_batch=1, prefill_chunk=chunk, kv_capacity=capacity)
-        engines = work / f"engines-{chunk}"
-        build_engine_directory(checkpoint, engines, limits, weights="link", force=True)
-        before = bench.device.free_memory()[0]
-        with open_runner("tensorrt", EngineDirectory.open(engines)) as runner:
-            planned = runner.memory_plan.total / 2**20
-            for count in prompts:
-                ids = np.random.default_rng(0).integers(2, 256, count).tolist()
-
-                def prefill(ids: Any = ids, runner: Any = runner) -> None:
-                    runner.start(0, ids, 0, SamplingValues())
-
-                prefill()
-                span = gpu_milliseconds(runner.backend.stream, prefill, 3, before=prefill)
-                runner.backend.synchronize()
-                started = time.perf_counter()
-                prefill()
-                host = time.perf_counter() - started
-                runner.backend.synchronize()
-                taken = (before - bench.device.free_memory()[0]) / 2**20
-                label = f"{count} tokens in chunks of {chunk}"
-                bench.report(label, ms=span, host_ms=host * 1000, planned_mib=planned, taken_mib=taken)
-
-
-def time_compiled(bench: Bench, prompts: list[int]) -> None:
-    """The same layers by PyTorch, in a process of its own."""
-    command = [sys.executable, Path(__file__).with_name("torch_reference.py"), json.dumps(LLAMA_3_2_1B), "prefill"]
-    answer = subprocess.run([*command, *map(str, prompts)], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
-    for count, span in json.loads(answer.stdout.splitlines()[-1]).items():
-        bench.report(f"{count} tokens by PyTorch, compiled", ms=span)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["attention", "linears"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-1b"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 1024, 2048, 4096])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[512, 4000, 8000, 32_000])
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     bench = Bench()
-    if "whole" in options.parts:
-        time_prompts(bench, options.work, options.chunks, options.prompts)
-        if "torch" in options.parts:
-            time_compiled(bench, options.prompts)
-    for name in options.shapes if "whole" not in options.parts else ():
+    for name in options.shapes:
         if "attention" in options.parts:
             time_attention(bench, name, SHAPES[name])
         if "linears" in options.parts:

@@ -1,4 +1,4 @@
-"""The yardsticks: one decode step of a Llama decoder in plain PyTorch, compiled with CUDA graphs, and a prompt.
+"""The yardstick: one decode step of a Llama decoder in plain PyTorch, compiled with CUDA graphs.
 
 Written as one would write it for speed: fused q/k/v and gate/up projections, a static KV cache in buffers (whose
 addresses are declared static, without which PyTorch skips its CUDA graphs), scaled_dot_product_attention with grouped
@@ -98,57 +98,8 @@ def decode_step_milliseconds(config: dict, capacity: int, position: int = 500, r
     return {"milliseconds": statistics.median(spans), "compile_seconds": compiled}
 
 
-def _prefill_layer(
-    x: torch.Tensor, rope: torch.Tensor, weights: tuple[torch.Tensor, ...], heads: tuple[int, int, int], epsilon: float
-) -> torch.Tensor:
-    """A layer over a whole prompt: x [1, T, hidden], by flash attention."""
-    input_norm, qkv_weight, output, norm, gate_up, down = weights
-    count, kv_heads, size = heads
-    hidden, tokens = x.shape[2], x.shape[1]
-    qkv = F.linear(F.rms_norm(x, (hidden,), input_norm, epsilon), qkv_weight)
-    rotated, value = qkv.view(1, tokens, -1, size).transpose(1, 2).split([count + kv_heads, kv_heads], dim=1)
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = torch.cat((first * rope[0] - second * rope[1], second * rope[0] + first * rope[1]), dim=-1)
-    query, key = rotated.split([count, kv_heads], dim=1)
-    context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    x = x + F.linear(context.transpose(1, 2).reshape(1, tokens, -1), output)
-    gate, up = F.linear(F.rms_norm(x, (hidden,), norm, epsilon), gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, down)
-
-
-@torch.inference_mode()
-def prefill_milliseconds(config: dict, lengths: list[int], repeats: int = 5) -> dict[int, float]:
-    """Median milliseconds of all layers, compiled, over prompts of so many tokens, without embedding and head."""
-    torch.set_default_dtype(torch.float16)
-    with torch.device("cuda"):
-        decoder = Decoder(config, 1)
-        ropes = {tokens: torch.rand(2, tokens, config["head_dim"] // 2) for tokens in lengths}
-        inputs = {tokens: torch.randn(1, tokens, config["hidden_size"]) for tokens in lengths}
-    heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    names = ("input_norm", "qkv", "output", "norm", "gate_up", "down")
-    layers = [tuple(getattr(layer, name).weight for name in names) for layer in decoder.layers]
-    compiled = torch.compile(_prefill_layer, fullgraph=True, dynamic=False)
-    found = {}
-    for tokens in lengths:
-        spans = []
-        for _ in range(repeats + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            x = inputs[tokens]
-            for weights in layers:
-                x = compiled(x, ropes[tokens], weights, heads, config["rms_norm_eps"])
-            end.record()
-            end.synchronize()
-            spans.append(begin.elapsed_time(end))
-        found[tokens] = statistics.median(spans[2:])
-    return found
-
-
 if __name__ == "__main__":
     import json
     import sys
 
-    if sys.argv[2] == "prefill":
-        print(json.dumps(prefill_milliseconds(json.loads(sys.argv[1]), [int(length) for length in sys.argv[3:]])))
-    else:
-        print(json.dumps(decode_step_milliseconds(json.loads(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(decode_step_milliseconds(json.loads(sys.argv[1]), int(sys.argv[2]))))
