@@ -183,3 +183,10 @@ def test_a_prompt_is_cut_into_the_cheapest_chunks(count: int, sizes: tuple[int, 
     limits = EngineLimits(prefill_chunk=2048)
     assert limits.cheapest_chunks(count) == sizes
     assert sum(sizes[:-1]) < count <= sum(sizes)
+
+
+@pytest.mark.parametrize("chunk", [16, 112, 512, 2048])
+def test_caches_have_room_for_the_padding_of_every_prompt(chunk: int) -> None:
+    limits = EngineLimits(prefill_chunk=chunk, kv_capacity=4096)
+    padding = max(sum(limits.cheapest_chunks(count)) - count for count in range(1, chunk))
+    assert limits.kv_capacity + padding < limits.kv_rows <= limits.kv_capacity + padding + 1
