@@ -4,6 +4,7 @@ kernels for its attention."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
@@ -56,9 +57,9 @@ def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_l
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
-    """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
-    limit = SHARED_MEMORY.get(capability)
-    return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
+    """As `kernel_refusal`, on GPUs of a compute capability ("sm_90"); of a segment, why none runs the whole."""
+    limit, whole = SHARED_MEMORY.get(capability), replace(shape, segment=None)
+    return f"no kernels for {capability}" if limit is None else kernel_refusal(config, whole, dtype, limit)
 
 
 def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
 from numpy_kernel_device import NumpyKernelDevice
 
-from edgellm.engines.backends.executors import planned_shapes, split_refusal
+from edgellm.engines.backends.executors import planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.errors import EngineError
@@ -188,5 +188,11 @@ def test_what_is_planned() -> None:
     names = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_90")]
     expected = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1, 2)]
     assert [name for name in names if "prefill" in name and not name.endswith(".lora")] == expected
+    parts = planned_shapes({"base": LLAMA}, EngineLimits(1, 16, 128), "float16", "sm_86", needless=True)[1:]
+    for part in parts:  # of what kernels run whole where a block has more memory
+        whole = replace(part, segment=None)
+        for capability in ("sm_86", "sm_80", "sm_75"):
+            reason = refusal_on(LLAMA, part, "float16", capability)
+            assert part.segment is not None and reason == refusal_on(LLAMA, whole, "float16", capability)
     unknown = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_75")]
     assert "base.prefill-b1-t512-l4096" in unknown and not any("-s" in name for name in unknown)
