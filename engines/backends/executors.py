@@ -73,10 +73,9 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         refusal = prefill_refusal(heads, kv_heads, size)
         if refusal is not None:
             return refusal
-        if attention_bytes(size) > shared_limit:
-            return (
-                f"attention needs {attention_bytes(size)} bytes of shared memory, a block of the GPU has {shared_limit}"
-            )
+        needed = attention_bytes(size, 2 if size <= 128 else 1)
+        if needed > shared_limit:
+            return f"attention needs {needed} bytes of shared memory, a block of the GPU has {shared_limit}"
     return None
 
 

@@ -32,7 +32,7 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.prefill.launcher import CudaPrefill, attention_kernel, heads_kernel
+from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.tree.launcher import CudaTree
 
@@ -155,12 +155,11 @@ class TensorRTBackend(CudaDevice):
         refusal = split_refusal(config, shape, dtype, self._module.shared_limit)
         if refusal is not None:
             return None
-        program = model_program(config, shape)
-        for size in {step.heads[2] for step in program.attentions}:  # before a step waits for them
-            self._module.load(attention_kernel(dtype, size).source)
-        self._module.load(heads_kernel(dtype).source)
+        program, kernels = model_program(config, shape), CudaPrefill(self._module)
+        for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads)
         engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
-        return SplitEngine(CudaPrefill(self._module), program, engines, dtype)
+        return SplitEngine(kernels, program, engines, dtype)
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""

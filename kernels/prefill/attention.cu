@@ -12,16 +12,15 @@ using decode::shared_address;
 
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
 
-// Of heads padded to SIZE elements: a warp has TILES times 16 queries; KEYS keys (with their values) are a tile. Larger
-// warps read each key from shared memory for more queries; registers hold their sums.
-template <int SIZE> struct Shape {
-    static constexpr int TILES = SIZE <= 128 ? 2 : 1, KEYS = SIZE <= 128 ? 64 : 32, ROWS = 16 * TILES * WARPS;
+// Of heads padded to SIZE elements: a warp has TILES times 16 queries; KEYS keys (with their values) are a tile. A warp with
+// more queries reads each key from shared memory for all of them. No bit depends on TILES.
+template <int SIZE_, int TILES_> struct Shape {
+    static constexpr int SIZE = SIZE_, TILES = TILES_, KEYS = SIZE <= 128 ? 64 : 32, ROWS = 16 * TILES * WARPS;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
     static constexpr bool KEEPS_QUERIES = SIZE == 64;  // in registers
+    static constexpr int BLOCKS = TILES == 2 || SIZE == 256 ? 2 : SIZE == 128 ? 3 : 4;  // that registers leave room for
+    using Scores = float[TILES][KEYS / 8][4];
 };
-static_assert(Shape<64>::BYTES * (Shape<64>::ROWS + 2 * STAGES * Shape<64>::KEYS) == HOST_BYTES_64, "as the host counts");
-static_assert(Shape<128>::BYTES * (Shape<128>::ROWS + 2 * STAGES * Shape<128>::KEYS) == HOST_BYTES_128, "");
-static_assert(Shape<256>::BYTES * (Shape<256>::ROWS + 2 * STAGES * Shape<256>::KEYS) == HOST_BYTES_256, "");
 
 __device__ __forceinline__ float power_of_two(float exponent) {
     float result;
@@ -54,14 +53,14 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
 // Bytes from the beginning of rows in shared memory to 8 elements of one; rows are as long as the padded heads. Which 8
 // elements lie where changes from row to row, so that equal columns of 8 rows lie in different banks.
 template <int SIZE> __device__ __forceinline__ unsigned offset_of(int row, int chunk) {
-    return Shape<SIZE>::BYTES * row + 16 * (chunk ^ (row & 7));
+    return 2 * SIZE * row + 16 * (chunk ^ (row & 7));
 }
 
 // Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, and from row `exist` on.
 template <typename T, int SIZE, int ROWS>
 __device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size) {
-    constexpr int AT_ONCE = THREADS / Shape<SIZE>::CHUNKS;
-    const int chunk = threadIdx.x % Shape<SIZE>::CHUNKS, first = threadIdx.x / Shape<SIZE>::CHUNKS;
+    constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const T* own = source + first * stride + 8 * chunk;
     if (exist >= ROWS && size == SIZE && stride == SIZE) {  // most tiles: distances are constants then
         own = source + first * SIZE + 8 * chunk;
@@ -80,16 +79,15 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
 }
 
 // A warp's queries: sums, and of the two rows of a lane in each tile, largest score and the lane's part of the total.
-template <int SIZE> struct Sums {
-    float sum[Shape<SIZE>::TILES][SIZE / 8][4], largest[Shape<SIZE>::TILES][2], total[Shape<SIZE>::TILES][2];
+template <typename Its> struct Sums {
+    float sum[Its::TILES][Its::SIZE / 8][4], largest[Its::TILES][2], total[Its::TILES][2];
 };
 
 // Products of a warp's queries and a tile's keys.
-template <typename T, int SIZE>
-__device__ __forceinline__ void compute_scores(float (&score)[Shape<SIZE>::TILES][Shape<SIZE>::KEYS / 8][4],
-                                               const unsigned (&kept)[Shape<SIZE>::TILES][Shape<SIZE>::STEPS][4],
+template <typename T, typename Its>
+__device__ __forceinline__ void compute_scores(typename Its::Scores& score,
+                                               const unsigned (&kept)[Its::TILES][Its::STEPS][4],
                                                unsigned queries, unsigned keys) {
-    using Its = Shape<SIZE>;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m)
@@ -103,7 +101,7 @@ __device__ __forceinline__ void compute_scores(float (&score)[Shape<SIZE>::TILES
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m) {
             if constexpr (!Its::KEEPS_QUERIES) {
-                load_matrices(query[m], queries + offset_of<SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+                load_matrices(query[m], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
             } else {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) query[m][i] = kept[m][k][i];
@@ -112,7 +110,7 @@ __device__ __forceinline__ void compute_scores(float (&score)[Shape<SIZE>::TILES
 #pragma unroll
         for (int n = 0; n < Its::KEYS / 16; ++n) {
             unsigned key[4];
-            load_matrices(key, keys + offset_of<SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+            load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m) {
                 multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
@@ -124,10 +122,9 @@ __device__ __forceinline__ void compute_scores(float (&score)[Shape<SIZE>::TILES
 
 // Takes a tile's scores into the largest ones, and brings totals and sums in line with those. `scale` is that of powers of
 // two.
-template <int SIZE>
-__device__ __forceinline__ void take_largest(const float (&score)[Shape<SIZE>::TILES][Shape<SIZE>::KEYS / 8][4],
-                                             Sums<SIZE>& sums, float scale) {
-    using Its = Shape<SIZE>;
+template <typename Its>
+__device__ __forceinline__ void take_largest(const typename Its::Scores& score,
+                                             Sums<Its>& sums, float scale) {
     float correction[Its::TILES][2];
     bool changes = false;
 #pragma unroll
@@ -150,7 +147,7 @@ __device__ __forceinline__ void take_largest(const float (&score)[Shape<SIZE>::T
     for (int m = 0; m < Its::TILES; ++m) {
         sums.total[m][0] *= correction[m][0], sums.total[m][1] *= correction[m][1];
 #pragma unroll
-        for (int n = 0; n < SIZE / 8; ++n)
+        for (int n = 0; n < Its::SIZE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
     }
@@ -158,11 +155,10 @@ __device__ __forceinline__ void take_largest(const float (&score)[Shape<SIZE>::T
 
 // Adds the weights of a tile's scores, and the values at its keys so weighted. Weights are made 16 keys at a time: the
 // arithmetic of some runs beside the products of others.
-template <typename T, int SIZE>
-__device__ __forceinline__ void add_values(Sums<SIZE>& sums,
-                                           const float (&score)[Shape<SIZE>::TILES][Shape<SIZE>::KEYS / 8][4],
+template <typename T, typename Its>
+__device__ __forceinline__ void add_values(Sums<Its>& sums,
+                                           const typename Its::Scores& score,
                                            float scale, unsigned values) {
-    using Its = Shape<SIZE>;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < Its::KEYS / 16; ++k) {
@@ -179,9 +175,9 @@ __device__ __forceinline__ void add_values(Sums<SIZE>& sums,
                 weights[m][i] = pack<T>(low, high);
             }
 #pragma unroll
-        for (int n = 0; n < SIZE / 16; ++n) {
+        for (int n = 0; n < Its::SIZE / 16; ++n) {
             unsigned value[4];
-            load_transposed_matrices(value, values + offset_of<SIZE>(16 * k + lane % 16, 2 * n + lane / 16));
+            load_transposed_matrices(value, values + offset_of<Its::SIZE>(16 * k + lane % 16, 2 * n + lane / 16));
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m) {
                 multiply<T>(sums.sum[m][2 * n], weights[m], value[0], value[1]);
@@ -192,10 +188,9 @@ __device__ __forceinline__ void add_values(Sums<SIZE>& sums,
 }
 
 // A warp's results to where its queries were, then from there to the rows of `context`, `stride` apart.
-template <typename T, int SIZE>
-__device__ __forceinline__ void write_results(Sums<SIZE>& sums, char* queries, T* context, size_t stride, int exist,
+template <typename T, typename Its>
+__device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T* context, size_t stride, int exist,
                                               int size) {
-    using Its = Shape<SIZE>;
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -208,9 +203,9 @@ __device__ __forceinline__ void write_results(Sums<SIZE>& sums, char* queries, T
             const float inverse = 1.f / total;
             const int row = 16 * m + 8 * half + lane / 4;
 #pragma unroll
-            for (int n = 0; n < SIZE / 8; ++n) {
+            for (int n = 0; n < Its::SIZE / 8; ++n) {
                 const float* two = &sums.sum[m][n][2 * half];
-                *reinterpret_cast<unsigned*>(queries + offset_of<SIZE>(row, n) + 4 * (lane % 4)) =
+                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, n) + 4 * (lane % 4)) =
                     pack<T>(two[0] * inverse, two[1] * inverse);
             }
         }
@@ -221,14 +216,15 @@ __device__ __forceinline__ void write_results(Sums<SIZE>& sums, char* queries, T
         const int row = i / Its::CHUNKS, chunk = i % Its::CHUNKS;
         if (row < exist && 8 * chunk < size)
             *reinterpret_cast<uint4*>(context + row * stride + 8 * chunk) =
-                *reinterpret_cast<const uint4*>(queries + offset_of<SIZE>(row, chunk));
+                *reinterpret_cast<const uint4*>(queries + offset_of<Its::SIZE>(row, chunk));
     }
 }
 
 // Grid: query heads, sequences, blocks of queries, of which the last, which see most keys, begin first.
-template <typename T, int SIZE>
-__global__ void __launch_bounds__(THREADS, 2) causal_attention(CausalAttentionArguments arguments) {
-    using Its = Shape<SIZE>;
+template <typename T, int SIZE, int TILES>
+__global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_attention(CausalAttentionArguments arguments) {
+    using Its = Shape<SIZE, TILES>;
+    static_assert(Its::BYTES * (Its::ROWS + 2 * STAGES * Its::KEYS) == HOST_BYTES, "shared memory as the host counts it");
     extern __shared__ __align__(128) char memory[];
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.E / size, tokens = arguments.T;
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (heads / kv_heads);
@@ -260,14 +256,14 @@ __global__ void __launch_bounds__(THREADS, 2) causal_attention(CausalAttentionAr
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
-    Sums<SIZE> sums;
+    Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             sums.largest[m][half] = __int_as_float(0xff800000), sums.total[m][half] = 0.f;
 #pragma unroll
-        for (int n = 0; n < SIZE / 8; ++n)
+        for (int n = 0; n < Its::SIZE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
@@ -283,12 +279,12 @@ __global__ void __launch_bounds__(THREADS, 2) causal_attention(CausalAttentionAr
                 for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
                     for (int k = 0; k < Its::STEPS; ++k)
-                        load_matrices(kept[m][k], queries + offset_of<SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+                        load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
         if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
         const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         float score[Its::TILES][Its::KEYS / 8][4];
-        compute_scores<T, SIZE>(score, kept, queries, keys);
+        compute_scores<T, Its>(score, kept, queries, keys);
         if (first_key + Its::KEYS - 1 > first_row) {
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m)
@@ -299,12 +295,12 @@ __global__ void __launch_bounds__(THREADS, 2) causal_attention(CausalAttentionAr
                         if (first_key + 8 * n + 2 * (lane % 4) + i % 2 > first_row + 16 * m + lane / 4 + i / 2 * 8)
                             score[m][n][i] = __int_as_float(0xff800000);
         }
-        take_largest<SIZE>(score, sums, scale);
-        add_values<T, SIZE>(sums, score, scale, keys + Its::BYTES * Its::KEYS);
+        take_largest<Its>(score, sums, scale);
+        add_values<T, Its>(sums, score, scale, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;
-    write_results<T, SIZE>(sums, memory + Its::BYTES * warp_row, context, arguments.E, tokens - first_token - warp_row, size);
+    write_results<T, Its>(sums, memory + Its::BYTES * warp_row, context, arguments.E, tokens - first_token - warp_row, size);
 }
 
 }  // namespace prefill

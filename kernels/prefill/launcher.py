@@ -12,19 +12,32 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels
 
 _WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
-#: Queries of a block, and keys of a tile, by the size that heads are padded to.
-_ROWS = {64: 128, 128: 128, 256: 64}
+#: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
 _KEYS = {64: 64, 128: 64, 256: 32}
 
 
-def attention_bytes(size: int) -> int:
+def _padded(size: int) -> int:
+    return next(padded for padded in _KEYS if padded >= size)
+
+
+def _rows(tiles: int) -> int:
+    """Queries of a block."""
+    return 16 * tiles * _WARPS
+
+
+def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) -> int:
+    """Of 16 queries for each warp of `causal_attention`; `heads` are those of all sequences.
+
+    Two share what is read from shared memory, but registers do not hold those of large heads, and few queries must
+    give each multiprocessor a block.
+    """
+    return 2 if size <= 128 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
+
+
+def attention_bytes(size: int, tiles: int) -> int:
     """Shared memory of a block of `causal_attention`, for heads of `size` elements."""
     padded = _padded(size)
-    return 2 * padded * (_ROWS[padded] + 2 * _STAGES * _KEYS[padded])
-
-
-def _padded(size: int) -> int:
-    return next(padded for padded in _ROWS if padded >= size)
+    return 2 * padded * (_rows(tiles) + 2 * _STAGES * _KEYS[padded])
 
 
 @lru_cache
@@ -35,14 +48,12 @@ def heads_kernel(dtype: str) -> Kernel:
 
 
 @lru_cache
-def attention_kernel(dtype: str, size: int) -> Kernel:
+def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
     """`causal_attention` for heads of `size` elements."""
-    padded = _padded(size)
-    expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {padded}>"
-    sizes = ((f"HOST_BYTES_{each}", attention_bytes(each)) for each in _ROWS)
-    macros = (*MACROS, ("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), *sizes)
-    name = f"prefill_attention_{dtype}_{padded}"
-    return Kernel(_source(name, "attention.cu", expression, macros), expression)
+    expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
+    host = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles)))
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}"
+    return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
 def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> ModuleSource:
@@ -67,11 +78,22 @@ class CudaPrefill:
         grid = (sizes["T"], sizes["B"], 1)
         return Launch(self._module, heads_kernel(qkv.dtype), grid, _HEADS_THREADS, 0, (packed,))
 
-    def causal_attention(self, qkv: DeviceArray, rows: KeyValueRows, scale: float, context: DeviceArray) -> Launch:
-        """Attention over the rows up to each token's own; see the contract."""
+    def causal_attention(
+        self, qkv: DeviceArray, rows: KeyValueRows, scale: float, context: DeviceArray, tiles: int | None = None
+    ) -> Launch:
+        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
         arguments = (qkv, rows, scale, context)
         sizes = self._check("causal_attention", *arguments)
         packed = self._check.pack("causal_attention", sizes, *arguments)
-        size, blocks = sizes["D"], -(-sizes["T"] // _ROWS[_padded(sizes["D"])])
-        grid, shared = (sizes["E"] // size, sizes["B"], blocks), attention_bytes(size)
-        return Launch(self._module, attention_kernel(qkv.dtype, size), grid, 32 * _WARPS, shared, (packed,))
+        size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
+        heads = sizes["E"] // size
+        if tiles is None:
+            tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
+        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles)
+        return Launch(self._module, attention_kernel(qkv.dtype, size, tiles), grid, 32 * _WARPS, shared, (packed,))
+
+    def load(self, dtype: str, size: int, tokens: int, heads: int) -> None:
+        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""
+        tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
+        for kernel in (heads_kernel(dtype), attention_kernel(dtype, size, tiles)):
+            self._module.load(kernel.source)

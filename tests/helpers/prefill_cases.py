@@ -52,14 +52,14 @@ class Case:
                 arrays[name][b, :, start:] = np.nan
         return arrays
 
-    def run(self, kernels: Any, arrays: dict[str, Any]) -> None:
-        """Both kernels on arrays of either kind."""
+    def run(self, kernels: Any, arrays: dict[str, Any], **tiling: int) -> None:
+        """Both kernels on arrays of either kind; `tiling` is another than the fastest of the device."""
         norms = None
         if self.norm:
             norms = HeadNorms(arrays["q_norm"], arrays["k_norm"], self.epsilon, self.offset)
         rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], arrays["start"])
         kernels.prepare_heads(arrays["qkv"], norms, arrays.get("rotary"), rows)()
-        kernels.causal_attention(arrays["qkv"], rows, self.scale, arrays["context"])()
+        kernels.causal_attention(arrays["qkv"], rows, self.scale, arrays["context"], **tiling)()
 
 
 CASES = {

@@ -74,7 +74,8 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
-    prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, size).source for size in (64, 128, 256))]
+    shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+    prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
     return drawing + prefill + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
 
 

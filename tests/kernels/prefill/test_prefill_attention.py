@@ -11,7 +11,7 @@ from prefill_cases import CASES, Case
 from edgellm.kernels.decode.contract import AttentionStep, AttentionWeights
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.prefill.launcher import attention_bytes
+from edgellm.kernels.prefill.launcher import attention_bytes, attention_tiles
 from edgellm.kernels.prefill.twin import NumpyPrefill
 
 TWIN = NumpyPrefill()
@@ -51,4 +51,11 @@ def test_refuses_heads_that_it_does_not_take(change: dict, message: str) -> None
 
 
 def test_blocks_fit_every_gpu() -> None:
-    assert all(attention_bytes(size) <= 99 << 10 for size in (8, 64, 72, 128, 136, 256))
+    shapes = [(size, tiles) for size in (8, 64, 72, 128) for tiles in (1, 2)] + [(136, 1), (256, 1)]
+    assert all(attention_bytes(*shape) <= 99 << 10 for shape in shapes)
+
+
+def test_few_queries_are_shared_among_more_blocks() -> None:
+    assert [attention_tiles(64, tokens, 32, 132) for tokens in (16, 512, 640, 2048)] == [1, 1, 2, 2]
+    assert [attention_tiles(64, tokens, 32, 16) for tokens in (16, 128, 512)] == [2, 2, 2]
+    assert attention_tiles(256, 8192, 32, 16) == 1

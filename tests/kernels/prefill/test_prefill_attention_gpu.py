@@ -23,10 +23,10 @@ def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     return {key: array if array.dtype == np.int32 else to_bits(array, dtype) for key, array in arrays.items()}
 
 
-def run_on_device(gpu, case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run_on_device(gpu, case: Case, arrays: dict[str, np.ndarray], **tiling: int) -> dict[str, np.ndarray]:
     """All arguments after both kernels, 16-bit elements as uint16."""
     device = {key: device_copy(gpu, array) for key, array in arrays.items()}
-    case.run(CudaPrefill(gpu.kernel_module), device)
+    case.run(CudaPrefill(gpu.kernel_module), device, **tiling)
     found = {key: gpu.download(array) for key, array in device.items()}
     return {key: array if array.dtype == np.int32 else array.view(np.uint16) for key, array in found.items()}
 
@@ -53,6 +53,15 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     # What is left of differences is the twin's unrounded queries and keys: large scores multiply them.
     factor = max(1.0, case.largest)
     assert relative(values_of(found["context"], dtype), wide["context"]) < factor * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.size <= 128])
+def test_every_tiling_gives_the_same_bits(gpu, name: str, dtype: str) -> None:
+    case = CASES[name]
+    arrays = rounded(case.arrays(), dtype)
+    one, two = (run_on_device(gpu, case, arrays, tiles=tiles)["context"] for tiles in (1, 2))
+    np.testing.assert_array_equal(one, two)
 
 
 def cut(gpu, case: Case, arrays: dict[str, np.ndarray], sizes: tuple[int, ...], stale: float, dtype: str) -> np.ndarray:
