@@ -88,12 +88,13 @@ class BaseEngineRunner(AdaptedRunner):
             backend, [shape for shape in shapes if shape.model == "base" and shape.phase in _PHASES]
         )
         specs, rows = decoder_weights(config), max(limits.max_batch, limits.prefill_chunk)
+        mask = self.engines.mask_size("base", rows, limits.key_ranges[-1])
         self.memory_plan = plan_memory(
             config,
             limits,
             specs,
             backend.compute_dtype,
-            {"masks": self.engines.mask_size(rows, limits.key_ranges[-1]), "engine scratch": backend.scratch_bytes()},
+            {"masks": mask, "engine scratch": backend.scratch_bytes()},
             draft,
             adapters is not None,
             vision_memory,

@@ -169,11 +169,12 @@ class LoadedEngines:
         engine = self._engines.get(shape)
         return engine is None or engine.reads_attention_mask
 
-    def mask_size(self, most_rows: int, most_keys: int) -> int:
-        """Elements of the largest mask that an engine reads; where shapes are free, one of so many rows and keys."""
+    def mask_size(self, model: str, most_rows: int, most_keys: int) -> int:
+        """Elements of the largest mask that an engine of "base" or "draft" reads; where shapes are free, one of so many
+        rows and keys."""
         if not self._backend.fixed_shapes:
             return most_rows * most_keys
-        shapes = [shape for shape in self._engines if self.reads_mask(shape)]
+        shapes = [shape for shape in self._engines if shape.model == model and self.reads_mask(shape)]
         return max((shape.batch * shape.tokens * shape.key_range for shape in shapes), default=0)
 
     @property

@@ -98,7 +98,7 @@ class StepBuffers:
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
-        self.mask = backend.zeros((engines.mask_size(rows, max(limits.key_ranges)),), "bool")
+        self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
