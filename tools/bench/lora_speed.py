@@ -76,8 +76,7 @@ def bare_plan_milliseconds(runner: BaseEngineRunner) -> float:
     shape = next(shape for shape in runner.limits.engine_shapes() if shape.phase == "decode")
     engine = runner.backend._plan_engine(shape)
     engine.attach(runner.backend, runner.backend.empty((max(1, engine.scratch_bytes),), "uint8"))
-    mask = runner.backend.zeros((1, 1, 1, shape.key_range), "bool")
-    bindings = runner.engine_weights() | runner._step_inputs(shape)._replace(attention_mask=mask)._asdict()
+    bindings = runner.engine_weights() | runner._step_inputs(shape)._asdict()
     for name, cache in runner.caches.items():
         bindings[name] = bindings[f"present_{name}"] = cache[:1]
     engine.bind(bindings | {"logits": runner._logits[:1].reshape(1, 1, runner.config.vocab_size)})
