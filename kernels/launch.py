@@ -125,7 +125,7 @@ class Launch:
         driver = kernels.driver
         self._driver = driver
         self._function = kernels.function(kernel, shared_bytes)
-        self._arguments = arguments
+        self.arguments = arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         self._address = ctypes.addressof(self._pointers)
         config = driver.CUlaunchConfig()

@@ -143,7 +143,7 @@ __device__ __forceinline__ void stage_normalized(
         }
     }
     wait_for_copies<G::STAGES - 1>();
-    __syncthreads();
+    wait_for_team<THREADS>(0);
     float factor_of_row[PARTS] = {};  // of row `lane`
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

@@ -1,0 +1,123 @@
+"""Linear layers that follow each other in one kernel (chain.cu), for up to eight rows on GPUs of sm_90 and later."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.arguments import (
+    CUDA_TYPES,
+    THREADS,
+    LinearResidualArgument,
+    NormLinearArgument,
+    decode_kernel,
+)
+from edgellm.kernels.decode.contract import MOST_LAYERS, SLICES, STEP
+from edgellm.kernels.launch import KernelModule, Launch
+
+_MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
+#: 64-byte lines of each of the eight rows in a slot of the ring, and the most and fewest slots.
+_SLOT_LINES, _MOST_SLOTS, _FEWEST_SLOTS = 33, 16, 6
+_CHAIN_THREADS = THREADS + 96
+_BARRIERS_BYTES = 8 * (2 * _MOST_SLOTS + 2 * _BUFFERS + MOST_LAYERS)
+_NORM_LINEAR, _NORM_GATE_UP, _RESIDUAL = range(3)
+
+
+class _Arguments(ctypes.Union):
+    _fields_ = [("norm", NormLinearArgument), ("residual", LinearResidualArgument)]
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of chain.cu."""
+
+    _fields_ = [("arguments", _Arguments), ("kind", ctypes.c_int)]
+
+    @property
+    def linear(self) -> Any:
+        return self.arguments.residual.linear if self.kind == _RESIDUAL else self.arguments.norm.linear
+
+
+class _Chain(ctypes.Structure):
+    """`Chain` of chain.cu."""
+
+    _fields_ = [
+        ("layers", _Layer * MOST_LAYERS),
+        ("counters", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("count", "slots", "steps", "norm_steps")),
+    ]
+
+
+def _shared_bytes(slots: int, steps: int, norm_steps: int, norms: int, batch: int) -> int:
+    """Shared memory of a block, beside its barriers."""
+    ring, activations = slots * _TILE_ROWS * _SLOT_LINES * STEP * 2, SLICES * steps * batch * STEP * 2
+    of_norms = norms * (SLICES * norm_steps * STEP * 2 + 8 * (SLICES + 1) * 4)
+    return ring + activations + of_norms + _BUFFERS * SLICES * (2 * batch * _TILE_ROWS + 2) * 4
+
+
+_MACROS = (
+    ("HOST_CHAIN_LAYERS", MOST_LAYERS),
+    ("HOST_CHAIN_SLOTS", _MOST_SLOTS),
+    ("HOST_SLOT_LINES", _SLOT_LINES),
+    ("HOST_CHAIN_THREADS", _CHAIN_THREADS),
+    ("HOST_CHAIN_BYTES", ctypes.sizeof(_Chain)),
+    ("HOST_CHAIN_SHARED_BYTES", _shared_bytes(5, 3, 2, 2, 7)),
+    ("HOST_BARRIERS_BYTES", _BARRIERS_BYTES),
+)
+
+
+def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters: DeviceArray) -> list[Any]:
+    """The launches of a step in their order; linear layers that follow each other, which a chain takes, as one launch.
+
+    `counters` [MOST_LAYERS] uint32, zero before and after. The results have the same bits.
+    """
+    result: list[Any] = []
+    waiting: list[tuple[Any, _Layer]] = []
+
+    def finish() -> None:
+        chain = _chain([layer for _, layer in waiting], module, dtype, counters)
+        result.extend([launch for launch, _ in waiting] if chain is None else [chain])
+        waiting.clear()
+
+    for launch in launches:
+        layer = _layer(launch) if module.can_overlap else None
+        if layer is None or len(waiting) == MOST_LAYERS:
+            finish()
+        if layer is None:
+            result.append(launch)
+        else:
+            waiting.append((launch, layer))
+    finish()
+    return result
+
+
+def _layer(launch: Any) -> _Layer | None:
+    """What a launch is as a layer of a chain; None if it cannot be one."""
+    arguments = launch.arguments[0] if isinstance(launch, Launch) else None
+    if isinstance(arguments, LinearResidualArgument):
+        layer = _Layer(_Arguments(residual=arguments), _RESIDUAL)
+    elif isinstance(arguments, NormLinearArgument) and arguments.next_early and not arguments.inputs[1].values:
+        layer = _Layer(_Arguments(norm=arguments), _NORM_GATE_UP if "norm_gate_up" in launch.name else _NORM_LINEAR)
+    else:
+        return None
+    linear = layer.linear
+    takes = linear.batch <= _MOST_ROWS and linear.columns % STEP == 0 and linear.steps <= _SLOT_LINES
+    return layer if takes else None
+
+
+def _chain(layers: list[_Layer], module: KernelModule, dtype: str, counters: DeviceArray) -> Launch | None:
+    """One launch for several layers; None where there is nothing to win, or no memory for it."""
+    batches = {layer.linear.batch for layer in layers}
+    if len(layers) < 2 or len(batches) > 1:
+        return None
+    normed = [layer.linear.steps for layer in layers if layer.kind != _RESIDUAL]
+    steps, norm_steps, (batch,) = max(layer.linear.steps for layer in layers), max(normed, default=0), batches
+    own = _shared_bytes(0, steps, norm_steps, len(normed), batch)
+    slot = _shared_bytes(1, steps, norm_steps, len(normed), batch) - own
+    slots = min(_MOST_SLOTS, (module.shared_limit - _BARRIERS_BYTES - own) // slot)
+    if slots < _FEWEST_SLOTS:
+        return None
+    arguments = _Chain((_Layer * MOST_LAYERS)(*layers), counters.pointer, len(layers), slots, steps, norm_steps)
+    kernel = decode_kernel("chain.cu", f"decode::chain::linear_chain<{CUDA_TYPES[dtype]}>", _MACROS)
+    return Launch(module, kernel, (module.multiprocessors, 1, 1), _CHAIN_THREADS, own + slots * slot, (arguments,))
