@@ -19,7 +19,7 @@ from edgellm.kernels.launch import KernelModule, Launch
 
 _MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
 #: 64-byte lines of each of the eight rows in a slot of the ring, and the most and fewest slots.
-_SLOT_LINES, _MOST_SLOTS, _FEWEST_SLOTS = 33, 16, 6
+_SLOT_LINES, _MOST_SLOTS, _FEWEST_SLOTS = 33, 26, 3
 _CHAIN_THREADS = THREADS + 96
 _BARRIERS_BYTES = 8 * (2 * _MOST_SLOTS + 2 * _BUFFERS + MOST_LAYERS)
 _NORM_LINEAR, _NORM_GATE_UP, _RESIDUAL = range(3)
@@ -56,15 +56,17 @@ def _shared_bytes(slots: int, steps: int, norm_steps: int, norms: int, batch: in
     return ring + activations + of_norms + _BUFFERS * SLICES * (2 * batch * _TILE_ROWS + 2) * 4
 
 
-_MACROS = (
-    ("HOST_CHAIN_LAYERS", MOST_LAYERS),
-    ("HOST_CHAIN_SLOTS", _MOST_SLOTS),
-    ("HOST_SLOT_LINES", _SLOT_LINES),
-    ("HOST_CHAIN_THREADS", _CHAIN_THREADS),
-    ("HOST_CHAIN_BYTES", ctypes.sizeof(_Chain)),
-    ("HOST_CHAIN_SHARED_BYTES", _shared_bytes(5, 3, 2, 2, 7)),
-    ("HOST_BARRIERS_BYTES", _BARRIERS_BYTES),
-)
+def _macros() -> tuple[tuple[str, int], ...]:
+    """What host and device agree on."""
+    return (
+        ("HOST_CHAIN_LAYERS", MOST_LAYERS),
+        ("HOST_CHAIN_SLOTS", _MOST_SLOTS),
+        ("HOST_SLOT_LINES", _SLOT_LINES),
+        ("HOST_CHAIN_THREADS", _CHAIN_THREADS),
+        ("HOST_CHAIN_BYTES", ctypes.sizeof(_Chain)),
+        ("HOST_CHAIN_SHARED_BYTES", _shared_bytes(5, 3, 2, 2, 7)),
+        ("HOST_BARRIERS_BYTES", _BARRIERS_BYTES),
+    )
 
 
 def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters: DeviceArray) -> list[Any]:
@@ -119,5 +121,5 @@ def _chain(layers: list[_Layer], module: KernelModule, dtype: str, counters: Dev
     if slots < _FEWEST_SLOTS:
         return None
     arguments = _Chain((_Layer * MOST_LAYERS)(*layers), counters.pointer, len(layers), slots, steps, norm_steps)
-    kernel = decode_kernel("chain.cu", f"decode::chain::linear_chain<{CUDA_TYPES[dtype]}>", _MACROS)
+    kernel = decode_kernel("chain.cu", f"decode::chain::linear_chain<{CUDA_TYPES[dtype]}>", _macros())
     return Launch(module, kernel, (module.multiprocessors, 1, 1), _CHAIN_THREADS, own + slots * slot, (arguments,))
