@@ -71,8 +71,8 @@ __device__ __forceinline__ void set_up(unsigned long long& barrier, int arrivals
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void arrive(unsigned long long& barrier, int arrivals) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void arrive(unsigned long long& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(unsigned long long& barrier, int bytes) {
@@ -103,9 +103,8 @@ __device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, i
 struct Place {
     int slot;
     unsigned parity;
-    __device__ __forceinline__ void advance(int places, int slots) {
-        slot += places;
-        while (slot >= slots) slot -= slots, parity ^= 1;
+    __device__ __forceinline__ void advance(int slots) {
+        if (++slot == slots) slot = 0, parity ^= 1;
     }
 };
 
@@ -157,7 +156,7 @@ __device__ __forceinline__ void copy_weights(const Chain& chain, Barriers& barri
                     __syncwarp();
                     if (lane < TILE_ROWS && bytes > 0)
                         copy_bulk(ring + place.slot * SLOT_BYTES + lane * shape.line_bytes, row + column, bytes, full);
-                    place.advance(1, chain.slots);
+                    place.advance(chain.slots);
                 }
             }
         }
@@ -170,9 +169,7 @@ __device__ __forceinline__ void multiply_layer(
     const Shape& shape, Barriers& barriers, unsigned ring, int slots, Place& place, unsigned activations, float* partial,
     Place& buffer, int batch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = own_row(), quad = own_quad();
-    const int piece = warp / shape.warps, within = warp - piece * shape.warps;
-    const int users = min(shape.warps, WARPS - piece * shape.warps);
-    const int arrivals = within == 0 ? WARPS - users + 1 : 1;  // all users' together: WARPS
+    const int own_piece = warp / shape.warps, within = warp - own_piece * shape.warps;
     const int steps = min(max(shape.columns / 32 - warp * shape.steps, 0), shape.steps);
     const unsigned own = ring + row * shape.line_bytes + within * shape.steps * LINE + quad * 16;
 #pragma unroll 1
@@ -180,22 +177,26 @@ __device__ __forceinline__ void multiply_layer(
         float sum[TILES][2] = {};
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            Place read = place;
-            read.advance(piece, slots);
-            wait_for(barriers.full[read.slot], read.parity);
-            const unsigned weights = own + read.slot * SLOT_BYTES;
+            // A warp goes through all pieces: its barriers' phases are only even or odd, so none may be left out.
+#pragma unroll 1
+            for (int piece = 0; piece < shape.pieces; ++piece) {
+                wait_for(barriers.full[place.slot], place.parity);
+                if (piece == own_piece) {
+                    const unsigned weights = own + place.slot * SLOT_BYTES;
 #pragma unroll 4
-            for (int step = 0; step < steps; ++step) {
-                uint4 a = make_uint4(0, 0, 0, 0);
-                if (row < batch) a = read_shared_16(activations + step * batch * LINE);
-                const uint4 b = read_shared_16(weights + step * LINE);
-                const unsigned x[1] = {a.x}, y[1] = {a.y}, z[1] = {a.z}, w[1] = {a.w};
-                multiply_add(sum[tile], x, y, b.x, b.y, T());
-                multiply_add(sum[tile], z, w, b.z, b.w, T());
+                    for (int step = 0; step < steps; ++step) {
+                        uint4 a = make_uint4(0, 0, 0, 0);
+                        if (row < batch) a = read_shared_16(activations + step * batch * LINE);
+                        const uint4 b = read_shared_16(weights + step * LINE);
+                        const unsigned x[1] = {a.x}, y[1] = {a.y}, z[1] = {a.z}, w[1] = {a.w};
+                        multiply_add(sum[tile], x, y, b.x, b.y, T());
+                        multiply_add(sum[tile], z, w, b.z, b.w, T());
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) arrive(barriers.empty[place.slot]);
+                place.advance(slots);
             }
-            __syncwarp();
-            if (lane == 0) arrive(barriers.empty[read.slot], arrivals);
-            place.advance(shape.pieces, slots);
         }
         wait_for(barriers.added[buffer.slot], buffer.parity ^ 1);
         float* mine = partial + (buffer.slot * WARPS + warp) * partials(batch) + row * TILE_ROWS + quad * 2;
@@ -204,8 +205,8 @@ __device__ __forceinline__ void multiply_layer(
             for (int tile = 0; tile < TILES; ++tile)
                 *reinterpret_cast<float2*>(mine + tile * batch * TILE_ROWS) = make_float2(sum[tile][0], sum[tile][1]);
         __syncwarp();
-        if (lane == 0) arrive(barriers.summed[buffer.slot], 1);
-        buffer.advance(1, BUFFERS);
+        if (lane == 0) arrive(barriers.summed[buffer.slot]);
+        buffer.advance(BUFFERS);
     }
 }
 
@@ -304,8 +305,8 @@ __device__ __forceinline__ void add_layer(
             if (writes && b + 1 < batch) before = read_one(output, b + 1, row, rows);
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(barriers.added[buffer.slot], 1);
-        buffer.advance(1, BUFFERS);
+        if (threadIdx.x % 32 == 0) arrive(barriers.added[buffer.slot]);
+        buffer.advance(BUFFERS);
     }
 }
 
@@ -345,7 +346,7 @@ __device__ __forceinline__ void add(const Chain& chain, Barriers& barriers, cons
 // One thread: waits for each layer's input.
 __device__ __forceinline__ void wait_for_inputs(const Chain& chain, Barriers& barriers) {
     wait_for_previous_kernel();
-    arrive(barriers.ready[0], 1);
+    arrive(barriers.ready[0]);
     int begin = 0;
 #pragma unroll 1
     for (int l = 0; l + 1 < chain.count; ++l) {
@@ -353,7 +354,7 @@ __device__ __forceinline__ void wait_for_inputs(const Chain& chain, Barriers& ba
         unsigned written;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(written) : "l"(chain.counters + l) : "memory");
         while (written != blocks);
-        arrive(barriers.ready[l + 1], 1);
+        arrive(barriers.ready[l + 1]);
     }
     // Who comes last here knows that nobody reads the counters any more.
     unsigned* leaving = chain.counters + chain.count - 1;

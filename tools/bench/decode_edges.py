@@ -164,7 +164,7 @@ __device__ __forceinline__ void note(const Chain& chain, int event) {
 NOTES = (
     (NOTE, "// One warp: all weights of the block, of all", ""),
     ("    note(chain, 8);\n", "    wait_for_previous_kernel();\n", "    note(chain, 0);\n"),
-    ("        note(chain, 2 * l + 2);\n", "        arrive(barriers.ready[l + 1], 1);\n", ""),
+    ("        note(chain, 2 * l + 2);\n", "        arrive(barriers.ready[l + 1]);\n", ""),
     (
         "        __syncwarp();\n        if (threadIdx.x % 32 == 0) note(chain, 2 * l + 1);\n",
         "        __syncwarp();\n        if (threadIdx.x % 32 == 0 && shape.first < shape.units && l + 1",
