@@ -13,6 +13,8 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from edgellm.engines.model.programs import model_program
 from edgellm.kernels import compiler
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode import attention as attention_module
 from edgellm.kernels.decode import chain as chain_module
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
@@ -198,35 +201,55 @@ def evicting(text: str) -> str:
     return text
 
 
-#: By name: lines of a slot, and what becomes of the source.
-VARIANTS: dict[str, tuple[int, Any]] = {
-    "chain": (33, None),
-    "lines17": (17, None),
-    "lines65": (65, None),
-    "evict": (33, evicting),
-    "timed": (33, timed),
+@dataclass(frozen=True)
+class Variant:
+    """`lines` of a slot; what becomes of the source; attention with `spans` at once (0: as it is).
+
+    `room`: chains have so little memory that attention's blocks find room beside them.
+    """
+
+    lines: int = 33
+    change: Callable[[str], str] | None = None
+    spans: int = 0
+    room: bool = False
+
+
+VARIANTS = {
+    "chain": Variant(),
+    "timed": Variant(change=timed),
+    "room": Variant(spans=1, room=True),
+    "room-timed": Variant(spans=1, room=True, change=timed),
+    "spans1": Variant(spans=1),
+    "evict": Variant(change=evicting),
+    "lines17": Variant(17),
+    "lines65": Variant(65),
 }
 
 
-def chain_of(bench: Bench, engine: KernelEngine, name: str) -> list[Any]:
+def chain_of(bench: Bench, engine: KernelEngine, config: DecoderConfig, variant: Variant) -> list[Any]:
     """The engine's launches with chains of a variant."""
-    lines, change = VARIANTS[name]
-    chain_module._SLOT_LINES = lines
-    original = chain_module.decode_kernel
+    originals = chain_module.decode_kernel, attention_module.attention_geometry, bench.module.shared_limit
+    chain_module._SLOT_LINES = variant.lines
 
     def changed(file: str, expression: str, macros: Any) -> Kernel:
-        kernel = original(file, expression, chain_module._macros())
-        if change is None:
+        kernel = originals[0](file, expression, chain_module._macros())
+        if variant.change is None:
             return kernel
-        source = kernel.source
-        headers = (("decode/chain.cu", change(CHAIN_TEXT)),)
+        source, headers = kernel.source, (("decode/chain.cu", variant.change(CHAIN_TEXT)),)
         return Kernel(ModuleSource(source.name, source.files, source.expressions, source.macros, headers), expression)
 
     chain_module.decode_kernel = changed
+    geometry = attention_module.AttentionGeometry(variant.spans, 1, 1)
     try:
-        return engine._chained(engine._prepare())
+        if variant.spans:
+            attention_module.attention_geometry = lambda *_: geometry
+        launches = engine._prepare()
+        if variant.room:  # a kilobyte of each block is the system's
+            beside = geometry.shared_bytes(1, config.head_dim) + attention_module._TABLES_BYTES
+            bench.module.shared_limit -= beside + 1024
+        return engine._chained(launches)
     finally:
-        chain_module.decode_kernel = original
+        chain_module.decode_kernel, attention_module.attention_geometry, bench.module.shared_limit = originals
 
 
 def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
@@ -259,7 +282,8 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
     for name in ("o", "gate_up", "down", "qkv"):
         names += [f"{name} median", f"{name} last"] + ([f"{name} edge"] if name != "qkv" else [])
     parts = ", ".join(f"{name} {value:.2f}" for name, value in zip(names, median, strict=True))
-    print(f"   from the end of the chain before: {parts}")
+    slots, shared = chains[1].arguments[0].slots, chains[1]._config.sharedMemBytes
+    print(f"   {slots} slots, {shared} bytes; from the end of the chain before: {parts}", flush=True)
 
 
 def main() -> None:
@@ -280,10 +304,11 @@ def main() -> None:
         weights = model_program(config, engine.shape).weights
         size = sum(math.prod(spec.shape) for spec in weights.values()) * ITEM_SIZES["float16"]
         for variant in arguments.variants:
-            launches = engine._prepare() if variant == "plain" else chain_of(bench, engine, variant)
+            plain = variant == "plain"
+            launches = engine._prepare() if plain else chain_of(bench, engine, config, VARIANTS[variant])
             bench.device.upload(engine._bound["logits"], np.zeros(engine._bound["logits"].shape, np.float32))
             enqueue = enqueuing(launches)
-            if variant == "timed":
+            if "timed" in variant:
                 report_times(bench, launches, enqueue)
                 continue
             time = bench.microseconds(enqueue, variant)
@@ -293,7 +318,7 @@ def main() -> None:
             without = bench.microseconds(rest, variant)
             share = size / bandwidth / time * 1e8
             print(
-                f"{name:5s}{variant:9s}{len(launches):4d} launches {time:9.1f} us {share:5.1f} %, without attention "
+                f"{name:5s}{variant:8s}{len(launches):4d} launches {time:9.1f} us {share:5.1f} %, without attention "
                 f"{without:9.1f} us, logits {digest:04x}",
                 flush=True,
             )
