@@ -133,7 +133,7 @@ class Launch:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = kernels.stream
-        self._config = config
+        self._config, self.shared_bytes = config, shared_bytes
         self._can_overlap = kernels.can_overlap
         self._attributes: list[Any] = []
         self.name = kernel.expression

@@ -15,7 +15,7 @@ from edgellm.kernels.decode.arguments import (
     decode_kernel,
 )
 from edgellm.kernels.decode.contract import MOST_LAYERS, SLICES, STEP
-from edgellm.kernels.launch import KernelModule, Launch
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
 #: 64-byte lines of each of the eight rows in a slot of the ring, and the most and fewest slots.
@@ -67,6 +67,11 @@ def _macros() -> tuple[tuple[str, int], ...]:
         ("HOST_CHAIN_SHARED_BYTES", _shared_bytes(5, 3, 2, 2, 7)),
         ("HOST_BARRIERS_BYTES", _BARRIERS_BYTES),
     )
+
+
+def chain_kernel(dtype: str) -> Kernel:
+    """The kernel for a compute dtype."""
+    return decode_kernel("chain.cu", f"decode::chain::linear_chain<{CUDA_TYPES[dtype]}>", _macros())
 
 
 def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters: DeviceArray) -> list[Any]:
@@ -121,5 +126,5 @@ def _chain(layers: list[_Layer], module: KernelModule, dtype: str, counters: Dev
     if slots < _FEWEST_SLOTS:
         return None
     arguments = _Chain((_Layer * MOST_LAYERS)(*layers), counters.pointer, len(layers), slots, steps, norm_steps)
-    kernel = decode_kernel("chain.cu", f"decode::chain::linear_chain<{CUDA_TYPES[dtype]}>", _macros())
-    return Launch(module, kernel, (module.multiprocessors, 1, 1), _CHAIN_THREADS, own + slots * slot, (arguments,))
+    blocks, shared = (module.multiprocessors, 1, 1), own + slots * slot
+    return Launch(module, chain_kernel(dtype), blocks, _CHAIN_THREADS, shared, (arguments,))

@@ -282,7 +282,7 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
     for name in ("o", "gate_up", "down", "qkv"):
         names += [f"{name} median", f"{name} last"] + ([f"{name} edge"] if name != "qkv" else [])
     parts = ", ".join(f"{name} {value:.2f}" for name, value in zip(names, median, strict=True))
-    slots, shared = chains[1].arguments[0].slots, chains[1]._config.sharedMemBytes
+    slots, shared = chains[1].arguments[0].slots, chains[1].shared_bytes
     print(f"   {slots} slots, {shared} bytes; from the end of the chain before: {parts}", flush=True)
 
 

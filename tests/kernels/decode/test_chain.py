@@ -1,0 +1,90 @@
+"""Which launches become a chain of linear layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.contract import MOST_LAYERS, LinearWeights, NormedInput
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+
+driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+COUNTERS = DeviceArray(1 << 20, (MOST_LAYERS,), "uint32")
+
+
+class Kernels:
+    """Launches on memory that nobody reads, for a GPU that is not there."""
+
+    def __init__(self, shared_limit: int = 232_448, can_overlap: bool = True) -> None:
+        self.module: Any = SimpleNamespace(
+            driver=driver,
+            stream=driver.CUstream(0),
+            multiprocessors=132,
+            shared_limit=shared_limit,
+            can_overlap=can_overlap,
+            load=lambda source: None,
+            function=lambda kernel, shared_bytes: None,
+        )
+        self.kernels = CudaDecodeKernels(self.module, "float16", 64)
+
+    def residual(self, columns: int = 2048, rows: int = 1) -> Any:
+        x, before = array(rows, columns), array(rows, 2048, dtype="float32")
+        return self.kernels.linear_residual(x, LinearWeights(array(2048, columns)), before, before)
+
+    def gate_up(self, rows: int = 1) -> Any:
+        weights = LinearWeights(array(16384, 2048))
+        return self.kernels.norm_gate_up(normed(rows), weights, "silu", array(rows, 8192))
+
+    def linear(self, rows: int = 1, next_early: bool = True) -> Any:
+        weights, output = LinearWeights(array(3072, 2048)), array(rows, 3072, dtype="float32")
+        return self.kernels.norm_linear([normed(rows)], weights, output, next_early=next_early)
+
+    def scaled(self) -> Any:
+        return self.kernels.scale_rows(array(1, 2048), 2.0, array(1, 2048, dtype="float32"))
+
+    def layer(self, rows: int = 1) -> list[Any]:
+        return [self.residual(2048, rows), self.gate_up(rows), self.residual(8192, rows), self.linear(rows)]
+
+    def chained(self, launches: list[Any]) -> list[int]:
+        """Of each launch the layers that it is a chain of, 0 for one that stayed as it was."""
+        chained = self.kernels.chained(launches, COUNTERS)
+        return [0 if launch in launches else launch.arguments[0].count for launch in chained]
+
+
+def array(*shape: int, dtype: str = "float16") -> DeviceArray:
+    return DeviceArray(1 << 20, shape, dtype)
+
+
+def normed(rows: int) -> NormedInput:
+    return NormedInput(array(rows, 2048, dtype="float32"), array(2048), 1e-5)
+
+
+def test_layers_between_others_become_one_launch() -> None:
+    kernels = Kernels()
+    between = kernels.scaled()
+    launches = [kernels.linear(), between, *kernels.layer(), between, *kernels.layer()[:3], between]
+    assert kernels.chained(launches) == [0, 0, 4, 0, 3, 0]
+    assert kernels.chained(kernels.layer() + kernels.layer()) == [4, 4]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_ring_takes_what_memory_is_left(rows: int) -> None:
+    kernels = Kernels()
+    (chain,) = kernels.kernels.chained(kernels.layer(rows), COUNTERS)
+    slots = chain.arguments[0].slots
+    assert kernels.module.shared_limit - 17_500 < chain.shared_bytes <= kernels.module.shared_limit
+    assert slots == {1: 11, 2: 10, 4: 8}[rows]
+
+
+def test_layers_that_no_chain_takes_stay_as_they_are() -> None:
+    kernels = Kernels()
+    assert kernels.chained(kernels.layer(9)) == [0, 0, 0, 0], "of more rows"
+    assert kernels.chained([kernels.residual(), kernels.gate_up(2)]) == [0, 0], "of other rows than the one in front"
+    assert kernels.chained([kernels.gate_up(), kernels.residual(8200)]) == [0, 0], "of a part of a step"
+    assert kernels.chained([kernels.gate_up(), kernels.linear(next_early=False)]) == [0, 0], "where the next must wait"
+    assert Kernels(can_overlap=False).chained(kernels.layer()) == [0, 0, 0, 0], "of an older GPU"
+    small = Kernels(shared_limit=60_000)
+    assert small.chained(small.layer()[:2]) == [0, 0], "without memory for a ring"
