@@ -7,8 +7,9 @@ that one finishes; these launches can.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
@@ -26,6 +27,8 @@ class KernelModule:
 
     A module of them is loaded, once, when it is first asked for.
     """
+
+    _alone: ClassVar[weakref.ref[KernelModule] | None] = None
 
     def __init__(self, architecture: str, stream_handle: int) -> None:
         """Of kernels for `architecture` ("sm_90"; of "compute_80" the driver translates them).
@@ -55,8 +58,20 @@ class KernelModule:
         self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
         self.has_clusters = self.can_overlap  # which came with them, and tensor maps too
 
+    def has_gpu_alone(self) -> bool:
+        """Whether blocks of this module's kernels may wait for each other: those of one module of a process may.
+
+        Of two such kernels side by side each could hold the multiprocessors that the other one's blocks wait for.
+        """
+        holder = KernelModule._alone and KernelModule._alone()
+        if holder is None:
+            KernelModule._alone = weakref.ref(self)
+        return holder is None or holder is self
+
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
+        if KernelModule._alone is not None and KernelModule._alone() is self:
+            KernelModule._alone = None
         self.driver.cuStreamSynchronize(self.stream)
         for module, _ in self._loaded.values():
             self.driver.cuModuleUnload(module)

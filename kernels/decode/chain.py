@@ -79,6 +79,7 @@ def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters:
 
     `counters` [MOST_LAYERS] uint32, zero before and after. The results have the same bits.
     """
+    takes_chains = module.can_overlap and module.has_gpu_alone()
     result: list[Any] = []
     waiting: list[tuple[Any, _Layer]] = []
 
@@ -88,7 +89,7 @@ def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters:
         waiting.clear()
 
     for launch in launches:
-        layer = _layer(launch) if module.can_overlap else None
+        layer = _layer(launch) if takes_chains else None
         if layer is None or len(waiting) == MOST_LAYERS:
             finish()
         if layer is None:

@@ -209,6 +209,7 @@ def gpu():
     with cuda_device() as device:
         device.kernel_module = KernelModule(device.compute_capability, device.stream.handle)
         yield device
+        device.kernel_module.close()
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ import pytest
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MOST_LAYERS, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.launch import KernelModule
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 COUNTERS = DeviceArray(1 << 20, (MOST_LAYERS,), "uint32")
@@ -18,13 +19,14 @@ COUNTERS = DeviceArray(1 << 20, (MOST_LAYERS,), "uint32")
 class Kernels:
     """Launches on memory that nobody reads, for a GPU that is not there."""
 
-    def __init__(self, shared_limit: int = 232_448, can_overlap: bool = True) -> None:
+    def __init__(self, shared_limit: int = 232_448, can_overlap: bool = True, is_alone: bool = True) -> None:
         self.module: Any = SimpleNamespace(
             driver=driver,
             stream=driver.CUstream(0),
             multiprocessors=132,
             shared_limit=shared_limit,
             can_overlap=can_overlap,
+            has_gpu_alone=lambda: is_alone,
             load=lambda source: None,
             function=lambda kernel, shared_bytes: None,
         )
@@ -86,5 +88,20 @@ def test_layers_that_no_chain_takes_stay_as_they_are() -> None:
     assert kernels.chained([kernels.gate_up(), kernels.residual(8200)]) == [0, 0], "of a part of a step"
     assert kernels.chained([kernels.gate_up(), kernels.linear(next_early=False)]) == [0, 0], "where the next must wait"
     assert Kernels(can_overlap=False).chained(kernels.layer()) == [0, 0, 0, 0], "of an older GPU"
+    assert Kernels(is_alone=False).chained(kernels.layer()) == [0, 0, 0, 0], "beside another runtime's chains"
     small = Kernels(shared_limit=60_000)
     assert small.chained(small.layer()[:2]) == [0, 0], "without memory for a ring"
+
+
+def test_one_module_of_a_process_has_chains() -> None:
+    one, other = KernelModule.__new__(KernelModule), KernelModule.__new__(KernelModule)
+    for module in (one, other):
+        module.driver, module.stream = SimpleNamespace(cuStreamSynchronize=lambda stream: None), None
+        module._loaded = {}
+    assert one.has_gpu_alone() and one.has_gpu_alone() and not other.has_gpu_alone()
+    other.close()
+    assert not other.has_gpu_alone()
+    one.close()
+    assert other.has_gpu_alone() and not one.has_gpu_alone()
+    del other, module
+    assert one.has_gpu_alone(), "the other one is gone"
