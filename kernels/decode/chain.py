@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
@@ -20,6 +21,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 _MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
 #: 64-byte lines of each of the eight rows in a slot of the ring, and the most and fewest slots.
 _SLOT_LINES, _MOST_SLOTS, _FEWEST_SLOTS = 33, 26, 3
+_SLOT_BYTES = _TILE_ROWS * _SLOT_LINES * STEP * 2
 _CHAIN_THREADS = THREADS + 96
 _BARRIERS_BYTES = 8 * (2 * _MOST_SLOTS + 2 * _BUFFERS + MOST_LAYERS)
 _NORM_LINEAR, _NORM_GATE_UP, _RESIDUAL = range(3)
@@ -51,7 +53,7 @@ class _Chain(ctypes.Structure):
 
 def _shared_bytes(slots: int, steps: int, norm_steps: int, norms: int, batch: int) -> int:
     """Shared memory of a block, beside its barriers."""
-    ring, activations = slots * _TILE_ROWS * _SLOT_LINES * STEP * 2, SLICES * steps * batch * STEP * 2
+    ring, activations = slots * _SLOT_BYTES, SLICES * steps * batch * STEP * 2
     of_norms = norms * (SLICES * norm_steps * STEP * 2 + 8 * (SLICES + 1) * 4)
     return ring + activations + of_norms + _BUFFERS * SLICES * (2 * batch * _TILE_ROWS + 2) * 4
 
@@ -80,23 +82,15 @@ def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters:
     `counters` [MOST_LAYERS] uint32, zero before and after. The results have the same bits.
     """
     takes_chains = module.can_overlap and module.has_gpu_alone()
+    layers = [_layer(launch) if takes_chains else None for launch in launches]
+    pairs = zip(launches, layers, strict=True)
     result: list[Any] = []
-    waiting: list[tuple[Any, _Layer]] = []
-
-    def finish() -> None:
-        chain = _chain([layer for _, layer in waiting], module, dtype, counters)
-        result.extend([launch for launch, _ in waiting] if chain is None else [chain])
-        waiting.clear()
-
-    for launch in launches:
-        layer = _layer(launch) if takes_chains else None
-        if layer is None or len(waiting) == MOST_LAYERS:
-            finish()
-        if layer is None:
-            result.append(launch)
-        else:
-            waiting.append((launch, layer))
-    finish()
+    for rows, group in groupby(pairs, key=lambda pair: None if pair[1] is None else pair[1].linear.batch):
+        members = list(group)
+        for first in range(0, len(members), MOST_LAYERS):
+            part = members[first : first + MOST_LAYERS]
+            chain = None if rows is None else _chain([layer for _, layer in part], module, dtype, counters)
+            result += [launch for launch, _ in part] if chain is None else [chain]
     return result
 
 
@@ -114,18 +108,17 @@ def _layer(launch: Any) -> _Layer | None:
     return layer if takes else None
 
 
-def _chain(layers: list[_Layer], module: KernelModule, dtype: str, counters: DeviceArray) -> Launch | None:
+def _chain(layers: Sequence[Any], module: KernelModule, dtype: str, counters: DeviceArray) -> Launch | None:
     """One launch for several layers; None where there is nothing to win, or no memory for it."""
-    batches = {layer.linear.batch for layer in layers}
-    if len(layers) < 2 or len(batches) > 1:
+    if len(layers) < 2:
         return None
     normed = [layer.linear.steps for layer in layers if layer.kind != _RESIDUAL]
-    steps, norm_steps, (batch,) = max(layer.linear.steps for layer in layers), max(normed, default=0), batches
+    steps, norm_steps = max(layer.linear.steps for layer in layers), max(normed, default=0)
+    batch = layers[0].linear.batch
     own = _shared_bytes(0, steps, norm_steps, len(normed), batch)
-    slot = _shared_bytes(1, steps, norm_steps, len(normed), batch) - own
-    slots = min(_MOST_SLOTS, (module.shared_limit - _BARRIERS_BYTES - own) // slot)
+    slots = min(_MOST_SLOTS, (module.shared_limit - _BARRIERS_BYTES - own) // _SLOT_BYTES)
     if slots < _FEWEST_SLOTS:
         return None
     arguments = _Chain((_Layer * MOST_LAYERS)(*layers), counters.pointer, len(layers), slots, steps, norm_steps)
-    blocks, shared = (module.multiprocessors, 1, 1), own + slots * slot
+    blocks, shared = (module.multiprocessors, 1, 1), own + slots * _SLOT_BYTES
     return Launch(module, chain_kernel(dtype), blocks, _CHAIN_THREADS, shared, (arguments,))

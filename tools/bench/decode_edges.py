@@ -229,7 +229,7 @@ VARIANTS = {
 def chain_of(bench: Bench, engine: KernelEngine, config: DecoderConfig, variant: Variant) -> list[Any]:
     """The engine's launches with chains of a variant."""
     originals = chain_module.decode_kernel, attention_module.attention_geometry, bench.module.shared_limit
-    chain_module._SLOT_LINES = variant.lines
+    chain_module._SLOT_LINES, chain_module._SLOT_BYTES = variant.lines, 512 * variant.lines
 
     def changed(file: str, expression: str, macros: Any) -> Kernel:
         kernel = originals[0](file, expression, chain_module._macros())
