@@ -14,9 +14,11 @@ namespace chain {
 
 constexpr int MOST_LAYERS = HOST_CHAIN_LAYERS, MOST_SLOTS = HOST_CHAIN_SLOTS;
 constexpr int LINE = 64;                              // bytes of a row in one step
-constexpr int SLOT_LINES = HOST_SLOT_LINES;           // of each of the eight rows in a slot of the ring
-constexpr int SLOT_BYTES = TILE_ROWS * SLOT_LINES * LINE;
-static_assert(SLOT_LINES % 2 == 1, "two rows lie in different banks");
+// A slot of the ring: eight rows, of each so many chunks of 64 columns. The copy puts the 16 bytes of a chunk into other
+// places by the chunk's number in the slot: so two neighbouring rows' lie in different banks.
+constexpr int CHUNKS = HOST_SLOT_CHUNKS, CHUNK_BYTES = 128, CHUNK_COLUMNS = 64;
+constexpr int SLOT_BYTES = TILE_ROWS * CHUNKS * CHUNK_BYTES;
+static_assert(CHUNKS % 8 == 4, "two neighbouring rows lie in different banks");
 constexpr int BUFFERS = 4;                            // of partial sums
 constexpr int COPYING = WARPS, ADDING = WARPS + 1, WAITING = WARPS + 2;  // numbers of the warps that do not multiply
 constexpr int ALL_THREADS = THREADS + 96;
@@ -33,12 +35,19 @@ struct Layer {
     __device__ const Linear& linear() const { return kind == RESIDUAL ? residual.linear : norm.linear; }
 };
 
+// A CUtensorMap of a weight as [rows, chunks, 64].
+struct __align__(64) WeightMap {
+    unsigned long long opaque[16];
+};
+
 // counters: of each layer the blocks that have written it, then the blocks that wait for nothing more; all zero before and
-// after. steps: the most of a layer; norm_steps: of one that norms. slots: of the ring.
+// after. steps: the most of a layer; norm_steps: of one that norms. slots: of the ring; early: those that are filled before
+// the previous kernel is done.
 struct Chain {
+    WeightMap weights[MOST_LAYERS];
     Layer layers[MOST_LAYERS];
     unsigned* counters;
-    int count, slots, steps, norm_steps;
+    int count, slots, early, steps, norm_steps;
 };
 static_assert(sizeof(Chain) == HOST_CHAIN_BYTES, "as the host's structure");
 
@@ -47,25 +56,27 @@ struct EightRows {
     static constexpr int HALVES = 1, STAGES = 1;
 };
 
+// Barriers in shared memory. Of the ring's slots: weights have come, weights were read. Of the buffers of partial sums the
+// same. Of the layers: the input is there.
+struct Barriers {
+    unsigned long long full[MOST_SLOTS], empty[MOST_SLOTS], summed[BUFFERS], added[BUFFERS], ready[MOST_LAYERS];
+};
+
 // Shared memory: the ring; activations [WARPS, steps, batch, 64 bytes]; of every layer that norms its weights
-// [WARPS, norm_steps, 32] and sums [8, SUM_STRIDE]; partial sums [BUFFERS, WARPS, partials].
+// [WARPS, norm_steps, 32] and sums [8, SUM_STRIDE]; partial sums [BUFFERS, WARPS, partials]; barriers.
 __device__ constexpr int activations_begin(int slots) { return slots * SLOT_BYTES; }
 __device__ constexpr int norms_begin(int slots, int steps, int batch) {
     return activations_begin(slots) + WARPS * steps * batch * LINE;
 }
 __device__ constexpr int norm_bytes(int norm_steps) { return WARPS * norm_steps * LINE + 8 * SUM_STRIDE * 4; }
 __device__ constexpr int partials(int batch) { return 2 * batch * TILE_ROWS + 2; }  // two more, against bank conflicts
-__device__ constexpr int chain_bytes(int slots, int steps, int norm_steps, int norms, int batch) {
-    return norms_begin(slots, steps, batch) + norms * norm_bytes(norm_steps) + BUFFERS * WARPS * partials(batch) * 4;
+__device__ constexpr int partials_begin(int slots, int steps, int norm_steps, int norms, int batch) {
+    return norms_begin(slots, steps, batch) + norms * norm_bytes(norm_steps);
 }
-static_assert(chain_bytes(5, 3, 2, 2, 7) == HOST_CHAIN_SHARED_BYTES, "the host gives a block its shared memory");
-
-// Barriers in shared memory. Of the ring's slots: weights have come, weights were read. Of the buffers of partial sums the
-// same. Of the layers: the input is there.
-struct Barriers {
-    unsigned long long full[MOST_SLOTS], empty[MOST_SLOTS], summed[BUFFERS], added[BUFFERS], ready[MOST_LAYERS];
-};
-static_assert(sizeof(Barriers) == HOST_BARRIERS_BYTES, "the host counts them as shared memory of a block");
+__device__ constexpr int barriers_begin(int slots, int steps, int norm_steps, int norms, int batch) {
+    return partials_begin(slots, steps, norm_steps, norms, batch) + BUFFERS * WARPS * partials(batch) * 4;
+}
+static_assert(sizeof(Barriers) + barriers_begin(5, 3, 2, 2, 7) == HOST_CHAIN_SHARED_BYTES, "the host gives a block its shared memory");
 
 __device__ __forceinline__ void set_up(unsigned long long& barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -92,11 +103,14 @@ __device__ __forceinline__ void wait_for(unsigned long long& barrier, unsigned p
     while (over == 0);
 }
 
-// Copies `bytes`, a multiple of 16, to shared memory; the barrier counts them when they come.
-__device__ __forceinline__ void copy_bulk(unsigned shared, const void* global, int bytes, unsigned long long& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(shared_address(&barrier))
-                 : "memory");
+// Copies a slot's part of a weight, from a row and chunk on, to shared memory; the barrier counts its bytes when they come.
+__device__ __forceinline__ void copy_slot(
+    unsigned shared, const WeightMap& map, int row, int chunk, unsigned long long& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared),
+        "l"(&map), "r"(0), "r"(chunk), "r"(row), "r"(shared_address(&barrier))
+        : "memory");
 }
 
 // A place in a ring, and which time it is used, even or odd.
@@ -108,10 +122,10 @@ struct Place {
     }
 };
 
-// A layer's work: its units of 8 rows (or gates and ups), block by block in turn where the layer in front ended, and how
-// its rows are cut. A piece of a tile, which fills a slot, is eight rows of as many slices as fit, of `warps` warps.
+// A layer's work: its units of 8 rows (or gates and ups), block by block in turn where the layer in front ended. A tile of
+// eight rows comes in pieces, each of which fills a slot.
 struct Shape {
-    int rows, columns, steps, tiles, units, first, warps, pieces, line_bytes;
+    int rows, columns, steps, tiles, units, first, pieces;
 
     // `begin`: the block that has the layer's first unit; becomes that of the next layer.
     __device__ __forceinline__ Shape(const Layer& layer, int& begin) {
@@ -119,47 +133,35 @@ struct Shape {
         rows = linear.rows, columns = linear.columns, steps = linear.steps;
         tiles = layer.kind == NORM_GATE_UP ? 2 : 1;
         units = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        pieces = (columns + CHUNKS * CHUNK_COLUMNS - 1) / (CHUNKS * CHUNK_COLUMNS);
         const int blocks = gridDim.x, block = blockIdx.x;
         first = block >= begin ? block - begin : block - begin + blocks;
         begin = (begin + units) % blocks;
-        warps = min(WARPS, SLOT_LINES / steps);
-        pieces = (WARPS + warps - 1) / warps;
-        line_bytes = (warps * steps | 1) * LINE;
     }
     __device__ __forceinline__ int blocks() const { return min(units, static_cast<int>(gridDim.x)); }
 };
 
-// One warp: all weights of the block, of all layers.
-template <typename T>
+// One thread: all weights of the block, of all layers.
 __device__ __forceinline__ void copy_weights(const Chain& chain, Barriers& barriers, unsigned ring) {
-    const int lane = threadIdx.x % 32;
     Place place{0, 0};
-    int begin = 0;
+    int begin = 0, early = chain.early;
 #pragma unroll 1
     for (int l = 0; l < chain.count; ++l) {
-        const Layer& layer = chain.layers[l];
-        const Shape shape(layer, begin);
-        const T* weight = static_cast<const T*>(layer.linear().weight);
-        const int piece_columns = shape.warps * shape.steps * 32;
+        const Shape shape(chain.layers[l], begin);
 #pragma unroll 1
-        for (int unit = shape.first; unit < shape.units; unit += gridDim.x) {
-            const int line = min(unit * TILE_ROWS + lane % TILE_ROWS, shape.rows - 1);
+        for (int unit = shape.first; unit < shape.units; unit += gridDim.x)
 #pragma unroll 1
-            for (int tile = 0; tile < shape.tiles; ++tile) {
-                const T* row = weight + static_cast<size_t>(line + tile * shape.rows) * shape.columns;
+            for (int tile = 0; tile < shape.tiles; ++tile)
 #pragma unroll 1
-                for (int column = 0, piece = 0; piece < shape.pieces; ++piece, column += piece_columns) {
-                    const int bytes = max(min(piece_columns, shape.columns - column), 0) * static_cast<int>(sizeof(T));
+                for (int piece = 0; piece < shape.pieces; ++piece) {
+                    if (early-- == 0) wait_for(barriers.ready[0], 0);
                     unsigned long long& full = barriers.full[place.slot];
                     wait_for(barriers.empty[place.slot], place.parity ^ 1);
-                    if (lane == 0) arrive_and_expect(full, TILE_ROWS * bytes);
-                    __syncwarp();
-                    if (lane < TILE_ROWS && bytes > 0)
-                        copy_bulk(ring + place.slot * SLOT_BYTES + lane * shape.line_bytes, row + column, bytes, full);
+                    arrive_and_expect(full, SLOT_BYTES);
+                    copy_slot(ring + place.slot * SLOT_BYTES, chain.weights[l], unit * TILE_ROWS + tile * shape.rows,
+                              piece * CHUNKS, full);
                     place.advance(chain.slots);
                 }
-            }
-        }
     }
 }
 
@@ -169,9 +171,8 @@ __device__ __forceinline__ void multiply_layer(
     const Shape& shape, Barriers& barriers, unsigned ring, int slots, Place& place, unsigned activations, float* partial,
     Place& buffer, int batch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = own_row(), quad = own_quad();
-    const int own_piece = warp / shape.warps, within = warp - own_piece * shape.warps;
-    const int steps = min(max(shape.columns / 32 - warp * shape.steps, 0), shape.steps);
-    const unsigned own = ring + row * shape.line_bytes + within * shape.steps * LINE + quad * 16;
+    const int first = warp * shape.steps, end = min(first + shape.steps, shape.columns / 32);
+    const unsigned own = ring + row * CHUNKS * CHUNK_BYTES;
 #pragma unroll 1
     for (int unit = shape.first; unit < shape.units; unit += gridDim.x) {
         float sum[TILES][2] = {};
@@ -181,17 +182,17 @@ __device__ __forceinline__ void multiply_layer(
 #pragma unroll 1
             for (int piece = 0; piece < shape.pieces; ++piece) {
                 wait_for(barriers.full[place.slot], place.parity);
-                if (piece == own_piece) {
-                    const unsigned weights = own + place.slot * SLOT_BYTES;
+                const int before = piece * 2 * CHUNKS, behind = min(end, before + 2 * CHUNKS);
+                const unsigned weights = own + place.slot * SLOT_BYTES;
 #pragma unroll 4
-                    for (int step = 0; step < steps; ++step) {
-                        uint4 a = make_uint4(0, 0, 0, 0);
-                        if (row < batch) a = read_shared_16(activations + step * batch * LINE);
-                        const uint4 b = read_shared_16(weights + step * LINE);
-                        const unsigned x[1] = {a.x}, y[1] = {a.y}, z[1] = {a.z}, w[1] = {a.w};
-                        multiply_add(sum[tile], x, y, b.x, b.y, T());
-                        multiply_add(sum[tile], z, w, b.z, b.w, T());
-                    }
+                for (int step = max(first, before); step < behind; ++step) {
+                    uint4 a = make_uint4(0, 0, 0, 0);
+                    if (row < batch) a = read_shared_16(activations + (step - first) * batch * LINE);
+                    const int chunk = (step - before) / 2, sixteen = step % 2 * 4 + quad ^ (row % 2 * 4 + chunk) % 8;
+                    const uint4 b = read_shared_16(weights + chunk * CHUNK_BYTES + sixteen * 16);
+                    const unsigned x[1] = {a.x}, y[1] = {a.y}, z[1] = {a.z}, w[1] = {a.w};
+                    multiply_add(sum[tile], x, y, b.x, b.y, T());
+                    multiply_add(sum[tile], z, w, b.z, b.w, T());
                 }
                 __syncwarp();
                 if (lane == 0) arrive(barriers.empty[place.slot]);
@@ -275,15 +276,26 @@ __device__ __forceinline__ void add_layer(
     constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
     static_assert(GROUPS * TILE_ROWS == 32, "a lane for every column and group");
     const int place = threadIdx.x % TILE_ROWS, group = threadIdx.x % 32 / TILE_ROWS, rows = shape.rows;
+    float before = 0.f;
+    T added[TILES];
+    // Has what a unit's outputs need beside their sums read, while the unit in front is added.
+    auto read = [&](int unit) {
+        const int row = unit * TILE_ROWS + place;
+        if (group > 0 || row >= rows) return;
+        before = read_one(output, 0, row, rows);
+        if (bias != nullptr)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) added[tile] = bias[tile * rows + row];
+    };
+    read(shape.first);
 #pragma unroll 1
     for (int unit = shape.first; unit < shape.units; unit += gridDim.x) {
         const int row = unit * TILE_ROWS + place;
         const bool writes = group == 0 && row < rows;
-        float before = writes ? read_one(output, 0, row, rows) : 0.f;
-        float added[TILES] = {};
-        if (writes && bias != nullptr)
+        float first = before, own_bias[TILES];
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) added[tile] = to_float(bias[tile * rows + row]);
+        for (int tile = 0; tile < TILES; ++tile) own_bias[tile] = bias == nullptr ? 0.f : to_float(added[tile]);
+        read(unit + gridDim.x);
         wait_for(barriers.summed[buffer.slot], buffer.parity);
         const float* slices =
             partial + (buffer.slot * WARPS + group * SLICES_OF_A_GROUP) * partials(batch) + place;
@@ -299,10 +311,10 @@ __device__ __forceinline__ void add_layer(
                 total[tile] = 0.f;
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) total[tile] += __shfl_sync(FULL_WARP, sum, i * TILE_ROWS + place);
-                if (bias != nullptr) total[tile] += added[tile];
+                if (bias != nullptr) total[tile] += own_bias[tile];
             }
-            if (writes) write_one(output, b, row, rows, total, before);
-            if (writes && b + 1 < batch) before = read_one(output, b + 1, row, rows);
+            if (writes) write_one(output, b, row, rows, total, first);
+            if (writes && b + 1 < batch) first = read_one(output, b + 1, row, rows);
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(barriers.added[buffer.slot]);
@@ -366,14 +378,15 @@ __device__ __forceinline__ void wait_for_inputs(const Chain& chain, Barriers& ba
 // Grid: at most as many blocks as can be on the GPU at once. All layers have the same rows of activations, up to eight.
 template <typename T>
 __global__ void __launch_bounds__(ALL_THREADS, 1) linear_chain(const __grid_constant__ Chain chain) {
-    extern __shared__ __align__(128) char shared[];
-    __shared__ Barriers barriers;
+    extern __shared__ __align__(1024) char shared[];
     const int warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0), batch = chain.layers[0].linear().batch;
     int norms = 0;
 #pragma unroll 1
     for (int l = 0; l < chain.count; ++l) norms += chain.layers[l].kind != RESIDUAL;
     float* partial = reinterpret_cast<float*>(
-        shared + norms_begin(chain.slots, chain.steps, batch) + norms * norm_bytes(chain.norm_steps));
+        shared + partials_begin(chain.slots, chain.steps, chain.norm_steps, norms, batch));
+    Barriers& barriers = *reinterpret_cast<Barriers*>(
+        shared + barriers_begin(chain.slots, chain.steps, chain.norm_steps, norms, batch));
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < chain.slots; ++i) set_up(barriers.full[i], 1), set_up(barriers.empty[i], WARPS);
@@ -384,9 +397,10 @@ __global__ void __launch_bounds__(ALL_THREADS, 1) linear_chain(const __grid_cons
     __syncthreads();
     launch_next_kernel();
     if (warp < WARPS) multiply<T>(chain, barriers, shared, partial, batch);
-    else if (warp == COPYING) copy_weights<T>(chain, barriers, shared_address(shared));
     else if (warp == ADDING) add<T>(chain, barriers, partial, batch);
-    else if (threadIdx.x % 32 == 0) wait_for_inputs(chain, barriers);
+    else if (threadIdx.x % 32 > 0) return;
+    else if (warp == COPYING) copy_weights(chain, barriers, shared_address(shared));
+    else wait_for_inputs(chain, barriers);
 }
 
 }  // namespace chain

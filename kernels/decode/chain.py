@@ -16,12 +16,13 @@ from edgellm.kernels.decode.arguments import (
     decode_kernel,
 )
 from edgellm.kernels.decode.contract import MOST_LAYERS, SLICES, STEP
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
-#: 64-byte lines of each of the eight rows in a slot of the ring, and the most and fewest slots.
-_SLOT_LINES, _MOST_SLOTS, _FEWEST_SLOTS = 33, 26, 3
-_SLOT_BYTES = _TILE_ROWS * _SLOT_LINES * STEP * 2
+#: Chunks of 64 columns of each of the eight rows in a slot of the ring, and the most and fewest slots.
+_CHUNK_COLUMNS, _SLOT_CHUNKS, _MOST_SLOTS, _FEWEST_SLOTS = 64, 20, 26, 3
+_SLOT_BYTES = _TILE_ROWS * _SLOT_CHUNKS * _CHUNK_COLUMNS * 2
 _CHAIN_THREADS = THREADS + 96
 _BARRIERS_BYTES = 8 * (2 * _MOST_SLOTS + 2 * _BUFFERS + MOST_LAYERS)
 _NORM_LINEAR, _NORM_GATE_UP, _RESIDUAL = range(3)
@@ -41,21 +42,25 @@ class _Layer(ctypes.Structure):
         return self.arguments.residual.linear if self.kind == _RESIDUAL else self.arguments.norm.linear
 
 
-class _Chain(ctypes.Structure):
-    """`Chain` of chain.cu."""
+_FIELDS = [
+    ("weights", ctypes.c_uint64 * (16 * MOST_LAYERS)),
+    ("layers", _Layer * MOST_LAYERS),
+    ("counters", ctypes.c_void_p),
+    *((name, ctypes.c_int) for name in ("count", "slots", "early", "steps", "norm_steps")),
+]
 
-    _fields_ = [
-        ("layers", _Layer * MOST_LAYERS),
-        ("counters", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("count", "slots", "steps", "norm_steps")),
-    ]
+
+class _Chain(ctypes.Structure):
+    """`Chain` of chain.cu, which begins and ends at multiples of 64 bytes."""
+
+    _fields_ = [*_FIELDS, ("rest", ctypes.c_char * (-sum(ctypes.sizeof(kind) for _, kind in _FIELDS) % 64))]
 
 
 def _shared_bytes(slots: int, steps: int, norm_steps: int, norms: int, batch: int) -> int:
-    """Shared memory of a block, beside its barriers."""
+    """Shared memory of a block."""
     ring, activations = slots * _SLOT_BYTES, SLICES * steps * batch * STEP * 2
     of_norms = norms * (SLICES * norm_steps * STEP * 2 + 8 * (SLICES + 1) * 4)
-    return ring + activations + of_norms + _BUFFERS * SLICES * (2 * batch * _TILE_ROWS + 2) * 4
+    return ring + activations + of_norms + _BUFFERS * SLICES * (2 * batch * _TILE_ROWS + 2) * 4 + _BARRIERS_BYTES
 
 
 def _macros() -> tuple[tuple[str, int], ...]:
@@ -63,11 +68,10 @@ def _macros() -> tuple[tuple[str, int], ...]:
     return (
         ("HOST_CHAIN_LAYERS", MOST_LAYERS),
         ("HOST_CHAIN_SLOTS", _MOST_SLOTS),
-        ("HOST_SLOT_LINES", _SLOT_LINES),
+        ("HOST_SLOT_CHUNKS", _SLOT_CHUNKS),
         ("HOST_CHAIN_THREADS", _CHAIN_THREADS),
         ("HOST_CHAIN_BYTES", ctypes.sizeof(_Chain)),
         ("HOST_CHAIN_SHARED_BYTES", _shared_bytes(5, 3, 2, 2, 7)),
-        ("HOST_BARRIERS_BYTES", _BARRIERS_BYTES),
     )
 
 
@@ -104,7 +108,7 @@ def _layer(launch: Any) -> _Layer | None:
     else:
         return None
     linear = layer.linear
-    takes = linear.batch <= _MOST_ROWS and linear.columns % STEP == 0 and linear.steps <= _SLOT_LINES
+    takes = linear.batch <= _MOST_ROWS and linear.columns % _CHUNK_COLUMNS == 0
     return layer if takes else None
 
 
@@ -116,9 +120,42 @@ def _chain(layers: Sequence[Any], module: KernelModule, dtype: str, counters: De
     steps, norm_steps = max(layer.linear.steps for layer in layers), max(normed, default=0)
     batch = layers[0].linear.batch
     own = _shared_bytes(0, steps, norm_steps, len(normed), batch)
-    slots = min(_MOST_SLOTS, (module.shared_limit - _BARRIERS_BYTES - own) // _SLOT_BYTES)
+    slots = min(_MOST_SLOTS, (module.shared_limit - own) // _SLOT_BYTES)
     if slots < _FEWEST_SLOTS:
         return None
-    arguments = _Chain((_Layer * MOST_LAYERS)(*layers), counters.pointer, len(layers), slots, steps, norm_steps)
+    maps = [word for layer in layers for word in weight_map(module, layer.linear, layer.kind == _NORM_GATE_UP)]
+    arguments = _Chain(
+        (ctypes.c_uint64 * (16 * MOST_LAYERS))(*maps),
+        (_Layer * MOST_LAYERS)(*layers),
+        counters.pointer,
+        *(len(layers), slots, slots, steps, norm_steps),
+    )
     blocks, shared = (module.multiprocessors, 1, 1), own + slots * _SLOT_BYTES
     return Launch(module, chain_kernel(dtype), blocks, _CHAIN_THREADS, shared, (arguments,))
+
+
+def weight_map(module: KernelModule, linear: Any, gated: bool) -> list[int]:
+    """What tells the tensor memory accelerator of a weight as [rows, chunks, 64], in tiles that fill a slot.
+
+    Behind the rows and chunks stand zeros. Raises KernelError if the driver refuses it.
+    """
+    driver, rows = module.driver, linear.rows * (1 + gated)
+    status, found = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,  # or any other of as many bits
+        3,
+        linear.weight,
+        [driver.cuuint64_t(size) for size in (_CHUNK_COLUMNS, linear.columns // _CHUNK_COLUMNS, rows)],
+        [driver.cuuint64_t(size) for size in (2 * _CHUNK_COLUMNS, 2 * linear.columns)],
+        [driver.cuuint32_t(size) for size in (_CHUNK_COLUMNS, _SLOT_CHUNKS, _TILE_ROWS)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(
+            f"CUDA reported {status} for a tensor map of a weight [{rows}, {linear.columns}] at {linear.weight:#x}: "
+            "expected an address that is a multiple of 16 bytes"
+        )
+    return [int(word) for word in found.opaque]

@@ -33,7 +33,6 @@ from edgellm.engines.model.programs import model_program
 from edgellm.kernels import compiler
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.decode import attention as attention_module
 from edgellm.kernels.decode import chain as chain_module
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
@@ -165,7 +164,7 @@ __device__ __forceinline__ void note(const Chain& chain, int event) {
 }
 """
 NOTES = (
-    (NOTE, "// One warp: all weights of the block, of all", ""),
+    (NOTE, "// One thread: all weights of the block, of all", ""),
     ("    note(chain, 8);\n", "    wait_for_previous_kernel();\n", "    note(chain, 0);\n"),
     ("        note(chain, 2 * l + 2);\n", "        arrive(barriers.ready[l + 1]);\n", ""),
     (
@@ -187,69 +186,47 @@ def timed(text: str) -> str:
 CHAIN_TEXT = (Path(compiler.__file__).parent / "decode" / "chain.cu").read_text()
 
 
-def evicting(text: str) -> str:
-    """Weights leave the second-level cache first."""
-    for before, after in (
-        ('complete_tx::bytes [%0], [%1], %2, [%3];"', 'complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"'),
-        (
-            '"l"(global), "r"(bytes), "r"(shared_address(&barrier))',
-            '"l"(global), "r"(bytes), "r"(shared_address(&barrier)), "l"(0x12F0000000000000ull)',
-        ),
-    ):
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    return text
-
-
 @dataclass(frozen=True)
 class Variant:
-    """`lines` of a slot; what becomes of the source; attention with `spans` at once (0: as it is).
+    """`chunks` of a row in a slot; what becomes of the source; the share of the ring that is filled `early`."""
 
-    `room`: chains have so little memory that attention's blocks find room beside them.
-    """
-
-    lines: int = 33
+    chunks: int = 20
     change: Callable[[str], str] | None = None
-    spans: int = 0
-    room: bool = False
+    early: float = 1.0
 
 
 VARIANTS = {
     "chain": Variant(),
     "timed": Variant(change=timed),
-    "room": Variant(spans=1, room=True),
-    "room-timed": Variant(spans=1, room=True, change=timed),
-    "spans1": Variant(spans=1),
-    "evict": Variant(change=evicting),
-    "lines17": Variant(17),
-    "lines65": Variant(65),
+    "early.5": Variant(early=0.5),
+    "early.2": Variant(early=0.2),
+    "early.2-timed": Variant(early=0.2, change=timed),
+    "chunks12": Variant(12),
+    "chunks28": Variant(28),
 }
 
 
-def chain_of(bench: Bench, engine: KernelEngine, config: DecoderConfig, variant: Variant) -> list[Any]:
+def chain_of(bench: Bench, engine: KernelEngine, variant: Variant) -> list[Any]:
     """The engine's launches with chains of a variant."""
-    originals = chain_module.decode_kernel, attention_module.attention_geometry, bench.module.shared_limit
-    chain_module._SLOT_LINES, chain_module._SLOT_BYTES = variant.lines, 512 * variant.lines
+    original = chain_module.decode_kernel
+    chain_module._SLOT_CHUNKS, chain_module._SLOT_BYTES = variant.chunks, 1024 * variant.chunks
 
     def changed(file: str, expression: str, macros: Any) -> Kernel:
-        kernel = originals[0](file, expression, chain_module._macros())
+        kernel = original(file, expression, chain_module._macros())
         if variant.change is None:
             return kernel
         source, headers = kernel.source, (("decode/chain.cu", variant.change(CHAIN_TEXT)),)
         return Kernel(ModuleSource(source.name, source.files, source.expressions, source.macros, headers), expression)
 
     chain_module.decode_kernel = changed
-    geometry = attention_module.AttentionGeometry(variant.spans, 1, 1)
     try:
-        if variant.spans:
-            attention_module.attention_geometry = lambda *_: geometry
-        launches = engine._prepare()
-        if variant.room:  # a kilobyte of each block is the system's
-            beside = geometry.shared_bytes(1, config.head_dim) + attention_module._TABLES_BYTES
-            bench.module.shared_limit -= beside + 1024
-        return engine._chained(launches)
+        launches = engine._chained(engine._prepare())
     finally:
-        chain_module.decode_kernel, attention_module.attention_geometry, bench.module.shared_limit = originals
+        chain_module.decode_kernel = original
+    for launch in launches:
+        if "linear_chain" in launch.name:
+            launch.arguments[0].early = int(launch.arguments[0].slots * variant.early)
+    return launches
 
 
 def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
@@ -305,7 +282,7 @@ def main() -> None:
         size = sum(math.prod(spec.shape) for spec in weights.values()) * ITEM_SIZES["float16"]
         for variant in arguments.variants:
             plain = variant == "plain"
-            launches = engine._prepare() if plain else chain_of(bench, engine, config, VARIANTS[variant])
+            launches = engine._prepare() if plain else chain_of(bench, engine, VARIANTS[variant])
             bench.device.upload(engine._bound["logits"], np.zeros(engine._bound["logits"].shape, np.float32))
             enqueue = enqueuing(launches)
             if "timed" in variant:
@@ -318,7 +295,7 @@ def main() -> None:
             without = bench.microseconds(rest, variant)
             share = size / bandwidth / time * 1e8
             print(
-                f"{name:5s}{variant:8s}{len(launches):4d} launches {time:9.1f} us {share:5.1f} %, without attention "
+                f"{name:5s}{variant:14s}{len(launches):4d} launches {time:9.1f} us {share:5.1f} %, without attention "
                 f"{without:9.1f} us, logits {digest:04x}",
                 flush=True,
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import to_bits
+from decode_models import to_bits as rounded_bits
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MOST_LAYERS, Kept, LinearWeights, NormedInput
@@ -16,16 +16,20 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 pytestmark = pytest.mark.gpu
 
 #: Hidden, query and intermediate size, rows of the last layer: slices of 1 to 33 steps, with and without a part of a
-#: slice, one piece a tile and one for each warp, fewer units than blocks and many more.
+#: slice, tiles of one piece to many, fewer units than blocks and many more.
 SIZES = {
-    "tiny": (64, 96, 160, 70),
+    "tiny": (64, 128, 192, 70),
     "half a billion": (896, 896, 4864, 1152),
     "one billion": (2048, 2048, 8192, 3072),
-    "odd slices": (1504, 1056, 2592, 40_001),
-    "wide": (288, 4096, 14336, 6144),
+    "odd slices": (1472, 1088, 2624, 40_001),
+    "wide": (320, 4096, 14336, 6144),
     "widest": (512, 512, 16896, 520),
 }
 NOISE = np.random.default_rng(5).standard_normal(1 << 20, np.float32)
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values if dtype == "float32" else rounded_bits(values, dtype)
 
 
 class Layers:
@@ -78,7 +82,7 @@ class Layers:
     def run(self, launches: list[Any]) -> list[np.ndarray]:
         """What the launches leave of the inputs."""
         for array in self.results:
-            self.gpu.upload(array, np.full(array.nbytes, 0xFF, np.uint8))
+            self.gpu.upload(array, to_bits(np.full(array.shape, np.nan, np.float32), array.dtype))
         for launch in launches:
             launch()
         return [self.gpu.download(array) for array in self.results]
@@ -86,7 +90,7 @@ class Layers:
     def _fill(self, array: DeviceArray, scale: float) -> None:
         self._seed += 1
         values = np.resize(np.roll(NOISE, 4099 * self._seed) * np.float32(scale), array.shape)
-        self.gpu.upload(array, values if array.dtype == "float32" else to_bits(values, self.dtype))
+        self.gpu.upload(array, to_bits(values, array.dtype))
 
     def _array(self, *shape: int, scale: float = 1.0) -> DeviceArray:
         array = self.gpu.empty(shape, self.dtype)
