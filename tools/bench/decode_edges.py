@@ -186,6 +186,21 @@ def timed(text: str) -> str:
 CHAIN_TEXT = (Path(compiler.__file__).parent / "decode" / "chain.cu").read_text()
 
 
+def evicting(text: str) -> str:
+    """Weights leave the second-level cache first."""
+    for before, after in (
+        ("complete_tx::bytes [%0]", "complete_tx::bytes.L2::cache_hint [%0]"),
+        ("{%2, %3, %4}], [%5];", "{%2, %3, %4}], [%5], %6;"),
+        (
+            '"r"(row), "r"(shared_address(&barrier))',
+            '"r"(row), "r"(shared_address(&barrier)), "l"(0x12F0000000000000ull)',
+        ),
+    ):
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
 @dataclass(frozen=True)
 class Variant:
     """`chunks` of a row in a slot; what becomes of the source; the share of the ring that is filled `early`."""
@@ -198,6 +213,7 @@ class Variant:
 VARIANTS = {
     "chain": Variant(),
     "timed": Variant(change=timed),
+    "evict": Variant(change=evicting),
     "early.5": Variant(early=0.5),
     "early.2": Variant(early=0.2),
     "early.2-timed": Variant(early=0.2, change=timed),

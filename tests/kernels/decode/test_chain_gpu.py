@@ -42,6 +42,7 @@ class Layers:
         self.inputs: list[DeviceArray] = []
         self.results: list[DeviceArray] = []
         self.launches: list[Any] = []
+        self._weights: list[DeviceArray] = []  # launches hold addresses alone
         self._seed = 0
 
     def chains(self) -> list[Any]:
@@ -94,6 +95,7 @@ class Layers:
 
     def _array(self, *shape: int, scale: float = 1.0) -> DeviceArray:
         array = self.gpu.empty(shape, self.dtype)
+        self._weights.append(array)
         self._fill(array, scale)
         return array
 
