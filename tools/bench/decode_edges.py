@@ -203,26 +203,33 @@ def evicting(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """`chunks` of a row in a slot; what becomes of the source; the share of the ring that is filled `early`."""
+    """`chunks` of a row in a slot; what becomes of the source; the share of the ring that is filled `early`.
+
+    `free`: multiprocessors that chains leave to attention, for each key-value head.
+    """
 
     chunks: int = 20
     change: Callable[[str], str] | None = None
     early: float = 1.0
+    free: int = 0
 
 
 VARIANTS = {
     "chain": Variant(),
     "timed": Variant(change=timed),
+    "free": Variant(free=1),
+    "free-timed": Variant(free=1, change=timed),
+    "free2": Variant(free=2),
+    "free-early.5": Variant(free=1, early=0.5),
     "evict": Variant(change=evicting),
     "early.5": Variant(early=0.5),
     "early.2": Variant(early=0.2),
-    "early.2-timed": Variant(early=0.2, change=timed),
     "chunks12": Variant(12),
     "chunks28": Variant(28),
 }
 
 
-def chain_of(bench: Bench, engine: KernelEngine, variant: Variant) -> list[Any]:
+def chain_of(bench: Bench, engine: KernelEngine, variant: Variant, kv_heads: int) -> list[Any]:
     """The engine's launches with chains of a variant."""
     original = chain_module.decode_kernel
     chain_module._SLOT_CHUNKS, chain_module._SLOT_BYTES = variant.chunks, 1024 * variant.chunks
@@ -242,6 +249,7 @@ def chain_of(bench: Bench, engine: KernelEngine, variant: Variant) -> list[Any]:
     for launch in launches:
         if "linear_chain" in launch.name:
             launch.arguments[0].early = int(launch.arguments[0].slots * variant.early)
+            launch._config.gridDimX = bench.module.multiprocessors - variant.free * kv_heads
     return launches
 
 
@@ -257,7 +265,7 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
         graph()
     bench.device.stream.synchronize()
     words = bench.device.download(memory).reshape(len(chains), TIMES_BYTES)[:, 4 * TIMES_WORDS :]
-    blocks = bench.module.multiprocessors
+    blocks = chains[0]._config.gridDimX
     times = words[:, : blocks * EVENTS * 8].copy().view(np.uint64).reshape(len(chains), blocks, EVENTS).astype(np.int64)
     of_layers = []
     for before, now in pairwise(times[1:-1]):
@@ -298,7 +306,7 @@ def main() -> None:
         size = sum(math.prod(spec.shape) for spec in weights.values()) * ITEM_SIZES["float16"]
         for variant in arguments.variants:
             plain = variant == "plain"
-            launches = engine._prepare() if plain else chain_of(bench, engine, VARIANTS[variant])
+            launches = engine._prepare() if plain else chain_of(bench, engine, VARIANTS[variant], config.num_kv_heads)
             bench.device.upload(engine._bound["logits"], np.zeros(engine._bound["logits"].shape, np.float32))
             enqueue = enqueuing(launches)
             if "timed" in variant:
