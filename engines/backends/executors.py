@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.kernels.gpu import find_gpu
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
@@ -53,7 +54,9 @@ def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_l
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
     """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
-    limit = SHARED_MEMORY.get(capability)
+    limit, gpu = SHARED_MEMORY.get(capability), find_gpu()
+    if limit is not None and gpu is not None and gpu.compute_capability == capability:
+        limit = gpu.shared_limit
     return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
 
 

@@ -85,7 +85,7 @@ def chained(module: KernelModule, dtype: str, launches: Sequence[Any], counters:
 
     `counters` [MOST_LAYERS] uint32, zero before and after. The results have the same bits.
     """
-    takes_chains = module.can_overlap and module.has_gpu_alone()
+    takes_chains = module.has_clusters and module.has_gpu_alone()
     layers = [_layer(launch) if takes_chains else None for launch in launches]
     pairs = zip(launches, layers, strict=True)
     result: list[Any] = []

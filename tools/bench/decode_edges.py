@@ -76,7 +76,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        self.module = KernelModule(self.device.compute_capability, self.device.stream.handle)
+        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
         noise = np.random.default_rng(0).standard_normal(1 << 22) * 0.02
         self._noise = {
             dtype: self._uploaded((noise * scale).astype(dtype), dtype)
@@ -297,7 +297,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench()
     bandwidth = bench.bandwidth()
-    print(f"{bench.device.gpu_name}, reads {bandwidth / 1e12:.3f} TB/s", flush=True)
+    print(f"{bench.device.gpu.name}, reads {bandwidth / 1e12:.3f} TB/s", flush=True)
     found: dict[str, Any] = {"bandwidth": bandwidth}
     for name in arguments.shapes:
         config = SHAPES[name]
@@ -326,7 +326,7 @@ def main() -> None:
             found.setdefault(name, {})[variant] = {"us": time, "share": share, "without_attention_us": without}
         del engine
     if arguments.output:
-        results = {**provenance(), "gpu": bench.device.gpu_name, **found}
+        results = {**provenance(), "gpu": bench.device.gpu.name, **found}
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 

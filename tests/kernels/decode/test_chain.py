@@ -28,13 +28,13 @@ COUNTERS = DeviceArray(1 << 20, (MOST_LAYERS,), "uint32")
 class Kernels:
     """Launches on memory that nobody reads, for a GPU that is not there."""
 
-    def __init__(self, shared_limit: int = 232_448, can_overlap: bool = True, is_alone: bool = True) -> None:
+    def __init__(self, shared_limit: int = 232_448, has_tensor_maps: bool = True, is_alone: bool = True) -> None:
         self.module: Any = SimpleNamespace(
             driver=driver,
             stream=driver.CUstream(0),
             multiprocessors=132,
             shared_limit=shared_limit,
-            can_overlap=can_overlap,
+            has_clusters=has_tensor_maps,
             has_gpu_alone=lambda: is_alone,
             load=lambda source: None,
             function=lambda kernel, shared_bytes: None,
@@ -95,7 +95,7 @@ def test_layers_that_no_chain_takes_stay_as_they_are() -> None:
     assert kernels.chained([kernels.residual(), kernels.gate_up(2)]) == [0, 0], "of other rows than the one in front"
     assert kernels.chained([kernels.gate_up(), kernels.residual(8224)]) == [0, 0], "of a part of a chunk"
     assert kernels.chained([kernels.gate_up(), kernels.linear(next_early=False)]) == [0, 0], "where the next must wait"
-    assert Kernels(can_overlap=False).chained(kernels.layer()) == [0, 0, 0, 0], "of an older GPU"
+    assert Kernels(has_tensor_maps=False).chained(kernels.layer()) == [0, 0, 0, 0], "of an older GPU"
     assert Kernels(is_alone=False).chained(kernels.layer()) == [0, 0, 0, 0], "beside another runtime's chains"
     small = Kernels(shared_limit=60_000)
     assert small.chained(small.layer()[:2]) == [0, 0], "without memory for a ring"

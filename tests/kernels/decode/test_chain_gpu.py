@@ -109,7 +109,7 @@ class Layers:
 
 @pytest.fixture(autouse=True)
 def chains_are_there(gpu) -> None:
-    if not gpu.kernel_module.can_overlap:
+    if not gpu.kernel_module.has_clusters:
         pytest.skip("chains are for GPUs of sm_90 and later")
 
 
