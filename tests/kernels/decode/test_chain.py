@@ -35,6 +35,7 @@ class Kernels:
             multiprocessors=132,
             shared_limit=shared_limit,
             has_clusters=has_tensor_maps,
+            can_overlap=True,
             has_gpu_alone=lambda: is_alone,
             load=lambda source: None,
             function=lambda kernel, shared_bytes: None,
