@@ -42,12 +42,13 @@ struct __align__(64) WeightMap {
 
 // counters: of each layer the blocks that have written it, then the blocks that wait for nothing more; all zero before and
 // after. steps: the most of a layer; norm_steps: of one that norms. slots: of the ring; early: those that are filled before
-// the previous kernel is done.
+// the previous kernel is done; under_way: those whose copies run at once: more would only lengthen the queues in which
+// everything else waits.
 struct Chain {
     WeightMap weights[MOST_LAYERS];
     Layer layers[MOST_LAYERS];
     unsigned* counters;
-    int count, slots, early, steps, norm_steps;
+    int count, slots, early, under_way, steps, norm_steps;
 };
 static_assert(sizeof(Chain) == HOST_CHAIN_BYTES, "as the host's structure");
 
@@ -143,8 +144,8 @@ struct Shape {
 
 // One thread: all weights of the block, of all layers.
 __device__ __forceinline__ void copy_weights(const Chain& chain, Barriers& barriers, unsigned ring) {
-    Place place{0, 0};
-    int begin = 0, early = chain.early;
+    Place place{0, 0}, awaited{0, 0};
+    int begin = 0, early = chain.early, ahead = 0;
 #pragma unroll 1
     for (int l = 0; l < chain.count; ++l) {
         const Shape shape(chain.layers[l], begin);
@@ -155,6 +156,10 @@ __device__ __forceinline__ void copy_weights(const Chain& chain, Barriers& barri
 #pragma unroll 1
                 for (int piece = 0; piece < shape.pieces; ++piece) {
                     if (early-- == 0) wait_for(barriers.ready[0], 0);
+                    if (ahead++ >= chain.under_way) {
+                        wait_for(barriers.full[awaited.slot], awaited.parity);
+                        awaited.advance(chain.slots);
+                    }
                     unsigned long long& full = barriers.full[place.slot];
                     wait_for(barriers.empty[place.slot], place.parity ^ 1);
                     arrive_and_expect(full, SLOT_BYTES);

@@ -22,6 +22,8 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 _MOST_ROWS, _TILE_ROWS, _BUFFERS = 8, 8, 4
 #: Chunks of 64 columns of each of the eight rows in a slot of the ring, and the most and fewest slots.
 _CHUNK_COLUMNS, _SLOT_CHUNKS, _MOST_SLOTS, _FEWEST_SLOTS = 64, 20, 26, 3
+#: Slots that a block copies at once.
+_UNDER_WAY = 4
 _SLOT_BYTES = _TILE_ROWS * _SLOT_CHUNKS * _CHUNK_COLUMNS * 2
 _CHAIN_THREADS = THREADS + 96
 _BARRIERS_BYTES = 8 * (2 * _MOST_SLOTS + 2 * _BUFFERS + MOST_LAYERS)
@@ -46,7 +48,7 @@ _FIELDS = [
     ("weights", ctypes.c_uint64 * (16 * MOST_LAYERS)),
     ("layers", _Layer * MOST_LAYERS),
     ("counters", ctypes.c_void_p),
-    *((name, ctypes.c_int) for name in ("count", "slots", "early", "steps", "norm_steps")),
+    *((name, ctypes.c_int) for name in ("count", "slots", "early", "under_way", "steps", "norm_steps")),
 ]
 
 
@@ -128,7 +130,7 @@ def _chain(layers: Sequence[Any], module: KernelModule, dtype: str, counters: De
         (ctypes.c_uint64 * (16 * MOST_LAYERS))(*maps),
         (_Layer * MOST_LAYERS)(*layers),
         counters.pointer,
-        *(len(layers), slots, slots, steps, norm_steps),
+        *(len(layers), slots, slots, _UNDER_WAY, steps, norm_steps),
     )
     blocks, shared = (module.multiprocessors, 1, 1), own + slots * _SLOT_BYTES
     return Launch(module, chain_kernel(dtype), blocks, _CHAIN_THREADS, shared, (arguments,))

@@ -203,13 +203,15 @@ def evicting(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """`chunks` of a row in a slot; what becomes of the source; the share of the ring that is filled `early`.
+    """`chunks` of a row in a slot; what becomes of the source; slots `under_way` at once.
 
-    `free`: multiprocessors that chains leave to attention, for each key-value head.
+    `early`: the share of the ring that is filled before attention is done. `free`: multiprocessors that chains leave to
+    attention, for each key-value head.
     """
 
     chunks: int = 20
     change: Callable[[str], str] | None = None
+    under_way: int = 4
     early: float = 1.0
     free: int = 0
 
@@ -217,15 +219,19 @@ class Variant:
 VARIANTS = {
     "chain": Variant(),
     "timed": Variant(change=timed),
+    "way2": Variant(under_way=2),
+    "way3": Variant(under_way=3),
+    "way6": Variant(under_way=6),
+    "way99": Variant(under_way=99),
+    "way99-timed": Variant(under_way=99, change=timed),
     "free": Variant(free=1),
     "free-timed": Variant(free=1, change=timed),
     "free2": Variant(free=2),
-    "free-early.5": Variant(free=1, early=0.5),
+    "free-way3": Variant(free=1, under_way=3),
     "evict": Variant(change=evicting),
     "early.5": Variant(early=0.5),
-    "early.2": Variant(early=0.2),
-    "chunks12": Variant(12),
-    "chunks28": Variant(28),
+    "chunks12": Variant(12, under_way=6),
+    "chunks28": Variant(28, under_way=3),
 }
 
 
@@ -248,6 +254,7 @@ def chain_of(bench: Bench, engine: KernelEngine, variant: Variant, kv_heads: int
         chain_module.decode_kernel = original
     for launch in launches:
         if "linear_chain" in launch.name:
+            launch.arguments[0].under_way = variant.under_way
             launch.arguments[0].early = int(launch.arguments[0].slots * variant.early)
             launch._config.gridDimX = bench.module.multiprocessors - variant.free * kv_heads
     return launches
