@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from edgellm.engines.model.programs import model_program
 from edgellm.kernels import compiler
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode import attention as attention_module
 from edgellm.kernels.decode import chain as chain_module
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
@@ -175,15 +176,36 @@ NOTES = (
 )
 
 
-def timed(text: str) -> str:
-    """chain.cu with times written behind the counters."""
-    for before, found, behind in NOTES:
+#: The same in attention.cu, by the block of each key-value head: 0 when it starts, 1 when it has the length, 2 when it
+#: waits, 3 when it waited, 4 when heads are ready, 5 when it ends.
+ATTENTION_NOTE = """
+template <typename T> __device__ __forceinline__ void note(const Block<T>& block, int event) {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (threadIdx.x == 0) reinterpret_cast<unsigned long long*>(block.counters + 16)[block.kv_head * 8 + event] = now;
+}
+"""
+ATTENTION_NOTES = (
+    (ATTENTION_NOTE, "// STEPS: of 16 head elements (head", ""),
+    ("", "    block.find_place(shared, tables);\n", "    if (block.split == 0) note(block, 0);\n"),
+    ("    note(block, 1);\n", "    load_tiles<T, STEPS>(block, 0, 0, block.least);\n", ""),
+    ("    note(block, 2);\n", "    wait_for_previous_kernel();\n", "    note(block, 3);\n"),
+    ("", "    make_heads_ready(block, new_keys);\n    __syncthreads();\n", "    note(block, 4);\n"),
+    ("    note(block, 5);\n", "    if (block.blocks == 1) return;\n", ""),
+)
+
+
+def timed(text: str, notes: Sequence[tuple[str, str, str]] = NOTES) -> str:
+    """A kernel with times written behind its counters."""
+    for before, found, behind in notes:
         assert text.count(found) == 1, found
         text = text.replace(found, before + found + behind)
     return text
 
 
-CHAIN_TEXT = (Path(compiler.__file__).parent / "decode" / "chain.cu").read_text()
+CHAIN_TEXT, ATTENTION_TEXT = (
+    (Path(compiler.__file__).parent / "decode" / name).read_text() for name in ("chain.cu", "attention.cu")
+)
 
 
 def evicting(text: str) -> str:
@@ -241,17 +263,19 @@ def chain_of(bench: Bench, engine: KernelEngine, variant: Variant, kv_heads: int
     chain_module._SLOT_CHUNKS, chain_module._SLOT_BYTES = variant.chunks, 1024 * variant.chunks
 
     def changed(file: str, expression: str, macros: Any) -> Kernel:
-        kernel = original(file, expression, chain_module._macros())
-        if variant.change is None:
+        is_chain = file == "chain.cu"
+        kernel = original(file, expression, chain_module._macros() if is_chain else macros)
+        if variant.change is None or not (is_chain or variant.change is timed):
             return kernel
-        source, headers = kernel.source, (("decode/chain.cu", variant.change(CHAIN_TEXT)),)
+        text = variant.change(CHAIN_TEXT) if is_chain else timed(ATTENTION_TEXT, ATTENTION_NOTES)
+        source, headers = kernel.source, ((f"decode/{file}", text),)
         return Kernel(ModuleSource(source.name, source.files, source.expressions, source.macros, headers), expression)
 
-    chain_module.decode_kernel = changed
+    chain_module.decode_kernel = attention_module.decode_kernel = changed
     try:
         launches = engine._chained(engine._prepare())
     finally:
-        chain_module.decode_kernel = original
+        chain_module.decode_kernel = attention_module.decode_kernel = original
     for launch in launches:
         if "linear_chain" in launch.name:
             launch.arguments[0].under_way = variant.under_way
@@ -264,8 +288,10 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
     """Of the chains between two others: what each part of a layer takes, in microseconds, medians over the layers."""
     chains = [launch for launch in launches if "linear_chain" in launch.name]
     memory = bench.device.zeros((len(chains) * TIMES_BYTES,), "uint8")
-    for number, launch in enumerate(chains):
-        launch.arguments[0].counters = memory.pointer + number * TIMES_BYTES
+    attentions = [launch for launch in launches if "attention" in launch.name]
+    for number, (attention, chain) in enumerate(zip(attentions, chains, strict=True)):
+        chain.arguments[0].counters = memory.pointer + number * TIMES_BYTES
+        attention.arguments[0].counters = chain.arguments[0].counters + TIMES_BYTES // 2
     enqueue()
     graph = bench.device.capture(enqueue, "times")
     for _ in range(3):
@@ -274,9 +300,13 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
     words = bench.device.download(memory).reshape(len(chains), TIMES_BYTES)[:, 4 * TIMES_WORDS :]
     blocks = chains[0]._config.gridDimX
     times = words[:, : blocks * EVENTS * 8].copy().view(np.uint64).reshape(len(chains), blocks, EVENTS).astype(np.int64)
+    heads = attentions[0]._config.gridDimY
+    inside = words[:, TIMES_BYTES // 2 :][:, : heads * 64].copy().view(np.uint64).reshape(len(chains), heads, 8)
+    inside = inside.astype(np.int64)
     of_layers = []
-    for before, now in pairwise(times[1:-1]):
+    for number, (before, now) in enumerate(pairwise(times[1:-1]), 2):
         end = before[:, 7].max()
+        of_attention = (np.median(inside[number, :, :6], axis=0) - end).tolist()
         rows = [now[:, 8].min() - end, np.median(now[:, 8]) - end, now[:, 8].max() - end, now[:, 0].max() - end]
         for layer in range(4):
             ready, written = now[:, 2 * layer], now[:, 2 * layer + 1]
@@ -284,9 +314,20 @@ def report_times(bench: Bench, launches: list[Any], enqueue: Any) -> None:
             rows += [np.median(written) - start, written.max() - start]
             if layer < 3:
                 rows.append(now[:, 2 * layer + 2].min() - written.max())
-        of_layers.append(rows)
+        of_layers.append(of_attention + rows)
     median = np.median(np.array(of_layers) / 1000, axis=0)
-    names = ["first block", "median block", "last block", "attention"]
+    names = [
+        "attention starts",
+        "has length",
+        "waits",
+        "waited",
+        "has heads",
+        "ends",
+        "first block",
+        "median block",
+        "last block",
+        "attention",
+    ]
     for name in ("o", "gate_up", "down", "qkv"):
         names += [f"{name} median", f"{name} last"] + ([f"{name} edge"] if name != "qkv" else [])
     parts = ", ".join(f"{name} {value:.2f}" for name, value in zip(names, median, strict=True))
