@@ -353,10 +353,8 @@ __device__ __forceinline__ void add(const Chain& chain, Barriers& barriers, cons
             add_layer<T, 1>(shape, barriers, bias, output, partial, buffer, batch);
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0 && shape.first < shape.units && l + 1 < chain.count) {
-            __threadfence();  // behind what all lanes wrote
-            atomicAdd(chain.counters + l, 1u);
-        }
+        if (threadIdx.x % 32 == 0 && shape.first < shape.units && l + 1 < chain.count)  // behind what all lanes wrote
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(chain.counters + l) : "memory");
     }
 }
 
