@@ -7,9 +7,8 @@ that one finishes; these launches can.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
@@ -29,8 +28,6 @@ class KernelModule:
     A module of them is loaded, once, when it is first asked for.
     """
 
-    _alone: ClassVar[weakref.ref[KernelModule] | None] = None
-
     def __init__(self, gpu: GPU, stream_handle: int) -> None:
         """Of kernels for `gpu`. Raises MissingDependencyError without cuda.bindings."""
         try:
@@ -47,20 +44,8 @@ class KernelModule:
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
 
-    def has_gpu_alone(self) -> bool:
-        """Whether blocks of this module's kernels may wait for each other: those of one module of a process may.
-
-        Of two such kernels side by side each could hold the multiprocessors that the other one's blocks wait for.
-        """
-        holder = KernelModule._alone and KernelModule._alone()
-        if holder is None:
-            KernelModule._alone = weakref.ref(self)
-        return holder is None or holder is self
-
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
-        if KernelModule._alone is not None and KernelModule._alone() is self:
-            KernelModule._alone = None
         self.driver.cuStreamSynchronize(self.stream)
         for module, _ in self._loaded.values():
             self.driver.cuModuleUnload(module)
@@ -129,7 +114,7 @@ class Launch:
         driver = kernels.driver
         self._driver = driver
         self._function = kernels.function(kernel, shared_bytes)
-        self.arguments = arguments
+        self._arguments = arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         self._address = ctypes.addressof(self._pointers)
         config = driver.CUlaunchConfig()
@@ -137,7 +122,7 @@ class Launch:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = kernels.stream
-        self._config, self.shared_bytes = config, shared_bytes
+        self._config = config
         self._can_overlap = kernels.can_overlap
         self._attributes: list[Any] = []
         self.name = kernel.expression

@@ -23,7 +23,6 @@ from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.decode.contract import MOST_LAYERS
 
 _ALIGNMENT = 256
 
@@ -74,7 +73,6 @@ class KernelEngine:
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
             rows = program.shape.batch * program.shape.tokens
             # Not in the shared scratch: the counters must be zero between steps.
-            arrays["chain_counters"] = device.zeros((MOST_LAYERS,), "uint32")
             arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
             self._scratch.append(arrays)
         self._launches, self._launches_by_layer = [], []
@@ -84,7 +82,7 @@ class KernelEngine:
         step waits for it."""
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
-        self._chained(self._prepare())
+        self._prepare()
         self._bound = {}
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
@@ -104,7 +102,7 @@ class KernelEngine:
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if not self._launches:
-            self._launches = self._chained(self._prepare())
+            self._launches = self._prepare()
             for launch in self._launches:
                 launch.overlap_previous()
         for launch in self._launches:
@@ -138,10 +136,6 @@ class KernelEngine:
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
                 launches += executor.launches(step, next_early=number != first)
         return launches
-
-    def _chained(self, launches: list[Any]) -> list[Any]:
-        """The same with linear layers that follow each other in one launch, where there are kernels for it."""
-        return self._kernels.few.chained(launches, self._scratch[0]["chain_counters"])
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
         """A tensor at the edge, of a pass its sequences' part, or a value."""

@@ -145,7 +145,7 @@ __device__ __forceinline__ void stage_normalized(
         }
     }
     wait_for_copies<G::STAGES - 1>();
-    wait_for_team<THREADS>(0);
+    __syncthreads();
     float factor_of_row[PARTS] = {};  // of row `lane`
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

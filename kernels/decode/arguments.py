@@ -55,29 +55,6 @@ class NormedArgument(ctypes.Structure):
     ]
 
 
-class NormLinearArgument(ctypes.Structure):
-    """`NormLinear` of linear_arguments.cuh."""
-
-    _fields_ = [
-        ("inputs", NormedArgument * 2),
-        ("linear", LinearArgument),
-        ("kept", KeptArgument),
-        ("output", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("next_early", "activation")),
-    ]
-
-
-class LinearResidualArgument(ctypes.Structure):
-    """`LinearResidual` of linear_arguments.cuh."""
-
-    _fields_ = [
-        ("linear", LinearArgument),
-        ("kept", KeptArgument),
-        *((name, ctypes.c_void_p) for name in ("input", "residual", "output", "selected")),
-        *((name, ctypes.c_int) for name in ("residual_float", "tokens", "stage")),
-    ]
-
-
 #: What every source of this folder asserts or takes.
 MACROS = (
     ("HOST_SLICES", SLICES),
@@ -86,8 +63,6 @@ MACROS = (
     ("HOST_KEPT_BYTES", ctypes.sizeof(KeptArgument)),
     ("HOST_LINEAR_BYTES", ctypes.sizeof(LinearArgument)),
     ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
-    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
-    ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(LinearResidualArgument)),
 )
 
 

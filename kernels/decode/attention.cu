@@ -34,7 +34,10 @@ __global__ void __launch_bounds__(MAX_TEAMS * TEAM * 32) attention(const __grid_
     block.find_place(shared, tables);
     launch_next_kernel();
     block.find_keys();
-    if (block.split >= block.blocks) return;  // without waiting: the others of its head wait
+    if (block.split >= block.blocks) {
+        wait_for_previous_kernel();
+        return;
+    }
     load_tiles<T, STEPS>(block, 0, 0, block.least);
 
     // Columns behind the heads' and rows of no token are zeros.

@@ -16,8 +16,6 @@ from edgellm.kernels.errors import KernelError
 MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
 MAX_TILED_ROWS = 64
-#: The most layers of a chain of linear layers: those between two attentions.
-MOST_LAYERS = 4
 #: The most new tokens of a sequence that attention takes, query heads a key-value head, and elements of a head.
 MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
 #: What a gated layer applies to its gate, and the number by which the kernels know it.

@@ -7,10 +7,12 @@
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
 // activations half as often) and from those of tiled_linear.cu.
-#include "decode/linear_arguments.cuh"
+#include "decode/activations.cuh"
 #include "decode/outputs.cuh"
 
 namespace decode {
+
+constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
@@ -162,6 +164,28 @@ __device__ __forceinline__ void multiply_units(
     wait_for_copies<0>();
 }
 
+// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
+// or only when the previous one has finished. output: float, or T of gates and ups.
+struct NormLinear {
+    NormedInput inputs[2];
+    Linear linear;
+    Kept kept;
+    void* output;
+    int next_early, activation;
+};
+
+// What linear_residual takes. input: of T; selected: see SelectedRows; stage: activations are staged, not streamed.
+struct LinearResidual {
+    Linear linear;
+    Kept kept;
+    const void *input, *residual;
+    float* output;
+    const int* selected;
+    int residual_float, tokens, stage;
+};
+static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
+              "as the host's structures");
+
 // Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
 template <typename T, int PARTS, int HELD, typename G, typename Output>
 __device__ __forceinline__ void multiply_normalized(
@@ -184,6 +208,13 @@ __device__ __forceinline__ void multiply_normalized(
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     multiply_units<T, G>(
         weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial, batch);
+}
+
+template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
+    const NormedInput& input = arguments.inputs[0];
+    const Kept& kept = arguments.kept;
+    return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
+            input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
 }
 
 // output = scale (norm(input) weight^T + bias)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
     THREADS,
     KeptArgument,
-    LinearResidualArgument,
+    LinearArgument,
     NormedArgument,
-    NormLinearArgument,
     addresses,
     check_room,
     decode_kernel,
@@ -28,7 +26,6 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
-from edgellm.kernels.decode.chain import chained
 from edgellm.kernels.decode.contract import (
     MAX_ROWS,
     SLICES,
@@ -93,6 +90,29 @@ _WIDE = _Geometry("Wide", 16, 8, 1, True)
 _NARROW_ROWS = 2
 
 
+class _NormLinear(ctypes.Structure):
+    """`NormLinear` of linear.cu."""
+
+    _fields_ = [
+        ("inputs", NormedArgument * 2),
+        ("linear", LinearArgument),
+        ("kept", KeptArgument),
+        ("output", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("next_early", "activation")),
+    ]
+
+
+class _LinearResidual(ctypes.Structure):
+    """`LinearResidual` of linear.cu."""
+
+    _fields_ = [
+        ("linear", LinearArgument),
+        ("kept", KeptArgument),
+        *((name, ctypes.c_void_p) for name in ("input", "residual", "output", "selected")),
+        *((name, ctypes.c_int) for name in ("residual_float", "tokens", "stage")),
+    ]
+
+
 class _Norm(ctypes.Structure):
     """`Norm` of norm.cu."""
 
@@ -115,6 +135,8 @@ _LINEAR_MACROS = (
     ("HOST_WIDE_PAIRS_BYTES", _WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
     ("HOST_STAGED_BYTES", _NARROW.staged_bytes(2, _COLUMNS)),
     ("HOST_STREAMED_BYTES", _WIDE.streamed_bytes(9)),
+    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
+    ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
 _NORM_MACROS = (("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", _NORM_SUMS_BYTES))
 
@@ -146,10 +168,6 @@ class CudaDecodeKernels:
         for kernel in (*narrow, gated, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
-    def chained(self, launches: list[Any], counters: DeviceArray) -> list[Any]:
-        """See `NumpyDecodeKernels.chained`."""
-        return chained(self.module, self.dtype, launches, counters)
-
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],
@@ -167,7 +185,7 @@ class CudaDecodeKernels:
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
         batch = self._batch(inputs, linear)
         check_room("output", output, batch, rows)
-        arguments = NormLinearArgument(
+        arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, widths[-1]),
@@ -187,7 +205,7 @@ class CudaDecodeKernels:
         """See `NumpyDecodeKernels.norm_gate_up`."""
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
-        arguments = NormLinearArgument(
+        arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
             linear_argument(linear, batch, rows, 1.0),
             KeptArgument(),
@@ -219,7 +237,7 @@ class CudaDecodeKernels:
         geometry, limit = _residual_geometry(batch, self.module.shared_limit), self.module.shared_limit
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
         stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= limit
-        arguments = LinearResidualArgument(
+        arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
             *addresses(x, residual, output, selected),

@@ -66,11 +66,6 @@ class NumpyTiledKernels:
 class NumpyDecodeKernels:
     """The twins of `CudaDecodeKernels`."""
 
-    def chained(self, launches: list[NumpyLaunch], counters: np.ndarray) -> list[NumpyLaunch]:
-        """The launches of a step in their order, with the same results in fewer launches; `counters` [MOST_LAYERS]
-        uint32 are zero before and after."""
-        return launches
-
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],

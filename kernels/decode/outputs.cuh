@@ -32,18 +32,15 @@ template <typename T> struct ResidualOutput {
     SelectedRows source;
     T* kept;
     int kept_stride;
-    __device__ float before(int b, int n, int rows) const {
-        if (residual == nullptr) return 0.f;
-        const size_t index = static_cast<size_t>(source(b)) * rows + n;
-        return residual_float ? __ldcg(static_cast<const float*>(residual) + index)
-                              : to_float(__ldcg(static_cast<const T*>(residual) + index));
-    }
-    __device__ void write(int b, int n, int rows, const float (&sum)[1], float before) const {
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
+        float before = 0.f;
+        if (residual != nullptr) {
+            const size_t index = static_cast<size_t>(source(b)) * rows + n;
+            before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
+                                    : to_float(__ldcg(static_cast<const T*>(residual) + index));
+        }
         if (kept != nullptr) kept[static_cast<size_t>(b) * kept_stride + n] = from_float<T>(before);
         output[static_cast<size_t>(b) * rows + n] = before + sum[0] * scale;
-    }
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
-        write(b, n, rows, sum, before(b, n, rows));
     }
 };
 

@@ -8,8 +8,8 @@ __device__ __forceinline__ void launch_next_kernel() {
 #endif
 }
 
-// Returns once the previous kernel has finished and its writes are visible. At least one block of a kernel that overlaps
-// its predecessor calls it, idle ones need not: so a finished kernel implies that all kernels before it have finished too.
+// Returns once the previous kernel has finished and its writes are visible. Every block of a kernel that overlaps its
+// predecessor calls it, also idle ones: so a finished kernel implies that all kernels before it have finished too.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

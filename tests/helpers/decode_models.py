@@ -209,7 +209,6 @@ def gpu():
     with cuda_device() as device:
         device.kernel_module = KernelModule(device.gpu, device.stream.handle)
         yield device
-        device.kernel_module.close()
 
 
 @lru_cache(maxsize=64)

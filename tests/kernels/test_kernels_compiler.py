@@ -13,7 +13,6 @@ from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TY
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
-from edgellm.kernels.decode.chain import chain_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import tiled_kernel
 from edgellm.kernels.decode.tilings import Tiling
@@ -76,11 +75,6 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     return drawing + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
 
 
-def newer_sources(dtype: str) -> list[ModuleSource]:
-    """Modules for GPUs of sm_90 and later."""
-    return [chain_kernel(dtype).source]
-
-
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
     dtypes = ("float16", "bfloat16")
@@ -91,14 +85,10 @@ def every_source() -> list[ModuleSource]:
     ("architecture", "sources"),
     [
         ("sm_87", [*other_sources("float16"), *decode_sources("float16")]),
-        ("sm_90", [*decode_sources("bfloat16"), *newer_sources("float16")]),
+        ("sm_90", decode_sources("bfloat16")),
         *(
             pytest.param(name, every_source(), marks=pytest.mark.slow)
             for name in ("sm_87", "sm_90", "sm_110", "sm_120", "compute_80")
-        ),
-        *(
-            pytest.param(name, newer_sources("bfloat16"), marks=pytest.mark.slow)
-            for name in ("sm_90", "sm_110", "sm_120")
         ),
     ],
 )

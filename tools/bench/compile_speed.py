@@ -62,10 +62,6 @@ class Module:
         self.has_clusters = self.can_overlap = self.shared_limit > 200_000
         self.sources: dict[ModuleSource, None] = {}
 
-    def has_gpu_alone(self) -> bool:
-        """There is no other."""
-        return True
-
     def load(self, source: ModuleSource) -> None:
         """Note a module that is loaded as a whole."""
         self.sources[source] = None

@@ -62,7 +62,6 @@ def prepared(
         shared_limit=shared_limit,
         has_clusters=has_clusters,
         can_overlap=has_clusters,
-        has_gpu_alone=lambda: True,
         load=lambda source: None,
     )
     size = getattr(config, "decoder", config).head_dim
