@@ -104,6 +104,12 @@ __device__ __forceinline__ void wait_for(unsigned long long& barrier, unsigned p
     while (over == 0);
 }
 
+// The same for a warp, of which one lane waits: a barrier serves one lane after the other.
+__device__ __forceinline__ void wait_as_warp(unsigned long long& barrier, unsigned parity) {
+    if (threadIdx.x % 32 == 0) wait_for(barrier, parity);
+    __syncwarp();
+}
+
 // Copies a slot's part of a weight, from a row and chunk on, to shared memory; the barrier counts its bytes when they come.
 __device__ __forceinline__ void copy_slot(
     unsigned shared, const WeightMap& map, int row, int chunk, unsigned long long& barrier) {
@@ -186,7 +192,7 @@ __device__ __forceinline__ void multiply_layer(
             // A warp goes through all pieces: its barriers' phases are only even or odd, so none may be left out.
 #pragma unroll 1
             for (int piece = 0; piece < shape.pieces; ++piece) {
-                wait_for(barriers.full[place.slot], place.parity);
+                wait_as_warp(barriers.full[place.slot], place.parity);
                 const int before = piece * 2 * CHUNKS, behind = min(end, before + 2 * CHUNKS);
                 const unsigned weights = own + place.slot * SLOT_BYTES;
 #pragma unroll 4
@@ -204,7 +210,7 @@ __device__ __forceinline__ void multiply_layer(
                 place.advance(slots);
             }
         }
-        wait_for(barriers.added[buffer.slot], buffer.parity ^ 1);
+        wait_as_warp(barriers.added[buffer.slot], buffer.parity ^ 1);
         float* mine = partial + (buffer.slot * WARPS + warp) * partials(batch) + row * TILE_ROWS + quad * 2;
         if (row < batch)
 #pragma unroll
@@ -240,7 +246,7 @@ __device__ __forceinline__ void multiply(const Chain& chain, Barriers& barriers,
         const Shape shape(layer, begin);
         // A warp has a place of its own for its slice, whatever layer it is of: warps need not keep step.
         char* activations = shared + activations_begin(chain.slots) + warp * (chain.steps - shape.steps) * batch * LINE;
-        wait_for(barriers.ready[l], 0);
+        wait_as_warp(barriers.ready[l], 0);
         if (layer.kind == RESIDUAL) {
             const SelectedRows source{layer.residual.selected, layer.residual.tokens};
             stage_as_is(static_cast<const T*>(layer.residual.input), source, activations, batch, shape.columns, shape.steps);
@@ -301,7 +307,7 @@ __device__ __forceinline__ void add_layer(
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) own_bias[tile] = bias == nullptr ? 0.f : to_float(added[tile]);
         read(unit + gridDim.x);
-        wait_for(barriers.summed[buffer.slot], buffer.parity);
+        wait_as_warp(barriers.summed[buffer.slot], buffer.parity);
         const float* slices =
             partial + (buffer.slot * WARPS + group * SLICES_OF_A_GROUP) * partials(batch) + place;
 #pragma unroll 1
@@ -338,7 +344,7 @@ __device__ __forceinline__ void add(const Chain& chain, Barriers& barriers, cons
         const Linear& linear = layer.linear();
         const Shape shape(layer, begin);
         const T* bias = static_cast<const T*>(linear.bias);
-        wait_for(barriers.ready[l], 0);
+        wait_as_warp(barriers.ready[l], 0);
         if (layer.kind == NORM_GATE_UP) {
             const GatedOutput<T> output{static_cast<T*>(layer.norm.output), layer.norm.activation};
             add_layer<T, 2>(shape, barriers, bias, output, partial, buffer, batch);
