@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,13 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Bytes that are read, and mma.sync of each warp: 4096 multiplications and additions each.
 _BYTES, _TURNS, _CHAINS, _OPERATIONS = 1 << 30, 2048, 8, 4096
-#: Loads of 16 bytes that each thread has under way.
-_LOADS = 8
-_THREADS, _BLOCKS_PER_MULTIPROCESSOR = 256, 8
+#: Loads of 16 bytes that each thread has under way: the fastest counts.
+_LOADS = (4, 8)
+#: And blocks of a multiprocessor.
+_THREADS, _BLOCKS = 256, (4, 8)
 _CODE = r"""
-extern "C" __global__ void __launch_bounds__(256) read_all(const uint4* from, long long count, unsigned* out) {
+template <int LOADS>
+__global__ void __launch_bounds__(256) read_all(const uint4* from, long long count, unsigned* out) {
     const long long step = (long long)gridDim.x * blockDim.x;
     long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     uint4 sum = make_uint4(0, 0, 0, 0);
@@ -61,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(256) multiply(unsigned* out) {
 _SOURCE = ModuleSource(
     "device_limits",
     ("device_limits.cu",),
-    macros=(("TURNS", _TURNS), ("CHAINS", _CHAINS), ("LOADS", _LOADS)),
+    tuple(f"read_all<{loads}>" for loads in _LOADS),
+    macros=(("TURNS", _TURNS), ("CHAINS", _CHAINS)),
     headers=(("device_limits.cu", _CODE),),
 )
 
@@ -97,18 +101,22 @@ def device_limits() -> DeviceLimits:
 
 def _measure(device: CudaDevice, module: KernelModule) -> DeviceLimits:
     memory, out = device.zeros((_BYTES,), "uint8"), device.zeros((1,), "int32")
-    blocks = _BLOCKS_PER_MULTIPROCESSOR * device.gpu.multiprocessors
     pointer, target = ctypes.c_void_p(memory.pointer), ctypes.c_void_p(out.pointer)
 
-    def milliseconds(kernel: str, *arguments: Any) -> float:
+    def milliseconds(kernel: str, blocks: int, *arguments: Any) -> float:
         """The best of three medians."""
         launch = Launch(module, Kernel(_SOURCE, kernel), (blocks, 1, 1), _THREADS, 0, arguments)
         return min(gpu_milliseconds(device.stream, launch, 3, before=launch) for _ in range(3))
 
-    step = _LOADS * blocks * _THREADS * 16
-    operations = blocks * (_THREADS // 32) * _TURNS * _CHAINS * _OPERATIONS
-    return DeviceLimits(
-        _BYTES // step * step / milliseconds("read_all", pointer, ctypes.c_longlong(_BYTES // 16), target) / 1e6,
-        operations / milliseconds("multiply", target) / 1e9,
-        device.gpu.multiprocessors,
-    )
+    def read_speed(loads: int, blocks: int) -> float:
+        step = loads * blocks * _THREADS * 16  # what is left behind the last whole one is not read
+        count = ctypes.c_longlong(_BYTES // 16)
+        return _BYTES // step * step / milliseconds(f"read_all<{loads}>", blocks, pointer, count, target) / 1e6
+
+    def multiply_speed(blocks: int) -> float:
+        operations = blocks * (_THREADS // 32) * _TURNS * _CHAINS * _OPERATIONS
+        return operations / milliseconds("multiply", blocks, target) / 1e9
+
+    counts = [blocks * device.gpu.multiprocessors for blocks in _BLOCKS]
+    reading = max(read_speed(*each) for each in product(_LOADS, counts))
+    return DeviceLimits(reading, max(map(multiply_speed, counts)), device.gpu.multiprocessors)
