@@ -181,18 +181,22 @@ template <typename T, int TILES>
 __device__ __forceinline__ void multiply_layer(
     const Shape& shape, Barriers& barriers, unsigned ring, int slots, Place& place, unsigned activations, float* partial,
     Place& buffer, int batch) {
+    int read = -1;  // the slot that has been read, where nobody was told
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = own_row(), quad = own_quad();
     const int first = warp * shape.steps, end = min(first + shape.steps, shape.columns / 32);
     const unsigned own = ring + row * CHUNKS * CHUNK_BYTES;
 #pragma unroll 1
     for (int unit = shape.first; unit < shape.units; unit += gridDim.x) {
         float sum[TILES][2] = {};
+        if (warp == 0) wait_as_warp(barriers.added[buffer.slot], buffer.parity ^ 1);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            // A warp goes through all pieces: its barriers' phases are only even or odd, so none may be left out.
 #pragma unroll 1
             for (int piece = 0; piece < shape.pieces; ++piece) {
-                wait_as_warp(barriers.full[place.slot], place.parity);
+                if (warp == 0) wait_as_warp(barriers.full[place.slot], place.parity);
+                wait_for_team<THREADS>(0);
+                if (threadIdx.x == 0 && read >= 0) arrive(barriers.empty[read]);  // all warps are done with it
+                read = place.slot;
                 const int before = piece * 2 * CHUNKS, behind = min(end, before + 2 * CHUNKS);
                 const unsigned weights = own + place.slot * SLOT_BYTES;
 #pragma unroll 4
@@ -205,19 +209,20 @@ __device__ __forceinline__ void multiply_layer(
                     multiply_add(sum[tile], x, y, b.x, b.y, T());
                     multiply_add(sum[tile], z, w, b.z, b.w, T());
                 }
-                __syncwarp();
-                if (lane == 0) arrive(barriers.empty[place.slot]);
                 place.advance(slots);
             }
         }
-        wait_as_warp(barriers.added[buffer.slot], buffer.parity ^ 1);
         float* mine = partial + (buffer.slot * WARPS + warp) * partials(batch) + row * TILE_ROWS + quad * 2;
         if (row < batch)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
                 *reinterpret_cast<float2*>(mine + tile * batch * TILE_ROWS) = make_float2(sum[tile][0], sum[tile][1]);
-        __syncwarp();
-        if (lane == 0) arrive(barriers.summed[buffer.slot]);
+        wait_for_team<THREADS>(0);
+        if (threadIdx.x == 0) {
+            arrive(barriers.summed[buffer.slot]);
+            arrive(barriers.empty[read]);
+        }
+        read = -1;
         buffer.advance(BUFFERS);
     }
 }
@@ -398,8 +403,8 @@ __global__ void __launch_bounds__(ALL_THREADS, 1) linear_chain(const __grid_cons
         shared + barriers_begin(chain.slots, chain.steps, chain.norm_steps, norms, batch));
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < chain.slots; ++i) set_up(barriers.full[i], 1), set_up(barriers.empty[i], WARPS);
-        for (int i = 0; i < BUFFERS; ++i) set_up(barriers.summed[i], WARPS), set_up(barriers.added[i], 1);
+        for (int i = 0; i < chain.slots; ++i) set_up(barriers.full[i], 1), set_up(barriers.empty[i], 1);
+        for (int i = 0; i < BUFFERS; ++i) set_up(barriers.summed[i], 1), set_up(barriers.added[i], 1);
         for (int i = 0; i < chain.count; ++i) set_up(barriers.ready[i], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
