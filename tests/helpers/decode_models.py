@@ -207,7 +207,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 def gpu():
     """A CUDA context with a stream, and a module for kernels."""
     with cuda_device() as device:
-        device.kernel_module = KernelModule(device.compute_capability, device.stream.handle)
+        device.kernel_module = KernelModule(device.gpu, device.stream.handle)
         yield device
 
 

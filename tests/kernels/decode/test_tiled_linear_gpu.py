@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from decode_models import relative
@@ -20,15 +22,14 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def older_module(gpu):
     """The tiled kernels as for sm_80, which the driver translates for this GPU."""
-    module = KernelModule("compute_80", gpu.stream.handle)
+    limits = {"shared_limit": 101_376, "can_overlap": False, "has_clusters": False}
+    module = KernelModule(replace(gpu.gpu, architecture="compute_80", **limits), gpu.stream.handle)
     try:
         module.load(tiled_kernel("linear", "float16", tilings(1, TiledGpu(1, 101_376, False))[0]).source)
     except KernelError as error:
         if "UNSUPPORTED_PTX_VERSION" not in str(error):
             raise
         pytest.skip(f"the driver is older than NVRTC: {error}")
-    module.can_overlap = module.has_clusters = False
-    module.shared_limit = 101_376
     yield module
     module.close()
 
