@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from math import ceil
 from typing import NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
@@ -30,13 +31,19 @@ _MOST_ROWS_IN_MEMORY = 16
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and how many keys it has.
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
-_USUAL_KEYS = 1024
-#: Microseconds that a block takes to begin and to end; of each turn of the warps at its queries and new keys; of a
-#: merge in its own memory, and what a cluster or global memory adds to it.
-_BLOCK, _HEADS, _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 2.5, 0.5, 0.3, 0.6, 2.0
+_USUAL_KEYS = 576
+#: Microseconds, fitted to times of an H200, whole and 16 multiprocessors of it: of a block's begin and end, and more
+#: for each warp; of each turn of its warps at its queries and new keys; of a new token's 64 elements.
+_BLOCK, _WARP, _HEADS, _NEW = 0.75, 0.06, 1.55, 0.07
+#: Microseconds of the states of a row that a warp merges, each 64 elements of a span, and what each block of a cluster,
+#: or global memory, adds to that.
+_MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
 #: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
-#: elements takes of a multiprocessor; until one warp has asked for a tile; until a tile is there, or one of several.
-_TILE, _TILE_64, _TILE_WORK, _COPY, _WAIT, _WAIT_AHEAD = 0.25, 0.35, 0.1, 0.1, 1.2, 0.15
+#: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
+_TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
+#: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
+#: first; what a cluster's block without spans takes of a block's room.
+_IN_REACH, _NO_ROOM, _IDLE = 16, 0.39, 0.5
 
 
 class _Attention(ctypes.Structure):
@@ -232,21 +239,31 @@ def _microseconds(
 ) -> float:
     """An estimate for a sequence of so many keys."""
     tiles, sixty_fours = -(-keys // _KEY_TILE), -(-shape.size // 64)
+    tile_bits = (tiles - 1 >> shape.span_bits).bit_length()
+    spans = -(-tiles >> tile_bits)
+    rounds = -(-spans // (geometry.splits * geometry.slots)) << tile_bits
+    active = min(geometry.splits, -(-spans // geometry.slots))
     own_tokens = min(shape.tokens, geometry.row_tiles * shape.tile_tokens)
-    active = min(geometry.splits, -(-tiles // geometry.slots))
     blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
+
     memory = geometry.shared_bytes(shape) + _TABLES_BYTES + 1024
-    share = -(-blocks // multiprocessors)
-    together = min(share, max(1, min(_MOST_WARPS // geometry.warps, (limit + 1024) // memory)))
-    rounds = -(-tiles // (geometry.splits * geometry.slots))
-    work = max(_TILE + _TILE_64 * sixty_fours, together * geometry.warps * _TILE_WORK * sixty_fours)
-    wait = (rounds - 1) * (_WAIT if geometry.stages == 1 else _WAIT_AHEAD)
-    copies = _COPY * geometry.slots * sixty_fours / geometry.warps
-    heads = _HEADS * -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
-    merge = _MERGE if geometry.shares else 0.0
+    resident = max(1, min(_MOST_WARPS // geometry.warps, (limit + 1024) // memory))
+    together = min(-(-blocks // multiprocessors), resident)
+    idle = _IDLE * blocks * (geometry.splits / active - 1) if geometry.in_cluster else 0
+    no_room = _NO_ROOM * (multiprocessors // _IN_REACH) * (geometry.splits - 1) if geometry.in_cluster else 0
+    waves = ceil((blocks + idle) / (multiprocessors * resident - no_room))
+
+    heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
+    begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
+    tile = max(_TILE + _TILE_64 * sixty_fours, _TILE_WORK * sixty_fours * together * geometry.warps)
+    wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
+    merge = 0.0
+    if geometry.shares:
+        mergers = geometry.warps * (active if geometry.in_cluster else 1)
+        merge = _MERGE * sixty_fours * spans * -(-own_tokens * shape.group // mergers)
     if geometry.splits > 1:
-        merge += _MERGE_CLUSTER if geometry.in_cluster else _MERGE_MEMORY
-    return -(-share // together) * (_BLOCK + heads + rounds * (work + copies) + wait) + merge
+        merge += _MERGE_CLUSTER * geometry.splits if geometry.in_cluster else _MERGE_MEMORY
+    return waves * (begin + rounds * tile + (rounds - 1) * wait + merge)
 
 
 def attention_shared_bytes(shape: AttentionShape) -> int:
