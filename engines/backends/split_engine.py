@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from edgellm.engines.backends.base import checked_bindings
+from edgellm.engines.backends.base import check_bound, checked_bindings
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import segments_of
@@ -139,7 +139,7 @@ class SplitEngine:
                 launch()
 
     def _prepare(self) -> None:
-        self._check_bound()
+        check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
         arrays = self._bound | self._scratch
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
@@ -163,14 +163,3 @@ class SplitEngine:
             self._kernels.prepare_heads(qkv, norms, rotary, rows),
             self._kernels.causal_attention(qkv, rows, step.scale, context),
         ]
-
-    def _check_bound(self) -> None:
-        unbound = self._tensors.keys() - self._bound.keys() - {"attention_mask"}
-        if unbound:
-            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
-        if not self._scratch:
-            raise EngineError(f"{self.shape.name}: attach was not called")
-        for name in self._program.caches:
-            present, cache = self._bound[f"present_{name}"], self._bound[name]
-            if present is not cache and getattr(present, "pointer", 0) != getattr(cache, "pointer", 1):
-                raise EngineError(f"{self.shape.name}: present_{name} must be bound to the memory of its cache")
