@@ -44,6 +44,7 @@ class SplitEngine:
     Not thread-safe: enqueue from the thread that owns the stream.
     """
 
+    name = "TensorRT, attention by kernels"
     reads_attention_mask = False
 
     def __init__(
