@@ -38,6 +38,10 @@ class SegmentEngine(Protocol):
         """Run on the bound memory."""
 
 
+#: A segment's engine, what it is bound to, and the number and launches of the attention behind it (none: no launches).
+_Step = tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]
+
+
 class SplitEngine:
     """Enqueues a program's segments, and the attention between them.
 
@@ -62,7 +66,7 @@ class SplitEngine:
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
         self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
-        self._steps: list[tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]] = []
+        self._steps: list[_Step] = []
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind
@@ -130,7 +134,7 @@ class SplitEngine:
         """As `enqueue`; `before_layer` is called before what touches each layer's KV rows is enqueued, and can let that
         wait."""
         if not self._steps:
-            self._prepare()
+            self._steps = self._prepare()
         for engine, bindings, layer, launches in self._steps:
             engine.bind(bindings)
             engine.enqueue()
@@ -139,9 +143,9 @@ class SplitEngine:
             for launch in launches:
                 launch()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> list[_Step]:
         check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
-        arrays = self._bound | self._scratch
+        arrays, steps = self._bound | self._scratch, []
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
             attention, launches = segment.attention, []
@@ -149,7 +153,8 @@ class SplitEngine:
                 context = arrays[wiring[attention.output]]
                 launches = self._launches(attention, arrays[wiring[attention.value]], context)
             layer = 0 if attention is None else attention.index
-            self._steps.append((self._engines[segment.number], bindings, layer, launches))
+            steps.append((self._engines[segment.number], bindings, layer, launches))
+        return steps
 
     def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
         """Those of one layer's attention."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import parse
+from as_device import one_of, parse
 from device_limits import device_limits
 from probes import counted_waits, enqueue_replaced, executor_name
 from provenance import provenance, report
@@ -170,7 +170,7 @@ def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str
 def main() -> None:
     """Measure everything, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=("rounds", "table"), default="rounds")
+    parser.add_argument("sections", nargs="*", type=one_of("rounds", "table"), default=["rounds"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import measured_as, parse, python
+from as_device import measured_as, one_of, parse, python
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
@@ -200,7 +200,7 @@ def measure_all_of_one(work: Path, with_torch: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure what is asked for and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=("step", "loops", "prefill"), default="step")
+    parser.add_argument("sections", nargs="*", type=one_of("step", "loops", "prefill"), default=["step"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
