@@ -64,7 +64,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
-    kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
+    kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     tilings = [Tiling(rows, weight_rows, 1) for rows in (32, 64) for weight_rows in (64, 128)]
     names = ("linear", "gate_up", "linear_residual")
     kernels += [tiled_kernel(name, dtype, tiling) for name in names for tiling in tilings]
