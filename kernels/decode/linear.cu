@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_units(
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s)
                     if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total);
+                output(b, row, rows, total, output.before(b, row, rows));
             }
         }
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
