@@ -28,7 +28,7 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
     // Whether the registers hold the next step's fragments beside this one's.
-    static constexpr bool AHEAD = 12 * ROW_TILES * COLUMN_TILES + 2 * (8 * ROW_TILES + 4 * COLUMN_TILES) <= (BLOCKS == 1 ? 170 : 64);
+    static constexpr bool AHEAD = 12 * ROW_TILES * COLUMN_TILES + 2 * (8 * ROW_TILES + 4 * COLUMN_TILES) <= (BLOCKS == 1 ? HOST_AHEAD : 64);
     static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
     static_assert(2 * STAGE_BYTES >= ROWS * AREA_STRIDE * 4, "two stages take what a block leaves");
 
@@ -97,8 +97,9 @@ template <typename G> struct Fragments {
 };
 
 // A consumer's sums over the columns of a tile. steps: of a slice.
-template <typename T, typename G>
-__device__ __forceinline__ void multiply_tile(Sums<G>& total, Ring& ring, const Lane<G>& lane, int chunks, int steps) {
+template <typename T, typename G, typename Copying>
+__device__ __forceinline__ void multiply_tile(
+    Sums<G>& total, Ring& ring, Copying& copying, const Lane<G>& lane, int chunks, int steps) {
     Sums<G> sum = {}, group = {};
     int slice_step = 0, slice = 0;
     const auto end_step = [&] {
@@ -111,6 +112,7 @@ __device__ __forceinline__ void multiply_tile(Sums<G>& total, Ring& ring, const 
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(ring.empty());
         ring.advance();
+        if (PRODUCERS == 0) copying.next();
     };
     static_assert(STAGE_STEPS == 2, "of the steps of a stage the first is read while the last one before is multiplied");
     if constexpr (G::AHEAD) {
@@ -226,6 +228,11 @@ struct TiledLinear {
 };
 static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
 
+template <typename T, typename G, bool BY_MAPS> struct CopyingOf { using type = Copies<T, G, SelectedRows>; };
+#if __CUDA_ARCH__ >= 900
+template <typename T, typename G> struct CopyingOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
+#endif
+
 // Grid (blocks, 1), which walk over the tiles, or (tiles, 4) in clusters of (1, 4). Dynamic shared memory: the ring and
 // its barriers. MAPPED: rows are not selected, so that tensor maps, where a GPU has them, tell where activations are.
 template <typename T, typename G, bool MAPPED, typename Output>
@@ -248,33 +255,35 @@ __device__ __forceinline__ void multiply(
     constexpr bool BY_MAPS = false;
 #endif
     if (threadIdx.x == 0) {
-        ring.start(BY_MAPS ? 1 : 32);
+        ring.start(BY_MAPS ? 1 : COPIERS);
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
     __syncthreads();
     const T* bias = static_cast<const T*>(linear.bias);
+    const SelectedRows source{arguments.selected, arguments.tokens};
+    const Operands<T, SelectedRows> operands{
+        static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input), arguments.stride, batch, rows, columns,
+        source};
+    typename CopyingOf<T, G, BY_MAPS>::type copying(weight_map, input_map, operands, Place(ring, work));
     const Lane<G> lane;
     Sums<G> total = {};
     if (threadIdx.x >= 32 * CONSUMERS) {
-#if __CUDA_ARCH__ >= 900
-        if constexpr (BY_MAPS) {
-            if (threadIdx.x == 32 * CONSUMERS) Accelerator<G>{weight_map, input_map, rows}.produce(ring, work);
-        }
-#endif
-        if constexpr (!BY_MAPS) {
-            const SelectedRows source{arguments.selected, arguments.tokens};
-            const Operands<T, SelectedRows> operands{
-                static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input), arguments.stride, batch, rows,
-                columns, source};
-            produce_by_copies<T, G>(ring, operands, work);
+        copying.start(ring.stages);
+        while (copying.place.exists()) {
+            copying.next();
+            if (BY_MAPS && threadIdx.x % 32 != 0) break;
         }
     } else {
-        wait_for_previous_kernel();
+        if (PRODUCERS == 0) {
+            copying.start(BY_MAPS ? ring.stages - 1 : 0);
+            if (!BY_MAPS)
+                for (int i = 0; i < ring.stages - 1; ++i) copying.next();
+        } else wait_for_previous_kernel();
         for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
             for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
-            multiply_tile<T, G>(total, ring, lane, work.chunks, linear.steps);
+            multiply_tile<T, G>(total, ring, copying, lane, work.chunks, linear.steps);
             if (!shares) write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
         }
     }

@@ -26,7 +26,6 @@ from edgellm.kernels.decode.tilings import CONSUMERS, ROW_BYTES, TiledGpu, Tilin
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-_THREADS = 32 * (CONSUMERS + 1)
 #: Columns of a tensor map's tile: with 16-bit elements a line of 128 bytes, of which each 16 are swizzled by the row.
 _TILE_COLUMNS = ROW_BYTES // 2
 
@@ -44,17 +43,26 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-def tiled_kernel(name: str, dtype: str, tiling: Tiling) -> Kernel:
+AHEAD, PRODUCERS = 170, None
+
+
+def _threads(gpu: TiledGpu) -> int:
+    return 32 * (CONSUMERS + (gpu.producers if PRODUCERS is None else PRODUCERS))
+
+
+def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: TiledGpu) -> Kernel:
     """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
     macros = (
         ("HOST_TILED_CONSUMERS", CONSUMERS),
-        ("HOST_TILED_THREADS", _THREADS),
+        ("HOST_TILED_PRODUCERS", gpu.producers if PRODUCERS is None else PRODUCERS),
+        ("HOST_TILED_THREADS", _threads(gpu)),
+        ("HOST_AHEAD", AHEAD),
         ("HOST_ROW_BYTES", ROW_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
         ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident}"
+    sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
@@ -141,9 +149,9 @@ class CudaTiledKernels:
             tensor_map(self.module, linear.weight, columns, tiling.weight_rows // (1 + gated)),
             tensor_map(self.module, x, columns, tiling.rows),
         )
-        kernel, grid = tiled_kernel(name, self.dtype, tiling), tiling.grid(every_row, self.gpu)
+        kernel, grid = tiled_kernel(name, self.dtype, tiling, self.gpu), tiling.grid(every_row, self.gpu)
         shared = tiling.shared_bytes(arguments.stages)
-        return Launch(self.module, kernel, grid, _THREADS, shared, (*maps, arguments), (1, tiling.splits, 1))
+        return Launch(self.module, kernel, grid, _threads(self.gpu), shared, (*maps, arguments), (1, tiling.splits, 1))
 
 
 def tiled_shared_bytes(shared_limit: int) -> int:

@@ -1,5 +1,5 @@
-// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages, which one warp of the
-// block, the producer, fills and the others, the consumers, empty. A stage holds 64 columns of a tile's weight rows, then
+// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages, which some warps of the
+// block, the producers, fill and the others, the consumers, empty. A stage holds 64 columns of a tile's weight rows, then
 // of all rows of activations. Each stage has two barriers in shared memory, full and empty, so that no warp waits for
 // the others, and the ring goes on over the borders of tiles.
 #pragma once
@@ -9,8 +9,8 @@ namespace decode {
 namespace tiled {
 
 constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = STAGE_COLUMNS / 32, ROW_BYTES = STAGE_COLUMNS * 2;
-constexpr int CONSUMERS = HOST_TILED_CONSUMERS;  // warps
-constexpr int TILED_THREADS = 32 * (CONSUMERS + 1);
+constexpr int CONSUMERS = HOST_TILED_CONSUMERS, PRODUCERS = HOST_TILED_PRODUCERS;  // warps
+constexpr int TILED_THREADS = 32 * (CONSUMERS + PRODUCERS), COPIERS = 32 * (PRODUCERS == 0 ? CONSUMERS : PRODUCERS);
 constexpr int BARRIER_BYTES = 16;  // of a stage: full, then empty
 static_assert(TILED_THREADS == HOST_TILED_THREADS && ROW_BYTES == HOST_ROW_BYTES, "as the host counts them");
 
@@ -93,80 +93,110 @@ struct Work {
     __device__ int count() const { return tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0; }
 };
 
-// Every lane of the producer copies 16 bytes of some rows. Of what lies behind the last row the last one is copied, which
-// is what nobody reads; behind the last column are zeros.
-template <typename T, typename G, typename Source>
-__device__ __forceinline__ void produce_by_copies(Ring ring, const Operands<T, Source>& operands, const Work& work) {
-    const int lane = threadIdx.x % 32, own_row = lane / 8, own_piece = lane % 8;
-    const unsigned own = own_row * ROW_BYTES + (own_piece ^ own_row) * 16;
-    wait_for_previous_kernel();
-    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
-        int column = work.first_column + own_piece * 8;
-        for (int chunk = 0; chunk < work.chunks; ++chunk, column += STAGE_COLUMNS, ring.advance()) {
-            wait_for_barrier(ring.empty(), ring.parity ^ 1);
-            const bool exists = column < operands.columns;
-            const int from = exists ? column : 0;
-            const unsigned place = ring.place() + own;
-            const auto place_of = [&](int row) { return (place + row * ROW_BYTES) ^ (row % 8 * 16); };
-#pragma unroll 8
-            for (int row = 0; row < G::WEIGHT_ROWS; row += 4) {
-                const int half = row / G::UNIT, line = min(tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
-                const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
-                copy_async_16(place_of(row), source + from, exists);
-            }
-#pragma unroll
-            for (int row = 0; row < G::ROWS; row += 4) {
-                const int line = operands.source(min(row + own_row, operands.batch - 1));
-                const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
-                copy_async_16(place_of(G::WEIGHT_ROWS + row), source + from, exists);
-            }
-            arrive_after_copies(ring.full());
-        }
+// Where the copying of a block's tiles is, chunk after chunk: the ring's stage that is filled next.
+struct Place {
+    Ring ring;
+    Work work;
+    int tile, chunk;
+
+    __device__ Place(const Ring& ring, const Work& work) : ring(ring), work(work), tile(blockIdx.x), chunk(0) {
+        if (work.chunks == 0) tile = work.tiles;
     }
-}
+    __device__ bool exists() const { return tile < work.tiles; }
+    __device__ int column() const { return work.first_column + chunk * STAGE_COLUMNS; }
+    __device__ void advance() {
+        ring.advance();
+        if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
+    }
+};
+
+// Every copying thread copies 16 bytes of some rows. Of what lies behind the last row the last one is copied, which
+// is what nobody reads; behind the last column are zeros.
+template <typename T, typename G, typename Source> struct Copies {
+    static constexpr int AT_ONCE = COPIERS / 8;  // rows
+    static_assert(G::UNIT % AT_ONCE == 0, "a round of copies lies in one part of a stage");
+    Place place;
+    Operands<T, Source> operands;
+    int own_row;
+    unsigned own;
+
+    __device__ Copies(const TensorMap*, const TensorMap*, const Operands<T, Source>& operands, const Place& place)
+        : place(place), operands(operands) {
+        const int thread = threadIdx.x % COPIERS, piece = thread % 8;
+        own_row = thread / 8, own = own_row * ROW_BYTES + (piece ^ own_row % 8) * 16;
+    }
+    __device__ void start(int) const { wait_for_previous_kernel(); }
+    // Fills a stage, once it is empty.
+    __device__ void next() {
+        if (!place.exists()) return;
+        wait_for_barrier(place.ring.empty(), place.ring.parity ^ 1);
+        const int column = place.column() + threadIdx.x % 8 * 8;
+        const bool exists = column < operands.columns;
+        const int from = exists ? column : 0;
+        const unsigned target = place.ring.place() + own;
+        const auto target_of = [&](int row) { return (target + row * ROW_BYTES) ^ (row % 8 * 16); };
+#pragma unroll 8
+        for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
+            const int half = row / G::UNIT;
+            const int line = min(place.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
+            const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
+            copy_async_16(target_of(row), source + from, exists);
+        }
+#pragma unroll
+        for (int row = 0; row < G::ROWS; row += AT_ONCE) {
+            if (G::ROWS % AT_ONCE != 0 && row + own_row >= G::ROWS) break;
+            const int line = operands.source(min(row + own_row, operands.batch - 1));
+            const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
+            copy_async_16(target_of(G::WEIGHT_ROWS + row), source + from, exists);
+        }
+        arrive_after_copies(place.ring.full());
+        place.advance();
+    }
+};
 
 #if __CUDA_ARCH__ >= 900
 
-// The tensor memory accelerator copies whole stages; one thread asks for them, for the weights of the first ones before
-// the activations are there.
-template <typename G> struct Accelerator {
+// The tensor memory accelerator copies whole stages; one thread asks for them.
+template <typename T, typename G, typename Source> struct Accelerator {
     const TensorMap *weights, *activations;
     int rows;
+    Place place;
 
-    __device__ void copy(unsigned place, const TensorMap* map, int column, int row, unsigned barrier) const {
+    __device__ Accelerator(
+        const TensorMap* weight_map, const TensorMap* input_map, const Operands<T, Source>& operands, const Place& place)
+        : weights(weight_map), activations(input_map), rows(operands.rows), place(place) {}
+    __device__ void copy(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) const {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                place),
+                target),
             "l"(map), "r"(column), "r"(row), "r"(barrier)
             : "memory");
     }
-    __device__ void copy_weights(const Ring& ring, int tile, int column) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ring.full()), "n"(G::STAGE_BYTES)
-                     : "memory");
+    __device__ void copy_weights(const Place& at) const {
+        const unsigned full = at.ring.full();
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES) : "memory");
 #pragma unroll
         for (int half = 0; half < G::SUMS; ++half)
-            copy(ring.place() + half * G::UNIT * ROW_BYTES, weights, column, half * rows + tile * G::UNIT, ring.full());
+            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, weights, at.column(), half * rows + at.tile * G::UNIT, full);
     }
-    __device__ void copy_activations(const Ring& ring, int column) const {
-        copy(ring.place() + G::WEIGHT_ROWS * ROW_BYTES, activations, column, 0, ring.full());
+    __device__ void copy_activations(const Place& at) const {
+        copy(at.ring.place() + G::WEIGHT_ROWS * ROW_BYTES, activations, at.column(), 0, at.ring.full());
     }
-    __device__ void produce(Ring ring, const Work& work) const {
-        const int all = work.count() * work.chunks;
-        Ring early = ring;
-        int filled = 0, tile = blockIdx.x, chunk = 0;
-        const auto next = [&] {
-            if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
-        };
-        for (; filled < min(all, ring.stages); ++filled, early.advance(), next())
-            copy_weights(early, tile, work.first_column + chunk * STAGE_COLUMNS);
+    // The weights of the first stages are copied before the activations are there.
+    __device__ void start(int stages) {
+        Place early = place;
+        if (threadIdx.x % COPIERS == 0)
+            for (int i = 0; i < stages && early.exists(); ++i, early.advance()) copy_weights(early);
         wait_for_previous_kernel();
-        for (int i = 0; i < filled; ++i, ring.advance())
-            copy_activations(ring, work.first_column + i % work.chunks * STAGE_COLUMNS);
-        for (; filled < all; ++filled, ring.advance(), next()) {
-            wait_for_barrier(ring.empty(), ring.parity ^ 1);
-            copy_weights(ring, tile, work.first_column + chunk * STAGE_COLUMNS);
-            copy_activations(ring, work.first_column + chunk * STAGE_COLUMNS);
-        }
+        for (int i = 0; i < stages && place.exists(); ++i, place.advance())
+            if (threadIdx.x % COPIERS == 0) copy_activations(place);
+    }
+    __device__ void next() {
+        if (!place.exists() || threadIdx.x % COPIERS != 0) return;
+        wait_for_barrier(place.ring.empty(), place.ring.parity ^ 1);
+        copy_weights(place);
+        copy_activations(place);
+        place.advance();
     }
 };
 

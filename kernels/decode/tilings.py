@@ -43,6 +43,11 @@ class TiledGpu:
     architecture: str = "sm_90"
 
     @property
+    def producers(self) -> int:
+        """Warps of a block that copy: where there is a tensor memory accelerator, one thread asks for all."""
+        return 1 if self.has_clusters else 4
+
+    @property
     def speeds(self) -> tuple[int, int]:
         """Bytes from memory, and multiply-adds of a multiprocessor, in a clock."""
         number = int(re.sub(r"\D", "", self.architecture))
@@ -75,10 +80,9 @@ class Tiling:
         """Of a warp, 8 weight rows each."""
         return self.weight_rows * self.row_warps // (8 * CONSUMERS)
 
-    @property
-    def resident(self) -> int:
-        """Blocks that the registers of a multiprocessor hold."""
-        return 2 if self.row_tiles * self.column_tiles <= 4 else 1
+    def resident(self, gpu: TiledGpu) -> int:
+        """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
+        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
 
     @property
     def stage_bytes(self) -> int:
@@ -92,7 +96,7 @@ class Tiling:
     def stages(self, gpu: TiledGpu) -> int:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
-        beside = gpu.has_clusters and self.resident > 1 and self.shared_bytes(3) <= half
+        beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
         limit = half if beside else gpu.shared_limit
         return max(2, min(MOST_STAGES, limit // self.shared_bytes(1)))
 

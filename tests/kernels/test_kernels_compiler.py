@@ -15,7 +15,7 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import tiled_kernel
-from edgellm.kernels.decode.tilings import Tiling
+from edgellm.kernels.decode.tilings import TiledGpu, tilings
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
@@ -63,9 +63,10 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
-    tilings = [Tiling(rows, weight_rows, 1) for rows in (32, 64) for weight_rows in (64, 128)]
-    names = ("linear", "gate_up", "linear_residual")
-    kernels += [tiled_kernel(name, dtype, tiling) for name in names for tiling in tilings]
+    names = ("linear", "gate_up", "linear_residual", "selected_residual")
+    for gpu in (TiledGpu(132, 232_448, True), TiledGpu(16, 166_912, False)):
+        tiled = [(name, tiling) for name in names for rows in (16, 64) for tiling in tilings(rows, gpu, gated=name == "gate_up")]
+        kernels += [tiled_kernel(name, dtype, tiling, gpu) for name, tiling in tiled]
     return [kernel.source for kernel in kernels]
 
 

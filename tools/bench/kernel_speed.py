@@ -28,6 +28,7 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.programs import model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.attention import attention_partials
 from edgellm.kernels.decode.contract import (
@@ -200,7 +201,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     for rows in all_rows:
         for executor in (FewRows, ManyRows):
             shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            if rows > executor.most_rows:
+            if executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit):
                 continue
             name = "step" if executor is FewRows else "tiled step"
             kernels = StepKernels(bench.kernels, bench.tiled)

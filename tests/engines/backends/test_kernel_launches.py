@@ -59,6 +59,7 @@ def prepared(
     """An engine that made a step on memory that nothing reads; of the executor that would be taken by default."""
     module: Any = SimpleNamespace(
         multiprocessors=100,
+        architecture="sm_90" if has_clusters else "sm_86",
         shared_limit=shared_limit,
         has_clusters=has_clusters,
         can_overlap=has_clusters,
