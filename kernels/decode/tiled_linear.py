@@ -43,7 +43,7 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-AHEAD, PRODUCERS = 170, None
+AHEAD, PRODUCERS = 180, 0
 
 
 def _threads(gpu: TiledGpu) -> int:
