@@ -70,7 +70,6 @@ class FewRows:
         """`arrays` gives the array of a tensor at the engine's edge, or of a value; `limit` is the shared memory that a
         block may have, in bytes."""
         self._kernels, self._program, self._array, self._limit = kernels, program, arrays, limit
-        self._rows = program.shape.batch * program.shape.tokens
 
     @classmethod
     def refusal(cls, program: Program, limit: int) -> str | None:
@@ -89,15 +88,14 @@ class FewRows:
         needed = cls._shared_bytes(step, program, limit)
         if needed <= limit:
             return None
-        rows = program.shape.batch * program.shape.tokens
+        rows = step_rows(step, program)
         return f"{rows} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
-        shape = program.shape
-        rows = shape.batch * shape.tokens
+        rows = step_rows(step, program)
         if isinstance(step, Attention):
-            return attention_shared_bytes(shape.tokens, step.heads[2])
+            return attention_shared_bytes(program.shape.tokens, step.heads[2])
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated)
@@ -132,14 +130,12 @@ class FewRows:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
-    @property
-    def _residual_kernels(self) -> Any:
-        """Those of `LinearResidual`."""
+    def _residual_kernels(self, step: LinearResidual) -> Any:
         return self._kernels.few
 
     def _linear_residual(self, step: LinearResidual) -> Any:
         selected = (self._array("last_token_ids"),) if step.selects else ()
-        return self._residual_kernels.linear_residual(
+        return self._residual_kernels(step).linear_residual(
             self._array(step.value),
             self._weights(step.linear),
             self._array(step.residual),
@@ -221,19 +217,11 @@ class ManyRows(FewRows):
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
-        rows = program.shape.batch * program.shape.tokens
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not step.selects and not _streams(rows, limit):
+        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
-
-    @classmethod
-    def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
-        rows = program.shape.batch * program.shape.tokens
-        if isinstance(step, LinearResidual) and step.selects and rows > MAX_ROWS:
-            return f"it selects rows, of up to {MAX_ROWS}, not {rows}"
-        return super()._memory_refusal(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
@@ -242,9 +230,9 @@ class ManyRows(FewRows):
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
 
-    @property
-    def _residual_kernels(self) -> Any:
-        return self._kernels.few if _streams(self._rows, self._limit) else self._kernels.many
+    def _residual_kernels(self, step: LinearResidual) -> Any:
+        streams = _streams(step_rows(step, self._program), self._limit)
+        return self._kernels.few if streams else self._kernels.many
 
 
 #: A class of executors.
@@ -253,6 +241,13 @@ Executor = type[FewRows]
 
 def _streams(rows: int, limit: int) -> bool:
     return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
+
+
+def step_rows(step: Step, program: Program) -> int:
+    """Rows of activations that a step computes."""
+    shape = program.shape
+    selects = isinstance(step, NormLinear | LinearResidual) and step.selects
+    return shape.batch * (shape.selected if selects else shape.tokens)
 
 
 def step_refusal(step: Step, program: Program) -> str | None:

@@ -53,12 +53,22 @@ class NumpyTiledKernels:
         output: np.ndarray,
         scale: float = 1.0,
         kept: Kept | None = None,
+        selected: np.ndarray | None = None,
     ) -> NumpyLaunch:
-        """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept."""
+        """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept.
+
+        With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
+        the B rows of the output.
+        """
 
         def compute() -> None:
-            before = np.zeros((len(rows_of(x)), len(linear.weight)), np.float32) if residual is None else residual
-            _add(before.reshape(len(rows_of(x)), -1), scaled(product(x, linear), scale), output, kept)
+            inputs = rows_of(x)
+            before = np.zeros((len(inputs), len(linear.weight)), np.float32) if residual is None else rows_of(residual)
+            if selected is not None:
+                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
+                inputs, before = inputs[chosen], before[chosen]
+            keep(kept, before, before)
+            write(output, before + scaled(product(inputs, linear), scale))
 
         return NumpyLaunch(compute)
 
@@ -91,32 +101,7 @@ class NumpyDecodeKernels:
         activation_number(activation)
         return NumpyLaunch(lambda: write(output, gated(product(normalized(normed), linear), activation)))
 
-    def linear_residual(
-        self,
-        x: np.ndarray,
-        linear: LinearWeights,
-        residual: np.ndarray | None,
-        output: np.ndarray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: np.ndarray | None = None,
-    ) -> NumpyLaunch:
-        """`output` [R, N] = residual [R, N] (None: 0) + scale (x [R, K] weight^T + bias); the residual is kept.
-
-        With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
-        the B rows of the output.
-        """
-        rows, columns = linear.weight.shape
-
-        def compute() -> None:
-            inputs = x.reshape(-1, columns)
-            before = np.zeros((len(inputs), rows), np.float32) if residual is None else residual.reshape(-1, rows)
-            if selected is not None:
-                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
-                inputs, before = inputs[chosen], before[chosen]
-            _add(before, scaled(product(inputs, linear), scale), output, kept)
-
-        return NumpyLaunch(compute)
+    linear_residual = NumpyTiledKernels.linear_residual
 
     def attention(
         self,
@@ -157,11 +142,6 @@ class NumpyDecodeKernels:
             keep(kept, selected_columns(normed), values)
 
         return NumpyLaunch(compute)
-
-
-def _add(before: np.ndarray, sums: np.ndarray, output: np.ndarray, kept: Kept | None) -> None:
-    keep(kept, before, before)
-    write(output, before + sums)
 
 
 def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:
