@@ -62,13 +62,15 @@ def test_every_tiling_gives_the_same_bits(gpu, rows: int, width: int) -> None:
 def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequences: int, tokens: int) -> None:
     few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(gpu.kernel_module, "float16")
     x, residual = normal(gpu, sequences * tokens, 1032), normal(gpu, sequences * tokens, 200, dtype="float32")
-    linear = LinearWeights(normal(gpu, 200, 1032), normal(gpu, 200))
+    weight, bias = normal(gpu, 200, 1032), normal(gpu, 200)
+    linear = LinearWeights(weight, bias)
     chosen = np.random.default_rng(1).integers(0, tokens, (sequences, 1)).astype(np.int32)
+    selected = device_copy(gpu, chosen)
     whole, own = gpu.empty((sequences * tokens, 200), "float32"), gpu.empty((sequences, 200), "float32")
     many.linear_residual(x, linear, residual, whole)()
     expected = gpu.download(whole).reshape(sequences, tokens, 200)[np.arange(sequences), chosen[:, 0]]
     for kernels in (few, many) if sequences <= MAX_ROWS else (many,):
-        kernels.linear_residual(x, linear, residual, own, selected=device_copy(gpu, chosen))()
+        kernels.linear_residual(x, linear, residual, own, selected=selected)()
         np.testing.assert_array_equal(gpu.download(own), expected)
 
 
