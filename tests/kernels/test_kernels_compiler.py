@@ -63,10 +63,10 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
-    names = ("linear", "gate_up", "linear_residual", "selected_residual")
     for gpu in (TiledGpu(132, 232_448, True), TiledGpu(16, 166_912, False)):
-        tiled = [(name, tiling) for name in names for rows in (16, 64) for tiling in tilings(rows, gpu, gated=name == "gate_up")]
-        kernels += [tiled_kernel(name, dtype, tiling, gpu) for name, tiling in tiled]
+        names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
+        kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
+        kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
     return [kernel.source for kernel in kernels]
 
 
