@@ -149,21 +149,23 @@ template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write(
     const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, int first, int batch, int rows) {
     float before[G::ROW_TILES][G::COLUMN_TILES / G::SUMS][4];  // is read as a whole before anything is written
-    const auto for_each_output = [&](const auto& action) {
-        for_each_sum<G>([&](int r, int c, int i) {
-            const int b = lane.row_of(r, i), n = first + lane.weight_row_of(c, i);
-            if (c % G::SUMS == 0 && b < batch && n < rows) action(r, c, i, b, n);
-        });
+    const auto exists = [&](int r, int c, int i) {
+        return c % G::SUMS == 0 && lane.row_of(r, i) < batch && first + lane.weight_row_of(c, i) < rows;
     };
-    for_each_output([&](int r, int c, int i, int b, int n) { before[r][c / G::SUMS][i] = output.before(b, n, rows); });
-    for_each_output([&](int r, int c, int i, int b, int n) {
+    for_each_sum<G>([&](int r, int c, int i) {
+        if (exists(r, c, i))
+            before[r][c / G::SUMS][i] = output.before(lane.row_of(r, i), first + lane.weight_row_of(c, i), rows);
+    });
+    for_each_sum<G>([&](int r, int c, int i) {
+        if (!exists(r, c, i)) return;
+        const int n = first + lane.weight_row_of(c, i);
         float one[G::SUMS];
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s) {
             one[s] = total[r][c + s][i];
             if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
         }
-        output(b, n, rows, one, before[r][c / G::SUMS][i]);
+        output(lane.row_of(r, i), n, rows, one, before[r][c / G::SUMS][i]);
     });
 }
 
@@ -183,26 +185,26 @@ __device__ __forceinline__ void join(
     unsigned areas[GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) areas[g] = address_in_block(shared_address(area), g);
-    const int own = blockIdx.y * TILED_THREADS + threadIdx.x;
+    const int own = blockIdx.y * TILED_THREADS + threadIdx.x, first = blockIdx.x * G::UNIT;
     for (int place = own; place < batch * G::UNIT; place += AT_ONCE * GROUPS * TILED_THREADS) {
         float before[AT_ONCE], values[AT_ONCE][G::SUMS][GROUPS];
-        const auto for_each_output = [&](const auto& action) {
+        const auto place_of = [&](int k) { return place + k * GROUPS * TILED_THREADS; };
+        const auto exists = [&](int k) { return place_of(k) < batch * G::UNIT && first + place_of(k) % G::UNIT < rows; };
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const int at = place + k * GROUPS * TILED_THREADS, b = at / G::UNIT, column = at % G::UNIT;
-                const int n = blockIdx.x * G::UNIT + column;
-                if (b < batch && n < rows) action(k, b, column, n);
-            }
-        };
-        for_each_output([&](int k, int b, int column, int n) {
-            before[k] = output.before(b, n, rows);
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (!exists(k)) continue;
+            const int b = place_of(k) / G::UNIT, column = place_of(k) % G::UNIT;
+            before[k] = output.before(b, first + column, rows);
 #pragma unroll
             for (int s = 0; s < G::SUMS; ++s)
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g)
                     values[k][s][g] = read_cluster(areas[g] + (b * G::AREA_STRIDE + s * G::UNIT + column) * 4);
-        });
-        for_each_output([&](int k, int b, int, int n) {
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (!exists(k)) continue;
+            const int n = first + place_of(k) % G::UNIT;
             float one[G::SUMS] = {};
 #pragma unroll
             for (int s = 0; s < G::SUMS; ++s) {
@@ -210,8 +212,8 @@ __device__ __forceinline__ void join(
                 for (int g = 0; g < GROUPS; ++g) one[s] += values[k][s][g];
                 if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
             }
-            output(b, n, rows, one, before[k]);
-        });
+            output(place_of(k) / G::UNIT, n, rows, one, before[k]);
+        }
     }
     cluster_barrier();  // others have read what this block left
 }
