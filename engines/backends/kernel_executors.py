@@ -48,16 +48,18 @@ from edgellm.kernels.decode.linear import (
     norm_shared_bytes,
 )
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Gpu, few_rows_clocks, many_rows_clocks
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
 
 
 class StepKernels(NamedTuple):
-    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many."""
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; and the GPU."""
 
     few: Any
     many: Any
+    gpu: Gpu = Gpu()
 
 
 class FewRows:
@@ -102,6 +104,18 @@ class FewRows:
         if isinstance(step, NormLinear | LinearResidual):
             return linear_residual_shared_bytes(rows, limit)
         return 0
+
+    @classmethod
+    def clocks(cls, program: Program, gpu: Gpu) -> float:
+        """An estimate of the GPU's time for the linear layers of a program."""
+        layers = (step for step in program.steps if isinstance(step, NormLinear | LinearResidual))
+        return sum(cls._clocks(step, step_rows(step, program), gpu) for step in layers)
+
+    @classmethod
+    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Gpu) -> float:
+        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        norms = 0 if inside else _norm_count(step)
+        return few_rows_clocks(rows, *step.linear.weight.shape, inside, gpu) + norms * NORM_CLOCKS
 
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
@@ -174,6 +188,9 @@ class FewRows:
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
         packed = self._array(_PACKED)[: rows * width].reshape(rows, width)
+        if len(step.inputs) == 2 and self.norms_inside(step):  # with the bits of the layers that norm inside
+            both = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+            return packed, [self._kernels.few.norms(both, packed, self._kept(step.keep), next_early)]
         parts: list[tuple[NormedInput, Keep | None]] = []
         for given in step.inputs:
             parts += [(part, None) for part in self._parts(given)]
@@ -230,9 +247,17 @@ class ManyRows(FewRows):
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
 
+    @classmethod
+    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Gpu) -> float:
+        gated = isinstance(step, NormLinear) and step.gated
+        many = many_rows_clocks(rows, *step.linear.weight.shape, gated, gpu) + _norm_count(step) * NORM_CLOCKS
+        few = isinstance(step, LinearResidual) and _streams(rows, gpu.shared_limit)
+        return min(many, super()._clocks(step, rows, gpu)) if few else many
+
     def _residual_kernels(self, step: LinearResidual) -> Any:
-        streams = _streams(step_rows(step, self._program), self._limit)
-        return self._kernels.few if streams else self._kernels.many
+        rows, gpu = step_rows(step, self._program), self._kernels.gpu
+        few = _streams(rows, self._limit) and super()._clocks(step, rows, gpu) <= self._clocks(step, rows, gpu)
+        return self._kernels.few if few else self._kernels.many
 
 
 #: A class of executors.
@@ -241,6 +266,13 @@ Executor = type[FewRows]
 
 def _streams(rows: int, limit: int) -> bool:
     return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
+
+
+def _norm_count(step: NormLinear | LinearResidual) -> int:
+    """Launches that bring the inputs of a layer together, where it does not norm them itself."""
+    if not isinstance(step, NormLinear):
+        return 0
+    return 1 if FewRows.norms_inside(step) else sum(max(1, len(given.norms)) for given in step.inputs)
 
 
 def step_rows(step: Step, program: Program) -> int:

@@ -26,7 +26,7 @@ from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, gpu_of
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.sampling.launcher import CudaSampling
@@ -136,7 +136,7 @@ class TensorRTBackend(CudaDevice):
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit)
+        executor, reason = kernel_executor(config, shape, dtype, limit, gpu_of(self._module))
         if executor is None:
             logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
@@ -150,7 +150,7 @@ class TensorRTBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         if executor is ManyRows and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many)
+        return StepKernels(few, self._many, gpu_of(self._module))
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

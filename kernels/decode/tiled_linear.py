@@ -22,7 +22,7 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, activation_number, padded_columns
-from edgellm.kernels.decode.tilings import CONSUMERS, ROW_BYTES, TiledGpu, Tiling, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import CONSUMERS, ROW_BYTES, Gpu, Tiling, fastest_tiling, tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
@@ -46,11 +46,11 @@ class _TiledLinear(ctypes.Structure):
 AHEAD, PRODUCERS = 180, 0
 
 
-def _threads(gpu: TiledGpu) -> int:
+def _threads(gpu: Gpu) -> int:
     return 32 * (CONSUMERS + (gpu.producers if PRODUCERS is None else PRODUCERS))
 
 
-def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: TiledGpu) -> Kernel:
+def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Gpu) -> Kernel:
     """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
     macros = (
         ("HOST_TILED_CONSUMERS", CONSUMERS),
@@ -66,6 +66,11 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: TiledGpu) -> Kernel
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
+def gpu_of(module: KernelModule) -> Gpu:
+    """What decides of the GPU of a module's kernels."""
+    return Gpu(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
+
+
 class CudaTiledKernels:
     """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
@@ -73,7 +78,7 @@ class CudaTiledKernels:
         if dtype not in CUDA_TYPES:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype = module, dtype
-        self.gpu = TiledGpu(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
+        self.gpu = gpu_of(module)
 
     def linear(
         self,
@@ -156,7 +161,7 @@ class CudaTiledKernels:
 
 def tiled_shared_bytes(shared_limit: int) -> int:
     """The least shared memory with which a block computes a linear layer of many rows, where a GPU has a limit."""
-    gpu = TiledGpu(1, shared_limit, has_clusters=False)
+    gpu = Gpu(1, shared_limit, has_clusters=False)
     return min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 

@@ -1,12 +1,14 @@
-"""How the linear layers of up to 64 rows of activations are spread over a GPU: which tiles, and who shares K.
+"""What a linear layer costs on a GPU, and how those of many rows are spread over it: which tiles, and who shares K.
 
-What decides is time alone: every choice gives the same bits.
+What decides is time alone: every choice gives the same bits. The times are estimates, in clocks, of what limits a
+layer: memory, shared memory or tensor cores.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from edgellm.kernels.decode.contract import SLICES, STEP
 
@@ -30,16 +32,21 @@ _SPEEDS = {
 _STREAMED, _SHARED = 36, 128
 #: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums.
 _STARTS, _ENDS, _JOINS = 1800, 900, 1800
+#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
+NORM_CLOCKS, _NORMED = 3400, 0.32
 
 
 @dataclass(frozen=True)
-class TiledGpu:
+class Gpu:
     """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, whether it has clusters (and
-    kernels that overlap), and its compute capability, as "sm_90" or "compute_87", by which its speeds are estimated."""
+    kernels that overlap), and its compute capability, as "sm_90" or "compute_87", by which its speeds are estimated.
 
-    multiprocessors: int
-    shared_limit: int
-    has_clusters: bool
+    By itself an H200.
+    """
+
+    multiprocessors: int = 132
+    shared_limit: int = 232_448
+    has_clusters: bool = True
     architecture: str = "sm_90"
 
     @property
@@ -80,7 +87,7 @@ class Tiling:
         """Of a warp, 8 weight rows each."""
         return self.weight_rows * self.row_warps // (8 * CONSUMERS)
 
-    def resident(self, gpu: TiledGpu) -> int:
+    def resident(self, gpu: Gpu) -> int:
         """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
         return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
 
@@ -93,7 +100,7 @@ class Tiling:
         """Of a ring and its barriers."""
         return stages * (self.stage_bytes + BARRIER_BYTES)
 
-    def stages(self, gpu: TiledGpu) -> int:
+    def stages(self, gpu: Gpu) -> int:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
         beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
@@ -104,24 +111,19 @@ class Tiling:
         """Of a matrix of `rows`."""
         return -(-rows // self.weight_rows)
 
-    def grid(self, rows: int, gpu: TiledGpu) -> tuple[int, int, int]:
+    def grid(self, rows: int, gpu: Gpu) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles, or clusters of one tile each."""
         tiles = self.tiles(rows)
         return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
-    def clocks(self, rows: int, columns: int, gpu: TiledGpu) -> float:
-        """An estimate of the time for a matrix [rows, columns]."""
-        bandwidth, products = gpu.speeds
+    def clocks(self, rows: int, columns: int, gpu: Gpu) -> float:
+        """Of a matrix [rows, columns]."""
         tiles = self.tiles(rows)
         blocks = min(tiles * self.splits, gpu.multiprocessors)
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
         fragments = CONSUMERS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
-        spans = (
-            weights / min(_STREAMED, bandwidth / blocks),
-            (weights + activations + fragments) / _SHARED,
-            self.rows * self.weight_rows * STEP / products,
-        )
-        step = 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+        shared = weights + activations + fragments
+        step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
         steps = -(-columns // STEP)
         if self.splits == 1:
             return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
@@ -129,12 +131,36 @@ class Tiling:
         return waves * (_STARTS + steps / self.splits * step + _JOINS + _ENDS)
 
 
-def fastest_tiling(count: int, rows: int, columns: int, gpu: TiledGpu, gated: bool = False) -> Tiling:
+def _overlapped(gpu: Gpu, blocks: int, weights: float, shared: float, products: float) -> float:
+    """Of a block that takes so many bytes of weights from memory, reads and writes so many bytes of shared memory and
+    multiplies and adds so often, while `blocks` multiprocessors do so."""
+    bandwidth, products_a_clock = gpu.speeds
+    spans = (weights / min(_STREAMED, bandwidth / blocks), shared / _SHARED, products / products_a_clock)
+    return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+
+
+def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Gpu) -> float:
+    """Of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm inside where
+    `normed`: each multiprocessor for itself."""
+    weights = 2 * rows * columns / gpu.multiprocessors
+    # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
+    shared = weights * (2 + count / (8 if normed else 16) * (1 if normed else 2))
+    norms = _NORMED * count * columns if normed else 0
+    return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, shared, 0) + _ENDS
+
+
+def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Gpu) -> float:
+    """The same by the kernels of many rows, whose input is normed."""
+    return fastest_tiling(count, rows, columns, gpu, gated).clocks(rows, columns, gpu)
+
+
+@cache
+def fastest_tiling(count: int, rows: int, columns: int, gpu: Gpu, gated: bool = False) -> Tiling:
     """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
     return min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
 
 
-def tilings(count: int, gpu: TiledGpu, gated: bool = False) -> list[Tiling]:
+def tilings(count: int, gpu: Gpu, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)

@@ -19,7 +19,7 @@ from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weig
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, gpu_of
 from edgellm.kernels.launch import KernelModule
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -214,7 +214,7 @@ def gpu():
 @lru_cache(maxsize=64)
 def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernels:
     """The kernels for a compute dtype and heads of a size, loaded once."""
-    return StepKernels(CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype))
+    return StepKernels(CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), gpu_of(module))
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:

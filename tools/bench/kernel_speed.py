@@ -204,7 +204,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             if executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit):
                 continue
             name = "step" if executor is FewRows else "tiled step"
-            kernels = StepKernels(bench.kernels, bench.tiled)
+            kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
             engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")

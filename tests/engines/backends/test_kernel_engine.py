@@ -113,7 +113,7 @@ def test_a_step_of_a_draft_is_what_operations_compute(
     [
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
         ({}, {"phase": "prefill", "tokens": 16}, "float16", None),
-        ({}, {"phase": "prefill", "tokens": 17}, "float16", "it selects rows, of up to 16, not 17"),
+        ({}, {"phase": "prefill", "tokens": 17}, "float16", None),
         ({}, {"phase": "prefill", "tokens": 128}, "float16", "up to 64 rows, not 128"),
         ({"feature_layers": (0,)}, {"phase": "prefill", "tokens": 16}, "float16", None),
         (
@@ -159,13 +159,14 @@ def test_the_step_that_no_kernel_runs_is_named(changes: dict, shape: dict, dtype
 @pytest.mark.parametrize(
     ("changes", "shape", "limit", "expected"),
     [
-        ({}, {}, H200, FewRows),
+        ({}, {"tokens": 3, "selected": 3}, H200, FewRows),
+        ({}, {}, H200, ManyRows),
         ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
         ({}, {}, 101_376, ManyRows),
-        ({"generation": "1"}, {"phase": "accept", "selected": 1}, H200, FewRows),
-        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
+        ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200, FewRows),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"batch": 2}, H200, ManyRows),
-        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, None),
+        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),
     ],
 )

@@ -18,6 +18,7 @@ from edgellm.engines.model.program import Attention
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
+from edgellm.kernels.decode.tilings import Gpu
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -126,13 +127,23 @@ def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
     def executor(shape: EngineShape, shared_limit: int) -> type[FewRows] | None:
         return kernel_executor(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)[0]
 
-    step, batch = EngineShape("decode", 1, 1, 64, 64), EngineShape("decode", 8, 1, 64, 64)
-    chain, small, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 16, 64))
-    assert [executor(shape, H200) for shape in (step, batch, chain)] == [FewRows] * 3
-    assert [executor(shape, RTX) for shape in (step, batch, chain)] == [FewRows] + [ManyRows] * 2
-    assert [executor(shape, H200) for shape in (small, tree)] == [ManyRows] * 2
-    assert executor(EngineShape("prefill", 1, 16, 64, 64), ORIN) is ManyRows
-    assert executor(EngineShape("prefill", 1, 16, 64, 64), RTX) is ManyRows
+    step, chain, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (1, 8, 64))
+    assert [executor(step, limit) for limit in (H200, ORIN, RTX)] == [FewRows] * 3
+    assert [executor(tree, limit) for limit in (H200, ORIN, RTX)] == [ManyRows] * 3
+    assert executor(chain, RTX) is ManyRows
+    for limit in (ORIN, RTX):
+        assert executor(EngineShape("prefill", 1, 16, 64, 64), limit) is ManyRows
+
+
+def test_norms_of_their_own_pay_where_many_multiprocessors_would_each_norm() -> None:
+    chain = EngineShape("verify", 1, 4, 64, 64, 4)
+    found = [kernel_executor(WIDE, chain, "float16", H200, gpu)[0] for gpu in (Gpu(), Gpu(16, ORIN, False, "sm_87"))]
+    assert found == [FewRows] * 2
+    assert FewRows.clocks(model_program(WIDE, chain), Gpu(16, ORIN, False, "sm_87")) > FewRows.clocks(
+        model_program(WIDE, chain), Gpu()
+    )
+    wide = replace(chain, tokens=16, selected=16)
+    assert kernel_executor(WIDE, wide, "float16", H200)[0] is ManyRows
 
 
 @GPUS

@@ -11,13 +11,13 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_kernel
-from edgellm.kernels.decode.tilings import TiledGpu, tilings
+from edgellm.kernels.decode.tilings import Gpu, tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 
 pytestmark = pytest.mark.gpu
 
-OLDER = TiledGpu(16, 101_376, False, "compute_80")
+OLDER = Gpu(16, 101_376, False, "compute_80")
 
 
 @pytest.fixture(scope="module")
