@@ -22,13 +22,13 @@ constexpr int AT_ONCE = 8;  // outputs of a thread that are made of what the blo
 template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool PAIRED_> struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_, BLOCKS = BLOCKS_;
     static constexpr bool PAIRED = PAIRED_;
-    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * (CONSUMERS / ROW_WARPS);
+    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * (TILED_WARPS / ROW_WARPS);
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
     static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
     // Whether the registers hold the next step's fragments beside this one's.
-    static constexpr bool AHEAD = 12 * ROW_TILES * COLUMN_TILES + 2 * (8 * ROW_TILES + 4 * COLUMN_TILES) <= (BLOCKS == 1 ? HOST_AHEAD : 64);
+    static constexpr bool AHEAD = 12 * ROW_TILES * COLUMN_TILES + 2 * (8 * ROW_TILES + 4 * COLUMN_TILES) <= (BLOCKS == 1 ? 180 : 64);
     static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
     static_assert(2 * STAGE_BYTES >= ROWS * AREA_STRIDE * 4, "two stages take what a block leaves");
 
@@ -96,10 +96,9 @@ template <typename G> struct Fragments {
     }
 };
 
-// A consumer's sums over the columns of a tile. steps: of a slice.
-template <typename T, typename G, typename Copying>
-__device__ __forceinline__ void multiply_tile(
-    Sums<G>& total, Ring& ring, Copying& copying, const Lane<G>& lane, int chunks, int steps) {
+// A warp's sums over the columns of a tile. steps: of a slice.
+template <typename T, typename G, typename Chunks>
+__device__ __forceinline__ void multiply_tile(Sums<G>& total, Chunks& chunks, const Lane<G>& lane, int count, int steps) {
     Sums<G> sum = {}, group = {};
     int slice_step = 0, slice = 0;
     const auto end_step = [&] {
@@ -108,33 +107,27 @@ __device__ __forceinline__ void multiply_tile(
         add_to<G>(group, sum);
         if (++slice % SLICES_OF_A_GROUP == 0) add_to<G>(total, group);
     };
-    const auto release = [&] {  // the stage, which the warp has read
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(ring.empty());
-        ring.advance();
-        if (PRODUCERS == 0) copying.next();
-    };
-    static_assert(STAGE_STEPS == 2, "of the steps of a stage the first is read while the last one before is multiplied");
-    if constexpr (G::AHEAD) {
+    static_assert(STAGE_STEPS == 2, "a chunk is multiplied in two steps");
+    if constexpr (G::AHEAD) {  // of a chunk the first step is read while the last one of the chunk before is multiplied
         Fragments<G> first, second;
-        if (chunks > 0) wait_for_barrier(ring.full(), ring.parity), first.read(ring.place(), lane, 0);
-        for (int chunk = 1; chunk <= chunks; ++chunk) {
-            second.read(ring.place(), lane, 1);
+        if (count > 0) chunks.wait(), first.read(chunks.ring.place(), lane, 0);
+        for (int chunk = 1; chunk <= count; ++chunk) {
+            second.read(chunks.ring.place(), lane, 1);
             first.multiply(sum, T());
             end_step();
-            release();
-            if (chunk < chunks) wait_for_barrier(ring.full(), ring.parity), first.read(ring.place(), lane, 0);
+            chunks.release();
+            if (chunk < count) chunks.wait(), first.read(chunks.ring.place(), lane, 0);
             second.multiply(sum, T());
             end_step();
         }
     } else {
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-            wait_for_barrier(ring.full(), ring.parity);
+        for (int chunk = 0; chunk < count; ++chunk) {
+            chunks.wait();
 #pragma unroll
             for (int step = 0; step < STAGE_STEPS; ++step) {
                 Fragments<G> fragments;
-                fragments.read(ring.place(), lane, step);
-                if (step == STAGE_STEPS - 1) release();
+                fragments.read(chunks.ring.place(), lane, step);
+                if (step == STAGE_STEPS - 1) chunks.release();
                 fragments.multiply(sum, T());
                 end_step();
             }
@@ -174,13 +167,10 @@ __device__ __forceinline__ void write(
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void join(
     const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, int batch, int rows) {
-    if (threadIdx.x < 32 * CONSUMERS) {
-        wait_for_team<32 * CONSUMERS>(0);  // the ring, whose memory takes the sums, has been read by all
-        for_each_sum<G>([&](int r, int c, int i) {
-            area[lane.row_of(r, i) * G::AREA_STRIDE + lane.weight_row_of(c, i)] = total[r][c][i];
-        });
-    }
-    __syncwarp();
+    __syncthreads();  // the ring, whose memory takes the sums, has been read by all
+    for_each_sum<G>([&](int r, int c, int i) {
+        area[lane.row_of(r, i) * G::AREA_STRIDE + lane.weight_row_of(c, i)] = total[r][c][i];
+    });
     cluster_barrier();
     unsigned areas[GROUPS];
 #pragma unroll
@@ -230,9 +220,9 @@ struct TiledLinear {
 };
 static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
 
-template <typename T, typename G, bool BY_MAPS> struct CopyingOf { using type = Copies<T, G, SelectedRows>; };
+template <typename T, typename G, bool MAPPED> struct ChunksOf { using type = Copies<T, G, SelectedRows>; };
 #if __CUDA_ARCH__ >= 900
-template <typename T, typename G> struct CopyingOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
+template <typename T, typename G> struct ChunksOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
 #endif
 
 // Grid (blocks, 1), which walk over the tiles, or (tiles, 4) in clusters of (1, 4). Dynamic shared memory: the ring and
@@ -248,46 +238,20 @@ __device__ __forceinline__ void multiply(
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
     const Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS};
+    const T* bias = static_cast<const T*>(linear.bias);
+    const Operands<T, SelectedRows> operands{
+        weight_map, input_map, static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input),
+        arguments.stride, batch, rows, columns, {arguments.selected, arguments.tokens}};
 
     launch_next_kernel();
-    Ring ring(shared, G::STAGE_BYTES, arguments.stages);
-#if __CUDA_ARCH__ >= 900
-    constexpr bool BY_MAPS = MAPPED;
-#else
-    constexpr bool BY_MAPS = false;
-#endif
-    if (threadIdx.x == 0) {
-        ring.start(BY_MAPS ? 1 : COPIERS);
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-    }
-    __syncthreads();
-    const T* bias = static_cast<const T*>(linear.bias);
-    const SelectedRows source{arguments.selected, arguments.tokens};
-    const Operands<T, SelectedRows> operands{
-        static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input), arguments.stride, batch, rows, columns,
-        source};
-    typename CopyingOf<T, G, BY_MAPS>::type copying(weight_map, input_map, operands, Place(ring, work));
+    typename ChunksOf<T, G, MAPPED>::type chunks(operands, Ring(shared, G::STAGE_BYTES, arguments.stages), work);
     const Lane<G> lane;
     Sums<G> total = {};
-    if (threadIdx.x >= 32 * CONSUMERS) {
-        copying.start(ring.stages);
-        while (copying.place.exists()) {
-            copying.next();
-            if (BY_MAPS && threadIdx.x % 32 != 0) break;
-        }
-    } else {
-        if (PRODUCERS == 0) {
-            copying.start(BY_MAPS ? ring.stages - 1 : 0);
-            if (!BY_MAPS)
-                for (int i = 0; i < ring.stages - 1; ++i) copying.next();
-        } else wait_for_previous_kernel();
-        for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
-            for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
-            multiply_tile<T, G>(total, ring, copying, lane, work.chunks, linear.steps);
-            if (!shares) write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
-        }
+    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+        multiply_tile<T, G>(total, chunks, lane, work.chunks, linear.steps);
+        if (shares) break;  // a tile alone
+        write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
+        for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
     }
     if (shares) join<T, G>(total, lane, reinterpret_cast<float*>(shared), bias, output, batch, rows);
 }

@@ -22,7 +22,16 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, activation_number, padded_columns
-from edgellm.kernels.decode.tilings import CONSUMERS, ROW_BYTES, Gpu, Tiling, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import (
+    BARRIER_BYTES,
+    MOST_STAGES,
+    ROW_BYTES,
+    WARPS,
+    Gpu,
+    Tiling,
+    fastest_tiling,
+    tilings,
+)
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
@@ -43,21 +52,13 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-AHEAD, PRODUCERS = 180, 0
-
-
-def _threads(gpu: Gpu) -> int:
-    return 32 * (CONSUMERS + (gpu.producers if PRODUCERS is None else PRODUCERS))
-
-
 def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Gpu) -> Kernel:
     """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
     macros = (
-        ("HOST_TILED_CONSUMERS", CONSUMERS),
-        ("HOST_TILED_PRODUCERS", gpu.producers if PRODUCERS is None else PRODUCERS),
-        ("HOST_TILED_THREADS", _threads(gpu)),
-        ("HOST_AHEAD", AHEAD),
+        ("HOST_TILED_WARPS", WARPS),
+        ("HOST_MOST_STAGES", MOST_STAGES),
         ("HOST_ROW_BYTES", ROW_BYTES),
+        ("HOST_BARRIER_BYTES", BARRIER_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
         ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
@@ -156,7 +157,7 @@ class CudaTiledKernels:
         )
         kernel, grid = tiled_kernel(name, self.dtype, tiling, self.gpu), tiling.grid(every_row, self.gpu)
         shared = tiling.shared_bytes(arguments.stages)
-        return Launch(self.module, kernel, grid, _threads(self.gpu), shared, (*maps, arguments), (1, tiling.splits, 1))
+        return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
 
 def tiled_shared_bytes(shared_limit: int) -> int:

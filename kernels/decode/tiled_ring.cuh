@@ -1,7 +1,6 @@
-// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages, which some warps of the
-// block, the producers, fill and the others, the consumers, empty. A stage holds 64 columns of a tile's weight rows, then
-// of all rows of activations. Each stage has two barriers in shared memory, full and empty, so that no warp waits for
-// the others, and the ring goes on over the borders of tiles.
+// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages that a block fills and
+// empties at once. A stage holds 64 columns of a tile's weight rows, then of all rows of activations; the ring goes on
+// over the borders of tiles, so that the next tile's weights come while the sums of the last one are written.
 #pragma once
 #include "decode/common.cuh"
 
@@ -9,10 +8,9 @@ namespace decode {
 namespace tiled {
 
 constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = STAGE_COLUMNS / 32, ROW_BYTES = STAGE_COLUMNS * 2;
-constexpr int CONSUMERS = HOST_TILED_CONSUMERS, PRODUCERS = HOST_TILED_PRODUCERS;  // warps
-constexpr int TILED_THREADS = 32 * (CONSUMERS + PRODUCERS), COPIERS = 32 * (PRODUCERS == 0 ? CONSUMERS : PRODUCERS);
-constexpr int BARRIER_BYTES = 16;  // of a stage: full, then empty
-static_assert(TILED_THREADS == HOST_TILED_THREADS && ROW_BYTES == HOST_ROW_BYTES, "as the host counts them");
+constexpr int TILED_WARPS = HOST_TILED_WARPS, TILED_THREADS = 32 * TILED_WARPS;
+constexpr int MOST_STAGES = HOST_MOST_STAGES, BARRIER_BYTES = 16;  // of a stage: full, then empty
+static_assert(ROW_BYTES == HOST_ROW_BYTES && BARRIER_BYTES == HOST_BARRIER_BYTES, "as the host counts them");
 
 // The 16 bytes of a row lie in shared memory where the tensor memory accelerator's swizzling of 128 bytes puts them:
 // piece p of row r at p ^ (r % 8). Of eight rows, a lane multiplies the one that `row_of_eight` gives: two neighbours lie four
@@ -31,77 +29,42 @@ struct __align__(64) TensorMap {
 };
 
 // A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which `source`
-// says where row b lies.
+// says where row b lies. The maps tell the tensor memory accelerator of them.
 template <typename T, typename Source> struct Operands {
+    const TensorMap *weight_map, *input_map;
     const T *weight, *input;
     int stride, batch, rows, columns;
     Source source;
 };
 
-__device__ __forceinline__ void start_barrier(unsigned barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
+// The tiles that a block walks over, in chunks of 64 columns: of all of them, or of those of a group of slices.
+struct Work {
+    int tiles, first_column, chunks;
+};
 
-__device__ __forceinline__ void arrive(unsigned barrier) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
-}
-
-// Arrives for the thread once all its copies so far have come.
-__device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_barrier(unsigned barrier, int parity) {
-    unsigned done;
-    do {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#else
-        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#endif
-    } while (done == 0);
-}
-
-// Where the producer or a consumer is in the ring.
+// A place in the ring, as chunks follow each other; `parity`: of the rounds before it.
 struct Ring {
-    unsigned memory, barriers;  // of the first stage
+    unsigned memory;  // of the first stage
     int stage_bytes, stages, stage, parity;
 
     __device__ Ring(char* shared, int stage_bytes, int stages)
-        : memory(shared_address(shared)), barriers(memory + stages * stage_bytes), stage_bytes(stage_bytes),
-          stages(stages), stage(0), parity(0) {}
-    __device__ unsigned full() const { return barriers + stage * BARRIER_BYTES; }
-    __device__ unsigned empty() const { return full() + 8; }
+        : memory(shared_address(shared)), stage_bytes(stage_bytes), stages(stages), stage(0), parity(0) {}
     __device__ unsigned place() const { return memory + stage * stage_bytes; }
-    // By one thread, before any other of the block uses the ring; `copiers` arrive where a stage is full.
-    __device__ void start(int copiers) const {
-        for (int i = 0; i < stages; ++i) {
-            start_barrier(barriers + i * BARRIER_BYTES, copiers);
-            start_barrier(barriers + i * BARRIER_BYTES + 8, CONSUMERS);
-        }
-    }
+    __device__ unsigned full() const { return memory + stages * stage_bytes + stage * BARRIER_BYTES; }
+    __device__ unsigned empty() const { return full() + 8; }
     __device__ void advance() {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
 };
 
-// The tiles of a block, and its columns of them: all, or those of a group of slices.
-struct Work {
-    int tiles, first_column, chunks;  // of STAGE_COLUMNS
-    __device__ int count() const { return tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0; }
-};
-
-// Where the copying of a block's tiles is, chunk after chunk: the ring's stage that is filled next.
-struct Place {
+// The chunk that is copied next, and where to.
+struct Chunk {
     Ring ring;
     Work work;
     int tile, chunk;
 
-    __device__ Place(const Ring& ring, const Work& work) : ring(ring), work(work), tile(blockIdx.x), chunk(0) {
-        if (work.chunks == 0) tile = work.tiles;
-    }
+    __device__ Chunk(const Ring& ring, const Work& work)
+        : ring(ring), work(work), tile(work.chunks > 0 ? blockIdx.x : work.tiles), chunk(0) {}
     __device__ bool exists() const { return tile < work.tiles; }
     __device__ int column() const { return work.first_column + chunk * STAGE_COLUMNS; }
     __device__ void advance() {
@@ -110,93 +73,140 @@ struct Place {
     }
 };
 
-// Every copying thread copies 16 bytes of some rows. Of what lies behind the last row the last one is copied, which
-// is what nobody reads; behind the last column are zeros.
+// Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says that
+// it has come, and that the one before has been read: its stage is filled again.
 template <typename T, typename G, typename Source> struct Copies {
-    static constexpr int AT_ONCE = COPIERS / 8;  // rows
+    static constexpr int AT_ONCE = TILED_THREADS / 8;  // rows
     static_assert(G::UNIT % AT_ONCE == 0, "a round of copies lies in one part of a stage");
-    Place place;
-    Operands<T, Source> operands;
+    const Operands<T, Source>& operands;
+    Chunk next;
+    Ring ring;  // what is multiplied next
     int own_row;
     unsigned own;
 
-    __device__ Copies(const TensorMap*, const TensorMap*, const Operands<T, Source>& operands, const Place& place)
-        : place(place), operands(operands) {
-        const int thread = threadIdx.x % COPIERS, piece = thread % 8;
-        own_row = thread / 8, own = own_row * ROW_BYTES + (piece ^ own_row % 8) * 16;
+    __device__ Copies(const Operands<T, Source>& operands, const Ring& ring, const Work& work)
+        : operands(operands), next(ring, work), ring(ring) {
+        const int piece = threadIdx.x % 8;
+        own_row = threadIdx.x / 8, own = own_row * ROW_BYTES + (piece ^ own_row % 8) * 16;
+        wait_for_previous_kernel();
+        for (int i = 0; i < ring.stages - 1; ++i) copy();
     }
-    __device__ void start(int) const { wait_for_previous_kernel(); }
-    // Fills a stage, once it is empty.
-    __device__ void next() {
-        if (!place.exists()) return;
-        wait_for_barrier(place.ring.empty(), place.ring.parity ^ 1);
-        const int column = place.column() + threadIdx.x % 8 * 8;
-        const bool exists = column < operands.columns;
-        const int from = exists ? column : 0;
-        const unsigned target = place.ring.place() + own;
-        const auto target_of = [&](int row) { return (target + row * ROW_BYTES) ^ (row % 8 * 16); };
-#pragma unroll 8
-        for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
-            const int half = row / G::UNIT;
-            const int line = min(place.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
-            const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
-            copy_async_16(target_of(row), source + from, exists);
-        }
+    // Of what lies behind the last row the last one is copied, which is what nobody reads; behind the last column are zeros.
+    __device__ void copy() {
+        if (next.exists()) {
+            const int column = next.column() + threadIdx.x % 8 * 8;
+            const bool exists = column < operands.columns;
+            const int from = exists ? column : 0;
+            const unsigned target = next.ring.place() + own;
 #pragma unroll
-        for (int row = 0; row < G::ROWS; row += AT_ONCE) {
-            if (G::ROWS % AT_ONCE != 0 && row + own_row >= G::ROWS) break;
-            const int line = operands.source(min(row + own_row, operands.batch - 1));
-            const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
-            copy_async_16(target_of(G::WEIGHT_ROWS + row), source + from, exists);
+            for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
+                const int half = row / G::UNIT;
+                const int line = min(next.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
+                const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
+                copy_async_16(target + row * ROW_BYTES, source + from, exists);
+            }
+#pragma unroll
+            for (int row = 0; row < G::ROWS; row += AT_ONCE) {
+                if (row + own_row >= G::ROWS) break;
+                const int line = operands.source(min(row + own_row, operands.batch - 1));
+                const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
+                copy_async_16(target + (G::WEIGHT_ROWS + row) * ROW_BYTES, source + from, exists);
+            }
+            next.advance();
         }
-        arrive_after_copies(place.ring.full());
-        place.advance();
+        commit_copies();
     }
+    // Returns when the next chunk has come. All threads of the block call it.
+    __device__ void wait() {
+        wait_for_all_but(ring.stages - 2);
+        wait_for_team<TILED_THREADS>(0);
+        copy();
+    }
+    // The chunk has been read by the warp.
+    __device__ void release() { ring.advance(); }
+
+  private:
+    static __device__ void wait_for_all_but(int groups) {
+        switch (groups) {
+            case 0: return wait_for_copies<0>();
+            case 1: return wait_for_copies<1>();
+            case 2: return wait_for_copies<2>();
+            case 3: return wait_for_copies<3>();
+            case 4: return wait_for_copies<4>();
+            case 5: return wait_for_copies<5>();
+            default: return wait_for_copies<MOST_STAGES - 2>();
+        }
+    }
+    static_assert(MOST_STAGES == 8, "a case for each");
 };
 
 #if __CUDA_ARCH__ >= 900
 
-// The tensor memory accelerator copies whole stages; one thread asks for them.
+// The tensor memory accelerator copies whole chunks, for which one thread asks. Each stage has two barriers in shared
+// memory: one counts the bytes that have come, one the warps that have read them, so that warps need not wait for each
+// other.
 template <typename T, typename G, typename Source> struct Accelerator {
-    const TensorMap *weights, *activations;
-    int rows;
-    Place place;
+    const Operands<T, Source>& operands;
+    Chunk next;
+    Ring ring;
 
-    __device__ Accelerator(
-        const TensorMap* weight_map, const TensorMap* input_map, const Operands<T, Source>& operands, const Place& place)
-        : weights(weight_map), activations(input_map), rows(operands.rows), place(place) {}
-    __device__ void copy(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) const {
+    // Copies weights before what the previous kernel computes is there.
+    __device__ Accelerator(const Operands<T, Source>& operands, const Ring& ring, const Work& work)
+        : operands(operands), next(ring, work), ring(ring) {
+        if (threadIdx.x == 0) {
+            Ring each = ring;
+            for (int i = 0; i < ring.stages; ++i, each.advance()) start(each.full(), 1), start(each.empty(), TILED_WARPS);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            Chunk early = next;
+            for (int i = 0; i < ring.stages - 1 && early.exists(); ++i, early.advance()) copy_weights(early);
+        }
+        __syncthreads();
+        wait_for_previous_kernel();
+        for (int i = 0; i < ring.stages - 1 && next.exists(); ++i, next.advance())
+            if (threadIdx.x == 0) copy_activations();
+    }
+    __device__ void wait() const { wait_for(ring.full(), ring.parity); }
+    // The chunk has been read by the warp. The one before it, which most warps have read, is what is filled again.
+    __device__ void release() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.empty()) : "memory");
+        ring.advance();
+        if (threadIdx.x != 0 || !next.exists()) return;
+        wait_for(next.ring.empty(), next.ring.parity ^ 1);
+        copy_weights(next);
+        copy_activations();
+        next.advance();
+    }
+
+  private:
+    static __device__ void start(unsigned barrier, int count) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+    }
+    static __device__ void wait_for(unsigned barrier, int parity) {
+        asm volatile(
+            "{\n.reg .pred ready;\nagain:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(barrier),
+            "r"(parity)
+            : "memory");
+    }
+    static __device__ void copy(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
                 target),
             "l"(map), "r"(column), "r"(row), "r"(barrier)
             : "memory");
     }
-    __device__ void copy_weights(const Place& at) const {
+    __device__ void copy_weights(const Chunk& at) const {
         const unsigned full = at.ring.full();
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES) : "memory");
 #pragma unroll
         for (int half = 0; half < G::SUMS; ++half)
-            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, weights, at.column(), half * rows + at.tile * G::UNIT, full);
+            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, operands.weight_map, at.column(),
+                 half * operands.rows + at.tile * G::UNIT, full);
     }
-    __device__ void copy_activations(const Place& at) const {
-        copy(at.ring.place() + G::WEIGHT_ROWS * ROW_BYTES, activations, at.column(), 0, at.ring.full());
-    }
-    // The weights of the first stages are copied before the activations are there.
-    __device__ void start(int stages) {
-        Place early = place;
-        if (threadIdx.x % COPIERS == 0)
-            for (int i = 0; i < stages && early.exists(); ++i, early.advance()) copy_weights(early);
-        wait_for_previous_kernel();
-        for (int i = 0; i < stages && place.exists(); ++i, place.advance())
-            if (threadIdx.x % COPIERS == 0) copy_activations(place);
-    }
-    __device__ void next() {
-        if (!place.exists() || threadIdx.x % COPIERS != 0) return;
-        wait_for_barrier(place.ring.empty(), place.ring.parity ^ 1);
-        copy_weights(place);
-        copy_activations(place);
-        place.advance();
+    __device__ void copy_activations() const {
+        copy(next.ring.place() + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, next.column(), 0, next.ring.full());
     }
 };
 

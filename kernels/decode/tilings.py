@@ -12,8 +12,8 @@ from functools import cache
 
 from edgellm.kernels.decode.contract import SLICES, STEP
 
-#: Warps of a block that multiply; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
-CONSUMERS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 12
+#: Warps of a block; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
+WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
 #: By compute capability, bytes that the memory gives and multiply-adds of a multiprocessor's tensor cores (`mma.sync`,
 #: 16-bit, sums in float32), each in a clock: of A100, RTX 3090, Orin, RTX 4090, H200, B200, Thor, RTX 5090, GB10.
 _SPEEDS = {
@@ -50,11 +50,6 @@ class Gpu:
     architecture: str = "sm_90"
 
     @property
-    def producers(self) -> int:
-        """Warps of a block that copy: where there is a tensor memory accelerator, one thread asks for all."""
-        return 1 if self.has_clusters else 4
-
-    @property
     def speeds(self) -> tuple[int, int]:
         """Bytes from memory, and multiply-adds of a multiprocessor, in a clock."""
         number = int(re.sub(r"\D", "", self.architecture))
@@ -85,7 +80,7 @@ class Tiling:
     @property
     def column_tiles(self) -> int:
         """Of a warp, 8 weight rows each."""
-        return self.weight_rows * self.row_warps // (8 * CONSUMERS)
+        return self.weight_rows * self.row_warps // (8 * WARPS)
 
     def resident(self, gpu: Gpu) -> int:
         """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
@@ -121,7 +116,7 @@ class Tiling:
         tiles = self.tiles(rows)
         blocks = min(tiles * self.splits, gpu.multiprocessors)
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
-        fragments = CONSUMERS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
+        fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
         shared = weights + activations + fragments
         step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
         steps = -(-columns // STEP)
@@ -168,7 +163,7 @@ def tilings(count: int, gpu: Gpu, gated: bool = False) -> list[Tiling]:
     possible = [
         tiling
         for tiling in every
-        if tiling.weight_rows * tiling.row_warps % (16 * CONSUMERS if gated else 8 * CONSUMERS) == 0
+        if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
         and tiling.row_tiles * tiling.column_tiles <= 12
     ]
     return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]

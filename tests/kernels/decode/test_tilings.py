@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode.tilings import CONSUMERS, Gpu, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import WARPS, Gpu, fastest_tiling, tilings
 
 GPUS = {
     "H200": Gpu(132, 232_448, True, "sm_90"),
@@ -28,7 +28,7 @@ def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
         assert tiling.shared_bytes(tiling.stages(gpu)) <= gpu.shared_limit
         assert tiling.splits == 1 or gpu.has_clusters
         assert tiling.row_tiles * 16 * tiling.row_warps == tiling.rows
-        assert tiling.column_tiles * 8 * (CONSUMERS // tiling.row_warps) == tiling.weight_rows
+        assert tiling.column_tiles * 8 * (WARPS // tiling.row_warps) == tiling.weight_rows
         assert not (gated and tiling.column_tiles % 2)
         blocks, splits, _ = tiling.grid(rows, gpu)
         assert splits == tiling.splits
