@@ -159,11 +159,11 @@ def tilings(count: int, gpu: Gpu, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)
-    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 96, 128, 192, 256) for own in splits]
+    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 96, 128, 160, 192, 256) for own in splits]
     possible = [
         tiling
         for tiling in every
         if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
-        and tiling.row_tiles * tiling.column_tiles <= 12
+        and tiling.row_tiles * tiling.column_tiles <= 16
     ]
     return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]
