@@ -188,9 +188,6 @@ class FewRows:
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
         packed = self._array(_PACKED)[: rows * width].reshape(rows, width)
-        if len(step.inputs) == 2 and self.norms_inside(step):  # with the bits of the layers that norm inside
-            both = [self._normed(given.value, given.norms[0]) for given in step.inputs]
-            return packed, [self._kernels.few.norms(both, packed, self._kept(step.keep), next_early)]
         parts: list[tuple[NormedInput, Keep | None]] = []
         for given in step.inputs:
             parts += [(part, None) for part in self._parts(given)]
@@ -270,9 +267,7 @@ def _streams(rows: int, limit: int) -> bool:
 
 def _norm_count(step: NormLinear | LinearResidual) -> int:
     """Launches that bring the inputs of a layer together, where it does not norm them itself."""
-    if not isinstance(step, NormLinear):
-        return 0
-    return 1 if FewRows.norms_inside(step) else sum(max(1, len(given.norms)) for given in step.inputs)
+    return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0
 
 
 def step_rows(step: Step, program: Program) -> int:

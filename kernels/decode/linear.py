@@ -44,7 +44,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Shared memory of a norm's sums in norm.cu.
-_NORM_SUMS_BYTES = 2 * 8 * (SLICES + 1) * 4
+_NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Norm(ctypes.Structure):
     """`Norm` of norm.cu."""
 
     _fields_ = [
-        ("inputs", NormedArgument * 2),
+        ("input", NormedArgument),
         ("kept", KeptArgument),
         ("output", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("stride", "width", "end", "steps", "next_early")),
@@ -146,9 +146,9 @@ def linear_kernel(name: str, *types: str) -> Kernel:
     return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", _LINEAR_MACROS)
 
 
-def norm_kernel(name: str, *types: str | int) -> Kernel:
-    """A kernel of norm.cu, with the arguments of its template: a dtype by its name on the device, how many inputs."""
-    return decode_kernel("norm.cu", f"decode::{name}<{', '.join(map(str, types))}>", _NORM_MACROS)
+def norm_kernel(name: str, kind: str) -> Kernel:
+    """A kernel of norm.cu, for a dtype by its name on the device."""
+    return decode_kernel("norm.cu", f"decode::{name}<{kind}>", _NORM_MACROS)
 
 
 class CudaDecodeKernels:
@@ -294,29 +294,14 @@ class CudaDecodeKernels:
                 f"expected {self.dtype} with columns in eights"
             )
         check_room("output", output, rows, stride)
-        return self._norm([normed], output, column, kept, next_early)
-
-    def norms(
-        self, inputs: Sequence[NormedInput], output: DeviceArray, kept: Kept | None = None, next_early: bool = True
-    ) -> Launch:
-        """See `NumpyDecodeKernels.norms`; the two inputs are as for `norm_linear`, whose bits they get."""
-        self._check_pair(inputs)
-        check_room("output", output, rows_of(inputs[0].values), sum(each.columns for each in inputs))
-        return self._norm(inputs, output, 0, kept, next_early)
-
-    def _norm(
-        self, inputs: Sequence[NormedInput], output: DeviceArray, column: int, kept: Kept | None, next_early: bool
-    ) -> Launch:
-        rows, width, stride = rows_of(inputs[0].values), inputs[0].columns, output.shape[-1]
-        columns = width * len(inputs)
         arguments = _Norm(
-            (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
+            normed_argument(normed, self.dtype),
             kept_argument(kept, width),
             output.pointer + 2 * column,
-            *(stride, width, stride - column, slice_steps(columns), next_early),
+            *(stride, width, stride - column, slice_steps(width), next_early),
         )
-        kernel = norm_kernel("norm", self._type, len(inputs))
-        return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(columns), (arguments,))
+        kernel = norm_kernel("norm", self._type)
+        return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(width), (arguments,))
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""
@@ -324,18 +309,16 @@ class CudaDecodeKernels:
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if any(each.weight is None for each in inputs):
             raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
-        if len(inputs) == 2:
-            self._check_pair(inputs)
-        return batch
-
-    def _check_pair(self, inputs: Sequence[NormedInput]) -> None:
-        alike = {(rows_of(each.values), each.columns, each.epsilon, each.offset) for each in inputs}
-        if inputs[0].values.dtype != self.dtype or len(alike) > 1:
+        if len(inputs) == 2 and (
+            inputs[0].values.dtype != self.dtype
+            or len({(rows_of(each.values), each.columns, each.epsilon, each.offset) for each in inputs}) > 1
+        ):
             found = " and ".join(f"{each.values.dtype} {list(each.values.shape)}" for each in inputs)
             raise KernelError(
                 f"the two inputs of a linear layer are {found}; expected {self.dtype}, then as many rows and columns, "
                 "with norms of one epsilon and offset"
             )
+        return batch
 
     def _launch(
         self, kernel: Kernel, geometry: _Geometry, units: int, shared_bytes: int, arguments: ctypes.Structure

@@ -9,16 +9,15 @@ struct OneRow {
     static constexpr int HALVES = 1, STAGES = 1;
 };
 
-// output: [rows, stride] of T, of which the inputs, `width` columns of each, get the first columns; zeros up to column
-// `end`. steps: of all inputs' columns.
+// output: [rows, stride] of T, of which `width` columns get the input; zeros up to column `end`. steps: of the width.
 struct Norm {
-    NormedInput inputs[2];
+    NormedInput input;
     Kept kept;
     void* output;
     int stride, width, end, steps, next_early;
 };
 static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
-constexpr int WEIGHTS_BEGIN = 2 * 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [2, 8, SUM_STRIDE]
+constexpr int WEIGHTS_BEGIN = 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [8, SUM_STRIDE]
 static_assert(WEIGHTS_BEGIN == HOST_NORM_SUMS_BYTES, "the host gives the norm its shared memory");
 
 // Eight columns of a row from memory, of float or T.
@@ -27,53 +26,38 @@ template <typename T> __device__ __forceinline__ void load8(const void* row, boo
     else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + column)), values);
 }
 
-__device__ __forceinline__ const void* row_of(const NormedInput& input, size_t row, int element_bytes) {
-    return static_cast<const char*>(input.values) + row * input.stride * (input.is_float != 0 ? 4 : element_bytes);
-}
-
-// The same of one or two inputs with norms, whose sums have the order of the linear layers that norm as many.
-template <typename T, int PARTS>
-__device__ __forceinline__ void write_normed(const Norm& arguments, T* own, T* kept, size_t row, char* shared) {
-    const NormedInput& first = arguments.inputs[0];
-    NormInputs<T, PARTS> inputs;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        const NormedInput& input = arguments.inputs[part];
-        inputs.values[part] = row_of(input, row, sizeof(T)), inputs.is_float[part] = input.is_float != 0;
-        inputs.weight[part] = static_cast<const T*>(input.weight), inputs.stride[part] = 0;
-    }
-    inputs.epsilon = first.epsilon, inputs.offset = first.offset, inputs.width = arguments.width;
-    inputs.kept = kept, inputs.kept_stride = 0, inputs.keeps_raw = arguments.kept.raw != 0;
-    T* norm_weights = reinterpret_cast<T*>(shared + WEIGHTS_BEGIN);
-    inputs.copy_weights(norm_weights, PARTS * arguments.width);
-    commit_copies();
-    wait_for_previous_kernel();
-    if (!arguments.next_early) launch_next_kernel();
-    stage_normalized<T, PARTS, 1, OneRow>(
-        inputs, norm_weights, reinterpret_cast<float*>(shared), reinterpret_cast<char*>(own), 1, PARTS * arguments.width,
-        arguments.steps, arguments.end);
-}
-
-// Grid (1, rows). Of PARTS 1, a weight of null: the values as they are.
-template <typename T, int PARTS>
-__global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Norm arguments) {
+// Grid (1, rows). A weight of null: the values as they are.
+template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Norm arguments) {
     extern __shared__ __align__(16) char shared[];
-    const NormedInput& input = arguments.inputs[0];
+    const NormedInput& input = arguments.input;
     const size_t row = blockIdx.y;
+    const int width = arguments.width, steps = arguments.steps;
+    const bool is_float = input.is_float != 0;
+    const void* values = static_cast<const char*>(input.values) + row * input.stride * (is_float ? 4 : sizeof(T));
     T* kept = static_cast<T*>(arguments.kept.target);
     if (kept != nullptr) kept += row * arguments.kept.stride;
     T* own = static_cast<T*>(arguments.output) + row * arguments.stride;
-    int written = WARPS * arguments.steps * 32;
+    int written = WARPS * steps * 32;
     if (arguments.next_early) launch_next_kernel();
-    if (PARTS == 2 || input.weight != nullptr) write_normed<T, PARTS>(arguments, own, kept, row, shared);
-    else {
+    if (input.weight != nullptr) {
+        const NormInputs<T, 1> inputs{
+            {values}, {is_float}, {static_cast<const T*>(input.weight)}, {0}, input.epsilon, input.offset, width, kept, 0,
+            arguments.kept.raw != 0};
+        T* norm_weights = reinterpret_cast<T*>(shared + WEIGHTS_BEGIN);
+        inputs.copy_weights(norm_weights, width);
+        commit_copies();
         wait_for_previous_kernel();
         if (!arguments.next_early) launch_next_kernel();
-        written = arguments.width;
-        const void* values = row_of(input, row, sizeof(T));
-        for (int column = threadIdx.x * 8; column < written; column += THREADS * 8) {
+        stage_normalized<T, 1, 1, OneRow>(
+            inputs, norm_weights, reinterpret_cast<float*>(shared), reinterpret_cast<char*>(own), 1, width, steps,
+            arguments.end);
+    } else {
+        wait_for_previous_kernel();
+        if (!arguments.next_early) launch_next_kernel();
+        written = width;
+        for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
             float eight[8];
-            load8<T>(values, input.is_float != 0, column, eight);
+            load8<T>(values, is_float, column, eight);
             const uint4 packed = pack8<T>(eight);
             *reinterpret_cast<uint4*>(own + column) = packed;
             if (kept != nullptr) *reinterpret_cast<uint4*>(kept + column) = packed;

@@ -143,19 +143,6 @@ class NumpyDecodeKernels:
 
         return NumpyLaunch(compute)
 
-    def norms(
-        self, inputs: Sequence[NormedInput], output: np.ndarray, kept: Kept | None = None, next_early: bool = True
-    ) -> NumpyLaunch:
-        """Two inputs, each normed, side by side in `output` [R, C] compute, zeros behind them; the last is kept."""
-
-        def compute() -> None:
-            parts = [normalized(each) for each in inputs]
-            output[:] = 0
-            output[:, : sum(each.columns for each in inputs)] = np.concatenate(parts, axis=1)
-            keep(kept, selected_columns(inputs[-1]), parts[-1])
-
-        return NumpyLaunch(compute)
-
 
 def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:
     k_cache, v_cache, mask = step.k_cache, step.v_cache, step.attention_mask

@@ -61,7 +61,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
     kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel("norm", kind, 1), norm_kernel("norm", kind, 2), norm_kernel("scale_rows", kind)]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
     for gpu in (Gpu(132, 232_448, True), Gpu(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}

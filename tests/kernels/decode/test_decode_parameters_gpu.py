@@ -195,14 +195,8 @@ def test_two_inputs_side_by_side(bench: Bench, dtype, rows, kind, width) -> None
     expected, expected_kept = nans((rows, 330)), nans((rows, width))
     bench.few.norm_linear([own for own, _ in parts], linear, output, 0.5, Kept(kept), next_early=False)()
     FEW.norm_linear([twin for _, twin in parts], twin_linear, expected, 0.5, Kept(expected_kept))()
-    found = bench.check(output, expected)
-    found_kept = bench.check(kept, expected_kept)
-    # The norms alone, then the layer of many rows.
-    padded, many = bench.empty(rows, padded_columns(2 * width), dtype=dtype), bench.empty(rows, 330)
-    bench.few.norms([own for own, _ in parts], padded, Kept(kept), next_early=False)()
-    bench.many.linear(padded, linear, many, 0.5)()
-    np.testing.assert_array_equal(bench.gpu.download(many), found)
-    np.testing.assert_array_equal(bench.gpu.download(kept), found_kept)
+    bench.check(output, expected)
+    bench.check(kept, expected_kept)
 
 
 @DTYPES
