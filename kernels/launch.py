@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from edgellm.kernels.compiler import ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.gpu import GPU
 
 
 class Kernel(NamedTuple):
@@ -22,38 +23,26 @@ class Kernel(NamedTuple):
 
 
 class KernelModule:
-    """Kernels in the current context, for launches on one stream, and what the GPU allows them.
+    """Kernels in the current context, for launches on one stream, and what the GPU allows them: see `GPU`.
 
     A module of them is loaded, once, when it is first asked for.
     """
 
-    def __init__(self, architecture: str, stream_handle: int) -> None:
-        """Of kernels for `architecture` ("sm_90"; of "compute_80" the driver translates them).
-
-        Raises MissingDependencyError without cuda.bindings, KernelError if the driver answers no question.
-        """
+    def __init__(self, gpu: GPU, stream_handle: int) -> None:
+        """Of kernels for `gpu`. Raises MissingDependencyError without cuda.bindings."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
             raise MissingDependencyError(
                 f"cuda.bindings does not load ({error}). Install it with: pip install 'cuda-bindings>=12.9'"
             ) from error
-        self.architecture = architecture
+        self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
+        self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
         self.stream = driver.CUstream(stream_handle)
         self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
-        device = self._checked(driver.cuCtxGetDevice())
-        names = driver.CUdevice_attribute
-
-        def attribute(name: Any) -> int:
-            return self._checked(driver.cuDeviceGetAttribute(name, device))
-
-        self.multiprocessors = attribute(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        self.shared_limit = attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.can_overlap = attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9
-        self.has_clusters = self.can_overlap  # which came with them, and tensor maps too
 
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""

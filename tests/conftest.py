@@ -29,7 +29,6 @@ from multimodal_engines import multimodal_engines  # noqa: F401 - a fixture
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgellm.engines.backends.platform import find_gpu
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -38,6 +37,7 @@ from edgellm.engines.lora.config import adapted_projections
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.gpu import find_gpu
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,10 +63,39 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--sample`, for tools that make tests slow; see `tools/bench/sanitize.py`."""
+    """`--sample`, for tools that make tests slow; see `tools/bench/sanitize.py`. `--as`: see
+    `tools/bench/as_device.py`."""
     parser.addoption(
         "--sample", type=int, metavar="COUNT", help="run only so many of the selected tests, evenly spread"
     )
+    parser.addoption(
+        "--as", dest="measured_as", metavar="NAME", help="in a part of the GPU, with the limits and code of a device"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure as on a device where that is asked for."""
+    name = config.getoption("measured_as")
+    if name is not None:
+        from tools.bench.as_device import ModeError, enter
+
+        try:
+            enter(name)
+        except ModeError as error:
+            raise pytest.UsageError(f"--as {name}: {error}") from error
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """A test for which the device that is measured has too little shared memory is skipped, with the reason."""
+    report = yield
+    name = item.config.getoption("measured_as")
+    if name is not None and report.failed and item.get_closest_marker("gpu"):
+        reason = str(call.excinfo.value).partition("\n")[0]
+        if "bytes of shared memory" in reason:
+            report.outcome = "skipped"
+            report.longrepr = str(item.path), item.location[1] or 0, f"Skipped: not on {name}: {reason}"
+    return report
 
 
 #: Folders and files whose tests take a minute in all: those marked `fast`, for the edit loop.

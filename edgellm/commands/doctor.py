@@ -16,12 +16,13 @@ from edgellm.commands.descriptions import draft_in_words, executor_facts, execut
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.drafting.config import DraftingConfig, default_drafting
-from edgellm.engines.backends.platform import find_gpu, find_tensorrt, load_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.gpu import find_gpu
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.tokenizer import Tokenizer

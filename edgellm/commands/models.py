@@ -163,7 +163,7 @@ def described_directory(settings: Settings) -> EngineDirectory:
 
 def backend_name(settings: Settings) -> str:
     """The backend that the settings come to on this machine: "numpy" or "tensorrt"."""
-    from edgellm.engines.backends.platform import find_gpu
+    from edgellm.kernels.gpu import find_gpu
 
     if settings.backend != "auto":
         return settings.backend

@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from edgellm.engines.backends.platform import current_compute_capability
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_yaml
 from edgellm.engines.model.config import DRAFT_RANGES, EngineLimits
@@ -27,6 +26,7 @@ from edgellm.engines.speculation.draft_plan import (
     tree,
 )
 from edgellm.errors import EdgeLLMError, EngineError, RequestError, did_you_mean, shown
+from edgellm.kernels.gpu import current_compute_capability
 from edgellm.kernels.user_paths import printable, user_path
 from edgellm.sampling_params import as_float
 

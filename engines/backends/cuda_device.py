@@ -21,6 +21,7 @@ import numpy as np
 from edgellm.engines.backends.base import check_rows
 from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.gpu import find_gpu
 
 logger = logging.getLogger("edgellm.cuda")
 
@@ -85,7 +86,8 @@ class DeviceTimestamp:
 
 
 class CudaDevice:
-    """The first GPU: its primary context (current in the calling thread until `close`) and one stream."""
+    """The first GPU: its primary context (current in the calling thread until `close`), or what a tool that measures in
+    a part of the GPU puts in its place, and one stream."""
 
     def __init__(self) -> None:
         try:
@@ -95,21 +97,24 @@ class CudaDevice:
                 f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, or use "
                 "--backend numpy."
             ) from error
+        gpu = find_gpu()
         try:
             cuda.init()
             device = cuda.Device(0)
         except cuda.Error as error:
             raise MissingDependencyError(f"No usable NVIDIA GPU: {error}. Use --backend numpy.") from error
+        if gpu is None:
+            raise MissingDependencyError("No usable NVIDIA GPU: libcuda.so.1 shows none. Use --backend numpy.")
+        self.gpu = gpu
         self._cuda = cuda
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         self._first_event: tuple[Any, float] | None = None
         self._context = device.retain_primary_context()
         self._context.push()
+        if gpu.enter_partition is not None:
+            gpu.enter_partition()
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
-        major, minor = device.compute_capability()
-        self.compute_capability = f"sm_{major}{minor}"
-        self.gpu_name = device.name()
 
     def free_memory(self) -> tuple[int, int]:
         """Bytes free and bytes in all."""

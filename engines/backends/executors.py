@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
-from edgellm.kernels.decode.tilings import Gpu
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.gpu import find_gpu
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
@@ -18,12 +19,12 @@ SHARED_MEMORY = {
 
 
 def kernel_executor(
-    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, gpu: Gpu | None = None
+    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, capacity: Capacity | None = None
 ) -> tuple[Executor | None, str]:
     """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
     memory, and why no faster one; or None, and the first step of the program that none can run, with the reason.
 
-    `gpu` says which is the fastest: by itself an H200 whose blocks have that limit.
+    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit.
 
     A verify step of more rows than one launch takes runs in passes, each of some of its sequences.
     """
@@ -36,8 +37,8 @@ def kernel_executor(
     if rows > ManyRows.most_rows:
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
     program = model_program(config, part)
-    gpu = gpu or Gpu(shared_limit=shared_limit)
-    few_first = rows <= FewRows.most_rows and FewRows.clocks(program, gpu) <= ManyRows.clocks(program, gpu)
+    capacity = capacity or Capacity(shared_limit=shared_limit)
+    few_first = rows <= FewRows.most_rows and FewRows.clocks(program, capacity) <= ManyRows.clocks(program, capacity)
     reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
         reason = executor.refusal(program, shared_limit)
@@ -55,7 +56,9 @@ def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_l
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
     """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
-    limit = SHARED_MEMORY.get(capability)
+    limit, gpu = SHARED_MEMORY.get(capability), find_gpu()
+    if limit is not None and gpu is not None and gpu.compute_capability == capability:
+        limit = gpu.shared_limit
     return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
 
 

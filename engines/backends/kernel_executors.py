@@ -48,7 +48,7 @@ from edgellm.kernels.decode.linear import (
     norm_shared_bytes,
 )
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
-from edgellm.kernels.decode.tilings import NORM_CLOCKS, Gpu, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -59,7 +59,7 @@ class StepKernels(NamedTuple):
 
     few: Any
     many: Any
-    gpu: Gpu = Gpu()
+    gpu: Capacity = Capacity()
 
 
 class FewRows:
@@ -106,13 +106,13 @@ class FewRows:
         return 0
 
     @classmethod
-    def clocks(cls, program: Program, gpu: Gpu) -> float:
+    def clocks(cls, program: Program, gpu: Capacity) -> float:
         """An estimate of the GPU's time for the linear layers of a program."""
         layers = (step for step in program.steps if isinstance(step, NormLinear | LinearResidual))
         return sum(cls._clocks(step, step_rows(step, program), gpu) for step in layers)
 
     @classmethod
-    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Gpu) -> float:
+    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
         inside = isinstance(step, NormLinear) and cls.norms_inside(step)
         norms = 0 if inside else _norm_count(step)
         return few_rows_clocks(rows, *step.linear.weight.shape, inside, gpu) + norms * NORM_CLOCKS
@@ -245,7 +245,7 @@ class ManyRows(FewRows):
         return [*launches, many.linear(x, linear, output, step.scale)]
 
     @classmethod
-    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Gpu) -> float:
+    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
         gated = isinstance(step, NormLinear) and step.gated
         many = many_rows_clocks(rows, *step.linear.weight.shape, gated, gpu) + _norm_count(step) * NORM_CLOCKS
         few = isinstance(step, LinearResidual) and _streams(rows, gpu.shared_limit)

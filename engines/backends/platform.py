@@ -1,4 +1,4 @@
-"""What this machine has: its NVIDIA GPU, found without a CUDA context, TensorRT (full or RTX, with one API), and cores.
+"""What this machine has beside its GPU: TensorRT (full or RTX, with one API), and cores.
 
 Full TensorRT (`tensorrt`) is preferred: JetPack brings it, and it builds for every GPU that it runs on. TensorRT-RTX is
 `tensorrt_rtx`, or `tensorrt_rtx_bindings` where only that wheel and the library's are installed.
@@ -6,7 +6,6 @@ Full TensorRT (`tensorrt`) is preferred: JetPack brings it, and it builds for ev
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -16,11 +15,10 @@ from types import ModuleType
 from typing import Any
 
 from edgellm.engines.errors import MissingDependencyError
+from edgellm.kernels.gpu import current_compute_capability
 
 #: Layers that the networks need and that TensorRT has since 10.15 (and TensorRT-RTX since 1.4).
 _NEEDED_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
-#: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and ..._MINOR of cuda.h.
-_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 _RTX_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 
 
@@ -83,50 +81,6 @@ def load_tensorrt(instead: str = "Without a GPU use --backend numpy.") -> Tensor
             f"JetPack's own TensorRT in a virtual environment made with --system-site-packages. {instead}"
         )
     return library
-
-
-@dataclass(frozen=True)
-class GPU:
-    """One device: `name`, `compute_capability` such as "sm_90", `driver_cuda` (major, minor) and memory in bytes."""
-
-    name: str
-    compute_capability: str
-    driver_cuda: tuple[int, int]
-    total_memory: int
-
-
-@lru_cache(maxsize=1)
-def find_gpu() -> GPU | None:
-    """The first visible GPU, or None where the driver is missing or shows no device."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, version = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    driver.cuDriverGetVersion(ctypes.byref(version))
-
-    def attribute(number: int) -> int:
-        value = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-        return value.value
-
-    name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
-    driver.cuDeviceGetName(name, len(name), device)
-    driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
-    return GPU(
-        name.value.decode(errors="replace"),
-        f"sm_{attribute(_COMPUTE_CAPABILITY_MAJOR)}{attribute(_COMPUTE_CAPABILITY_MINOR)}",
-        (version.value // 1000, version.value % 1000 // 10),
-        total.value,
-    )
-
-
-def current_compute_capability() -> str | None:
-    """The compute capability of the first GPU ("sm_90"), or None without one."""
-    gpu = find_gpu()
-    return gpu.compute_capability if gpu else None
 
 
 def usable_cores() -> int:

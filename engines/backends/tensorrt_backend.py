@@ -19,14 +19,14 @@ from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
+from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, gpu_of
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.sampling.launcher import CudaSampling
@@ -54,18 +54,18 @@ class TensorRTBackend(CudaDevice):
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.compute_capability, self.stream.handle)
+            self._module = KernelModule(self.gpu, self.stream.handle)
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
 
     def _load(self) -> None:
-        limits, capability = self._directory.limits, self.compute_capability
+        limits = self._directory.limits
         most = limits.max_batch * max((1, *limits.verify_sizes))
         workspace = self.zeros((CudaSampling.workspace_bytes(most),), "uint8")
         self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
-        self._platform = Platform(capability, self._library.flavour, self._library.version)
+        self._platform = gpu_platform(self.gpu, self._library)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
         self._engines: list[TensorRTEngine | KernelEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
@@ -136,7 +136,7 @@ class TensorRTBackend(CudaDevice):
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit, gpu_of(self._module))
+        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
         if executor is None:
             logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
@@ -150,7 +150,7 @@ class TensorRTBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         if executor is ManyRows and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many, gpu_of(self._module))
+        return StepKernels(few, self._many, capacity_of(self._module))
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
@@ -179,7 +179,7 @@ class TensorRTBackend(CudaDevice):
         if plan.total > free:
             raise DeviceMemoryError(
                 f"The model needs {plan.total / MEBIBYTE:.0f} MiB; {free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB "
-                f"of {self.gpu_name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
+                f"of {self.gpu.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
         self._scratch = self.empty((self.scratch_bytes(),), "uint8")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edgellm.engines.backends.platform import current_compute_capability, find_tensorrt
+from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.small_files import read_file
@@ -26,6 +26,7 @@ from edgellm.engines.model.graph import NETWORK_VERSION
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.gpu import GPU, current_compute_capability, find_gpu
 
 logger = logging.getLogger("edgellm.plans")
 
@@ -68,9 +69,15 @@ class Platform:
 
 def present_platform() -> Platform | None:
     """This machine's platform, or None without a GPU or without TensorRT."""
-    capability = current_compute_capability()
-    library = find_tensorrt() if capability else None
-    return Platform(capability, library.flavour, library.version) if capability and library else None
+    gpu = find_gpu()
+    library = find_tensorrt() if gpu else None
+    return gpu_platform(gpu, library) if gpu and library else None
+
+
+def gpu_platform(gpu: GPU, library: TensorRTLibrary) -> Platform:
+    """What plans for a GPU are bound to. One that is measured as another device keeps apart what is made meanwhile."""
+    release = f"{library.version}+{gpu.measured_as}" if gpu.measured_as else library.version
+    return Platform(gpu.compute_capability, library.flavour, release)
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,12 @@ template <typename T, int PARTS> struct NormInputs {
 // Each warp puts its slice of all rows, normalized, into `activations`; all warps call it. `sums` [PARTS, rows, SUM_STRIDE];
 // `weights` [columns] holds the norms' weights when the threads' oldest group of copies has come. As many lanes serve a
 // row as it has chunks of 8 columns in the slice, up to 32, so that few rows are no more work than they must be. HELD: so
-// many chunks of a lane stay in registers, more are read twice. Columns from `end` on are not written.
+// many chunks of a lane stay in registers, more are read twice. Columns before `begin` are not read, those and columns from
+// `end` on not written.
 template <typename T, int PARTS, int HELD, typename G>
 __device__ __forceinline__ void stage_normalized(
     const NormInputs<T, PARTS>& inputs, const T* weights, float* sums, char* activations, int batch, int columns,
-    int steps, int end = EVERY_COLUMN) {
+    int steps, int end = EVERY_COLUMN, int begin = 0) {
     constexpr int ROWS = 8 * G::HALVES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = steps * 4;
     const int lanes = chunks > 16 ? 32 : chunks > 8 ? 16 : 8, rows_at_once = 32 / lanes;
@@ -121,7 +122,8 @@ __device__ __forceinline__ void stage_normalized(
             const int row = row_of(first + i), chunk = chunk_of(first + i), column = warp * chunks * 8 + chunk * 8;
 #pragma unroll
             for (int j = 0; j < 8; ++j) values[i][j] = 0.f;
-            if (first + i < count && row < batch && chunk < chunks && column < columns) inputs.load(row, column, values[i]);
+            if (first + i < count && row < batch && chunk < chunks && column >= begin && column < columns)
+                inputs.load(row, column, values[i]);
         }
     };
     for (int first = 0; first < count; first += HELD) {
@@ -164,7 +166,7 @@ __device__ __forceinline__ void stage_normalized(
                 const float last = __shfl_sync(FULL_WARP, factor_of_row[PARTS - 1], row);
                 if (inputs.in_last(column)) factor = last;
             }
-            if (row >= batch || chunk >= chunks) continue;
+            if (row >= batch || chunk >= chunks || column < begin) continue;
             float factors[8] = {};
             if (column < columns) inputs.factors_of(weights + column, factors);
             float normalized[8];

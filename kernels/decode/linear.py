@@ -120,7 +120,7 @@ class _Norm(ctypes.Structure):
         ("input", NormedArgument),
         ("kept", KeptArgument),
         ("output", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("stride", "width", "end", "steps", "next_early")),
+        *((name, ctypes.c_int) for name in ("stride", "width", "begin", "steps", "next_early")),
     ]
 
 
@@ -297,8 +297,8 @@ class CudaDecodeKernels:
         arguments = _Norm(
             normed_argument(normed, self.dtype),
             kept_argument(kept, width),
-            output.pointer + 2 * column,
-            *(stride, width, stride - column, slice_steps(width), next_early),
+            output.pointer,
+            *(stride, width, column, slice_steps(stride), next_early),
         )
         kernel = norm_kernel("norm", self._type)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(width), (arguments,))

@@ -9,12 +9,13 @@ struct OneRow {
     static constexpr int HALVES = 1, STAGES = 1;
 };
 
-// output: [rows, stride] of T, of which `width` columns get the input; zeros up to column `end`. steps: of the width.
+// output: [rows, stride] of T, of which `width` columns from `begin` on get the input; zeros behind them. steps: of the
+// whole row, whose slices the squares are summed in, as where one kernel norms inputs that stand side by side.
 struct Norm {
     NormedInput input;
     Kept kept;
     void* output;
-    int stride, width, end, steps, next_early;
+    int stride, width, begin, steps, next_early;
 };
 static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
 constexpr int WEIGHTS_BEGIN = 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [8, SUM_STRIDE]
@@ -31,31 +32,33 @@ template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __gr
     extern __shared__ __align__(16) char shared[];
     const NormedInput& input = arguments.input;
     const size_t row = blockIdx.y;
-    const int width = arguments.width, steps = arguments.steps;
+    const int begin = arguments.begin, end = begin + arguments.width, steps = arguments.steps;
     const bool is_float = input.is_float != 0;
-    const void* values = static_cast<const char*>(input.values) + row * input.stride * (is_float ? 4 : sizeof(T));
+    // Of all of them, so that column c of the row is their column c, too.
+    const long long first = static_cast<long long>(row) * input.stride - begin;
+    const void* values = static_cast<const char*>(input.values) + first * static_cast<int>(is_float ? 4 : sizeof(T));
     T* kept = static_cast<T*>(arguments.kept.target);
-    if (kept != nullptr) kept += row * arguments.kept.stride;
+    if (kept != nullptr) kept += static_cast<long long>(row) * arguments.kept.stride - begin;
     T* own = static_cast<T*>(arguments.output) + row * arguments.stride;
     int written = WARPS * steps * 32;
     if (arguments.next_early) launch_next_kernel();
     if (input.weight != nullptr) {
         const NormInputs<T, 1> inputs{
-            {values}, {is_float}, {static_cast<const T*>(input.weight)}, {0}, input.epsilon, input.offset, width, kept, 0,
-            arguments.kept.raw != 0};
+            {values}, {is_float}, {static_cast<const T*>(input.weight)}, {0}, input.epsilon, input.offset, end - begin, kept,
+            0, arguments.kept.raw != 0};
         T* norm_weights = reinterpret_cast<T*>(shared + WEIGHTS_BEGIN);
-        inputs.copy_weights(norm_weights, width);
+        inputs.copy_weights(norm_weights, end - begin);
         commit_copies();
         wait_for_previous_kernel();
         if (!arguments.next_early) launch_next_kernel();
         stage_normalized<T, 1, 1, OneRow>(
-            inputs, norm_weights, reinterpret_cast<float*>(shared), reinterpret_cast<char*>(own), 1, width, steps,
-            arguments.end);
+            inputs, norm_weights - begin, reinterpret_cast<float*>(shared), reinterpret_cast<char*>(own), 1, end, steps,
+            arguments.stride, begin);
     } else {
         wait_for_previous_kernel();
         if (!arguments.next_early) launch_next_kernel();
-        written = width;
-        for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        written = end;
+        for (int column = begin + threadIdx.x * 8; column < end; column += THREADS * 8) {
             float eight[8];
             load8<T>(values, is_float, column, eight);
             const uint4 packed = pack8<T>(eight);
@@ -63,7 +66,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __gr
             if (kept != nullptr) *reinterpret_cast<uint4*>(kept + column) = packed;
         }
     }
-    for (int column = written + threadIdx.x * 8; column < arguments.end; column += THREADS * 8)
+    for (int column = written + threadIdx.x * 8; column < arguments.stride; column += THREADS * 8)
         *reinterpret_cast<uint4*>(own + column) = make_uint4(0, 0, 0, 0);
 }
 

@@ -132,7 +132,8 @@ class NumpyDecodeKernels:
     ) -> NumpyLaunch:
         """Columns `column` on of `output` [R, C] compute get the normed input, all behind them zeros.
 
-        Of parts side by side the first is launched first, so that zeros stand behind the last alone.
+        Of parts side by side the first is launched first, so that zeros stand behind the last alone. The device sums
+        squares in the slices of the C columns, as where one kernel norms parts that stand side by side.
         """
 
         def compute() -> None:

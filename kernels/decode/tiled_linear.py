@@ -27,7 +27,7 @@ from edgellm.kernels.decode.tilings import (
     MOST_STAGES,
     ROW_BYTES,
     WARPS,
-    Gpu,
+    Capacity,
     Tiling,
     fastest_tiling,
     tilings,
@@ -52,7 +52,7 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Gpu) -> Kernel:
+def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity) -> Kernel:
     """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
     macros = (
         ("HOST_TILED_WARPS", WARPS),
@@ -67,9 +67,9 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Gpu) -> Kernel:
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
-def gpu_of(module: KernelModule) -> Gpu:
+def capacity_of(module: KernelModule) -> Capacity:
     """What decides of the GPU of a module's kernels."""
-    return Gpu(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
+    return Capacity(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
 
 
 class CudaTiledKernels:
@@ -79,7 +79,7 @@ class CudaTiledKernels:
         if dtype not in CUDA_TYPES:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype = module, dtype
-        self.gpu = gpu_of(module)
+        self.gpu = capacity_of(module)
 
     def linear(
         self,
@@ -162,7 +162,7 @@ class CudaTiledKernels:
 
 def tiled_shared_bytes(shared_limit: int) -> int:
     """The least shared memory with which a block computes a linear layer of many rows, where a GPU has a limit."""
-    gpu = Gpu(1, shared_limit, has_clusters=False)
+    gpu = Capacity(1, shared_limit, has_clusters=False)
     return min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 

@@ -37,7 +37,7 @@ NORM_CLOCKS, _NORMED = 3400, 0.32
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Capacity:
     """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, whether it has clusters (and
     kernels that overlap), and its compute capability, as "sm_90" or "compute_87", by which its speeds are estimated.
 
@@ -82,7 +82,7 @@ class Tiling:
         """Of a warp, 8 weight rows each."""
         return self.weight_rows * self.row_warps // (8 * WARPS)
 
-    def resident(self, gpu: Gpu) -> int:
+    def resident(self, gpu: Capacity) -> int:
         """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
         return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
 
@@ -95,7 +95,7 @@ class Tiling:
         """Of a ring and its barriers."""
         return stages * (self.stage_bytes + BARRIER_BYTES)
 
-    def stages(self, gpu: Gpu) -> int:
+    def stages(self, gpu: Capacity) -> int:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
         beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
@@ -106,12 +106,12 @@ class Tiling:
         """Of a matrix of `rows`."""
         return -(-rows // self.weight_rows)
 
-    def grid(self, rows: int, gpu: Gpu) -> tuple[int, int, int]:
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles, or clusters of one tile each."""
         tiles = self.tiles(rows)
         return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
-    def clocks(self, rows: int, columns: int, gpu: Gpu) -> float:
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
         """Of a matrix [rows, columns]."""
         tiles = self.tiles(rows)
         blocks = min(tiles * self.splits, gpu.multiprocessors)
@@ -126,7 +126,7 @@ class Tiling:
         return waves * (_STARTS + steps / self.splits * step + _JOINS + _ENDS)
 
 
-def _overlapped(gpu: Gpu, blocks: int, weights: float, shared: float, products: float) -> float:
+def _overlapped(gpu: Capacity, blocks: int, weights: float, shared: float, products: float) -> float:
     """Of a block that takes so many bytes of weights from memory, reads and writes so many bytes of shared memory and
     multiplies and adds so often, while `blocks` multiprocessors do so."""
     bandwidth, products_a_clock = gpu.speeds
@@ -134,7 +134,7 @@ def _overlapped(gpu: Gpu, blocks: int, weights: float, shared: float, products: 
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
 
 
-def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Gpu) -> float:
+def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
     """Of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm inside where
     `normed`: each multiprocessor for itself."""
     weights = 2 * rows * columns / gpu.multiprocessors
@@ -144,18 +144,18 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Gpu)
     return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, shared, 0) + _ENDS
 
 
-def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Gpu) -> float:
+def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capacity) -> float:
     """The same by the kernels of many rows, whose input is normed."""
     return fastest_tiling(count, rows, columns, gpu, gated).clocks(rows, columns, gpu)
 
 
 @cache
-def fastest_tiling(count: int, rows: int, columns: int, gpu: Gpu, gated: bool = False) -> Tiling:
+def fastest_tiling(count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False) -> Tiling:
     """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
     return min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
 
 
-def tilings(count: int, gpu: Gpu, gated: bool = False) -> list[Tiling]:
+def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)

@@ -19,7 +19,7 @@ from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weig
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, gpu_of
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -207,14 +207,16 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 def gpu():
     """A CUDA context with a stream, and a module for kernels."""
     with cuda_device() as device:
-        device.kernel_module = KernelModule(device.compute_capability, device.stream.handle)
+        device.kernel_module = KernelModule(device.gpu, device.stream.handle)
         yield device
 
 
 @lru_cache(maxsize=64)
 def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernels:
     """The kernels for a compute dtype and heads of a size, loaded once."""
-    return StepKernels(CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), gpu_of(module))
+    return StepKernels(
+        CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), capacity_of(module)
+    )
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -41,7 +41,7 @@ def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
     from edgellm.kernels.sampling.launcher import DRAWING, CudaSampling
     from edgellm.kernels.tree.launcher import CudaTree
 
-    module = KernelModule(gpu.compute_capability, gpu.stream.handle)
+    module = KernelModule(gpu.gpu, gpu.stream.handle)
     for source in (DRAWING, WALK, ADVANCE):  # which tests capture at once
         module.load(source)
     gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))

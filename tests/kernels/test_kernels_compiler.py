@@ -15,7 +15,7 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import tiled_kernel
-from edgellm.kernels.decode.tilings import Gpu, tilings
+from edgellm.kernels.decode.tilings import Capacity, tilings
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
@@ -63,7 +63,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
-    for gpu in (Gpu(132, 232_448, True), Gpu(16, 166_912, False)):
+    for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
         kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]

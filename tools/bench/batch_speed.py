@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from gpu_timer import gpu_milliseconds
+from probes import executor_name
 from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
 
@@ -96,8 +98,8 @@ def measure(runner: Runner, directory: EngineDirectory, arguments: argparse.Name
     alone = results["tokens_per_second"]["1"]
     results["times_one"] = {batch: rate / alone for batch, rate in results["tokens_per_second"].items()}
     if runner.backend.name == "tensorrt":
-        results["decode_engines"] = {
-            shape.name: type(engine).__name__
+        results["decode_executors"] = {
+            shape.name: executor_name(engine)
             for shape, engine in runner.base.engines.loaded.items()
             if shape.phase == "decode"
         }
@@ -120,7 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     checkpoint = checkpoint_in(arguments.work, arguments.layers)
     engines = arguments.work / f"engines-batch-{arguments.layers}"
     limits = EngineLimits(max(arguments.batches), 512, 1024)

@@ -33,6 +33,7 @@ from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
 from tools.bench.draw_comparison import first_difference
 from tools.bench.held_out_prompts import held_out_conversations
@@ -128,7 +129,7 @@ def compare_shares(
 ) -> list[Comparison]:
     """`compare`, the prompts divided among processes; `seconds` are those of all processes together."""
     shares = [range(first, len(prompts), processes) for first in range(processes)]
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), enter, (measured_as(),)) as pool:
         parts = [
             pool.submit(compare, directory, backend, [prompts[index] for index in share], **options) for share in shares
         ]
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
         prompts = held_out_prompts(directory, arguments.prompts)

@@ -1,12 +1,14 @@
-"""Speed of EAGLE rounds on a GPU with the shapes of Llama-3.2-1B, a head of matching shape, and random weights.
+"""Speed of EAGLE rounds on a GPU with the shapes of published models, heads of matching shape, and random weights.
 
-    python tools/bench/eagle_speed.py [--work DIRECTORY] [--output RESULTS.json] [--mean 4.24] [--rounds 100]
+    python tools/bench/eagle_speed.py [rounds] [table] [--shapes llama-1b llama-8b] [--as orin] [--output RESULTS.json]
+                                      [--mean 4.24] [--rounds 100] [--work DIRECTORY]
 
-For each configuration (chains, small trees, the tree of 10 / 6 / 60): a round as one CUDA graph; its engines, each as
-a graph of its own and all together; its other kernels, with the engines left out of the graph; tokens per second of a
-loop in which the host reads every round, against plain decoding of the same base without a draft; and how often the
-host waits in a round, counted. Weights are random, so acceptance is SIMULATED: the lengths of the rounds are given
-(`simulated_acceptance.py`), every stage runs, the acceptance kernel included. Needs TensorRT, pycuda and a GPU.
+`rounds`, for each configuration (chains, small trees, the tree of 10 / 6 / 60): a round as one CUDA graph; its engines,
+each as a graph of its own and all together; its other kernels, with the engines left out of the graph; tokens per
+second of a loop in which the host reads every round, against plain decoding of the same base without a draft; and how
+often the host waits in a round, counted. `table`: rounds by tree size in plain steps (`round_table.py`). Weights are
+random, so acceptance is SIMULATED: the lengths of the rounds are given (`simulated_acceptance.py`), every stage runs,
+the acceptance kernel included. Needs TensorRT, pycuda and a GPU.
 """
 
 from __future__ import annotations
@@ -18,107 +20,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_timer import gpu_milliseconds
-from probes import counted_waits, enqueue_replaced
-from provenance import provenance
-from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
-from random_draft import write_draft
-from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule, simulated_mean
+from as_device import parse
+from device_limits import device_limits
+from probes import counted_waits, enqueue_replaced, executor_name
+from provenance import provenance, report
+from random_model import SHAPES, random_eagle_runner, random_runner
+from round_bench import ROUNDS_PER_SERIES, SERIES, RoundBench, plans_of, prepare
+from round_table import measure_table
+from simulated_acceptance import SCHEDULE_ROUNDS, schedule, simulated_mean
 
 from edgellm.drafting.adaptive import measure_round_costs
-from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 
-CAPACITY = 1024
-PROMPT_TOKENS = 500
-#: Rounds between two events: few, since each makes the sequence longer.
-ROUNDS_PER_SERIES = 20
-SERIES = 5
 TARGETS = {"round_over_engines": 1.05, "other_kernels_us": 120.0, "host_waits": 1.0, "speedup": 2.0, "round_ms": 2.9}
-
-
-def prepare(work: Path) -> tuple[EngineDirectory, EngineDirectory]:
-    """Write the checkpoints and build the engine directories, without and with the draft."""
-    base, draft = checkpoint_in(work), work / "draft"
-    if not (draft / "model.safetensors").exists():
-        write_draft(draft, LLAMA_3_2_1B)
-    sizes = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
-    plain, eagle = work / "plain", work / "eagle"
-    common = {"weights": "link", "force": True}
-    build_engine_directory(base, plain, EngineLimits(kv_capacity=CAPACITY), **common)
-    build_engine_directory(base, eagle, EngineLimits(kv_capacity=CAPACITY, **sizes), draft=draft, **common)
-    return EngineDirectory.open(plain), EngineDirectory.open(eagle)
-
-
-class RoundBench:
-    """Measures the rounds of one runner in slot 0."""
-
-    def __init__(self, runner: EagleRunner) -> None:
-        self.runner, self.backend = runner, runner.backend
-        self.stream = runner.backend.stream
-        self.forced = ForcedAcceptance(runner.backend)
-        runner.verification.before_acceptance = self.forced
-        self._prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, PROMPT_TOKENS)]
-
-    def fill(self, lengths: np.ndarray) -> None:
-        """A sequence of PROMPT_TOKENS, whose next rounds will have these lengths."""
-        self.runner.start(0, self._prompt, 0, SamplingValues()).wait()
-        self.forced.use(lengths)
-
-    def graph(self, plan: DraftPlan) -> Callable[[], None]:
-        """The whole round as a graph, made anew."""
-        stages = self.runner.prepare_round(1, plan).stages.values()
-
-        def whole() -> None:
-            for stage in stages:
-                stage()
-
-        whole()  # loads code, which a capture must not do
-        captured = self.backend.capture(whole, f"the round {plan.name}")
-        if captured is whole:
-            raise SystemExit(f"the round {plan.name} could not be captured")
-        return captured
-
-    def milliseconds(
-        self, launch: Callable[[], None], lengths: np.ndarray, plan: DraftPlan, rounds_before: int = 1
-    ) -> float:
-        """Median over the series of the GPU time of one launch, all from the state after `rounds_before` rounds."""
-
-        def run_rounds() -> None:
-            self.fill(lengths)
-            for _ in range(rounds_before):
-                self.runner.round(1, plan).wait()
-
-        return gpu_milliseconds(self.stream, launch, ROUNDS_PER_SERIES, SERIES, before=run_rounds)
-
-    def loop(self, plan: DraftPlan | None, lengths: np.ndarray, rounds: int) -> tuple[float, float]:
-        """Seconds and tokens of a loop in which the host reads each round while the next one runs."""
-        self.fill(lengths)
-        step = self.runner.step
-        self.backend.synchronize()
-        unread, tokens = [step(1, plan)], 0
-        begin = time.perf_counter()
-        for _ in range(rounds):
-            unread.append(step(1, plan))
-            tokens += len(unread.pop(0).wait()[0])
-        seconds = time.perf_counter() - begin
-        unread.pop(0).wait()
-        return seconds, tokens
 
 
 def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, Any]:
@@ -147,10 +69,10 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
     round_ms = bench.milliseconds(whole, lengths, plan)
     half = 1 + ROUNDS_PER_SERIES // 2  # engines do not lengthen the sequence: at the rounds' mean length
     phases = [
-        (engine.shape.name, bench.milliseconds(launch, lengths, plan, half))
+        (engine.shape.name, executor_name(engine), bench.milliseconds(launch, lengths, plan, half))
         for engine, launch in zip(engines, alone, strict=True)
     ]
-    engines_ms = sum(span for _, span in phases)
+    engines_ms = sum(span for *_, span in phases)
     return {
         "configuration": plan.name,
         "simulated_mean": mean,
@@ -166,7 +88,7 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
 
 def plain_loop(runner: Any, prompt: Sequence[int], steps: int) -> float:
     """Milliseconds of a plain step with the host reading every token while the next step runs."""
-    runner.start(0, prompt, 0, SamplingValues()).wait()
+    runner.start(0, prompt, runner.lengths[0] and len(prompt) - 1, SamplingValues()).wait()
     for _ in range(3):
         runner.decode(1).wait()
     unread = [runner.decode(1)]
@@ -185,7 +107,7 @@ def measure_loops(
     """Speeds of the loops, taking turns with plain decoding; added to `rows`. Returns what plain decoding took."""
     spans: dict[str, list[tuple[float, float]]] = {plan.name: [] for plan in plans}
     plain_ms, kept_ms = [], []
-    prompt = bench._prompt
+    prompt = bench.prompt
     for _ in range(SERIES):
         plain_ms.append(plain_loop(plain, prompt, 200))
         for plan, row in zip(plans, rows, strict=True):
@@ -243,43 +165,45 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"{'reached' if reached else 'MISSED '}  {target}")
 
 
+def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str, Any]:
+    """Everything about the rounds of one model."""
+    plain_directory, directory = prepare(work, shape)
+    plans, found = plans_of(directory), dict[str, Any]()
+    with random_runner(plain_directory) as plain, random_eagle_runner(directory) as runner:
+        bench = RoundBench(runner)
+        found["rounds"] = []
+        for plan in plans:
+            found["rounds"].append(measure_plan(bench, plan, simulated_mean(plan, plans[-1], mean)))
+            print(json.dumps(found["rounds"][-1]), flush=True)
+        found["plain"] = measure_loops(bench, plain, found["rounds"], plans, rounds)
+        runner.stop(0)
+        costs = measure_round_costs(runner, plans, [1])
+        found["controller_costs_ms"] = {name: 1000 * points[1] for name, points in costs.measured.items()}
+    found["targets"] = verdict(found["rounds"][-1])
+    print_table(found)
+    return found
+
+
 def main() -> None:
-    """Measure everything, print a table and write JSON."""
+    """Measure everything, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=("rounds", "table"), default="rounds")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--mean", type=float, default=4.24, help="simulated tokens a round of the largest tree")
     parser.add_argument("--rounds", type=int, default=SCHEDULE_ROUNDS, help="rounds of a loop")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     started = time.perf_counter()
-    plain_directory, directory = prepare(arguments.work)
-    print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
-    plans = candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
-    results: dict[str, Any] = dict(provenance())
-    with open_runner("tensorrt", plain_directory) as plain:
-        runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
-        try:
-            results["gpu"] = runner.backend.gpu_name
-            bench = RoundBench(runner)
-            results["rounds"] = []
-            for plan in plans:
-                mean = simulated_mean(plan, plans[-1], arguments.mean)
-                results["rounds"].append(measure_plan(bench, plan, mean))
-                print(json.dumps(results["rounds"][-1]), flush=True)
-            results["plain"] = measure_loops(bench, plain, results["rounds"], plans, arguments.rounds)
-            runner.stop(0)
-            costs = measure_round_costs(runner, plans, [1])
-            results["controller_costs_ms"] = {name: 1000 * points[1] for name, points in costs.measured.items()}
-        finally:
-            runner.close()
-    results["targets"] = verdict(results["rounds"][-1])
+    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict()}
+    for shape in arguments.shapes:
+        found = results[shape] = {}
+        if "rounds" in arguments.sections:
+            found |= measure_rounds(arguments.work, shape, arguments.mean, arguments.rounds)
+        if "table" in arguments.sections:
+            found["table"] = measure_table(arguments.work, shape, arguments.mean)
     results["seconds"] = time.perf_counter() - started
-    print_table(results)
-    text = json.dumps(results, indent=2)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
-    else:
-        print(text)
+    report(results, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Speed on a GPU with the shapes of Llama-3.2-1B and random weights: build, decode step, loop, start of a process.
+"""Speed on a GPU with the shapes of published models and random weights: build, decode step, loops, prefill, start.
 
-    python tools/bench/gpu_speed.py [--work DIRECTORY] [--output RESULTS.json] [--without-torch]
+    python tools/bench/gpu_speed.py [step] [loops] [prefill] [--shapes llama-1b llama-8b] [--as orin]
+                                    [--output RESULTS.json] [--without-torch] [--work DIRECTORY]
 
-Needs TensorRT, pycuda and, for the yardstick, PyTorch with CUDA. Times of steps are the GPU's (CUDA events), medians of
-five; times of processes are wall time with a warm file cache. Peak memory is the resident set of the build process.
-A step takes longer the more tokens the sequence has: the bare engine is timed at lengths spread over those of the loop.
+`step`: build, decode step, loop and start of a process with Llama-3.2-1B's shapes. `loops`: decode loops from 128
+tokens on of all `--shapes`, with the share of the read bandwidth that the same run finds (`device_limits.py`).
+`prefill`: prompts of `--prompts` tokens of all `--shapes`. Needs TensorRT, pycuda and, for the yardstick, PyTorch with
+CUDA (which takes the whole GPU: it is left out where a part is measured). Times of steps are the GPU's (CUDA events),
+medians of five; times of processes are wall time with a warm file cache. Peak memory is the resident set of the build
+process. A step takes longer the more tokens the sequence has: the bare engine is timed at lengths spread over those of
+the loop.
 """
 
 from __future__ import annotations
@@ -23,22 +28,30 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import measured_as, parse, python
+from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
+from probes import executor_name, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
+from random_model import SHAPES, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024
 PROMPT = "x" * 500
 REPEATS = 200
+#: Where the loops of all shapes begin, and their steps.
+LOOP_TOKENS, LOOP_STEPS = 128, 100
 
 
 def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
     """Run `edgellm build` in a process of its own; seconds and peak resident MiB."""
-    command = [sys.executable, "-m", "edgellm", "build", str(checkpoint), str(engine_directory)]
+    command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engine_directory)]
     command += ["--kv-capacity", str(CAPACITY), "--force"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -75,7 +88,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         fill()
         shape = next(shape for shape in runner.engines.loaded if shape.phase == "decode")
         engine = runner._engine(shape, slice(0, 1))
-        results["decode_engine"] = type(engine).__name__
+        results["decode_executor"] = executor_name(engine)
         bare = backend.capture(engine.enqueue, "the bare engine")
         ((step,),) = runner._steps.captures.values()
         committed = int(backend.read(runner._state.kvcache_start_index[:1]).wait()[0])
@@ -107,6 +120,8 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
             unread.pop(0).wait()
             bare_spans.append(bare_over_the_loop())
         results["bare_engine_ms"] = statistics.median(bare_spans)
+        nbytes = weight_bytes(directory.config, shape, directory.dtype)
+        results["bare_engine_read_share"] = device_limits().read_share(nbytes, results["bare_engine_ms"])
         results["decode_loop_ms"] = statistics.median(loops)
         results["loop_over_bare_engine"] = results["decode_loop_ms"] / results["bare_engine_ms"]
         for count in (128, 512):
@@ -121,7 +136,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
 
 def first_token_seconds(engine_directory: Path) -> float:
     """From the start of an `edgellm generate` process to the first byte of its answer."""
-    command = [sys.executable, "-m", "edgellm", "generate", "--raw", "hello", "--max-tokens", "64"]
+    command = [*python(), "-m", "edgellm", "generate", "--raw", "hello", "--max-tokens", "64"]
     started = time.perf_counter()
     process = subprocess.Popen([*command, "--model", str(engine_directory)], stdout=subprocess.PIPE)
     process.stdout.read(1)
@@ -132,28 +147,108 @@ def first_token_seconds(engine_directory: Path) -> float:
     return seconds
 
 
+def measure_loop(work: Path, shape: str) -> dict[str, Any]:
+    """The decode loop of one model from LOOP_TOKENS on, with the host reading each token while the next step runs."""
+    directory = shape_directory(work, shape, EngineLimits(1, 16, CAPACITY))
+    with random_runner(directory) as runner:
+        spans = [loop_milliseconds(runner, LOOP_TOKENS, LOOP_STEPS) for _ in range(6)][1:]
+        decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
+    nbytes, span = weight_bytes(directory.config, decode, directory.dtype), statistics.median(spans)
+    found = {"executor": executor_name(engine), "loop_ms": span, "weight_bytes": nbytes}
+    return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
+
+
+def loop_milliseconds(runner: BaseEngineRunner, tokens: int, steps: int) -> float:
+    """Wall time of a step behind a prompt of so many tokens, whose rows are computed once."""
+    prompt = np.random.default_rng(0).integers(0, 1000, tokens).tolist()
+    runner.start(0, prompt, runner.lengths[0] and tokens - 1, SamplingValues()).wait()
+    for _ in range(3):
+        runner.decode(1).wait()
+    unread = [runner.decode(1)]
+    begin = time.perf_counter()
+    for _ in range(steps):
+        unread.append(runner.decode(1))
+        unread.pop(0).wait()
+    seconds = time.perf_counter() - begin
+    unread.pop(0).wait()
+    return seconds / steps * 1000
+
+
+def measure_prefill(work: Path, shape: str, prompts: list[int]) -> dict[str, Any]:
+    """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
+    directory, found = shape_directory(work, shape, EngineLimits(1, 512, max(prompts) + 64)), dict[str, Any]()
+    config = directory.config
+    with random_runner(directory) as runner:
+        for count in prompts:
+            ids = np.random.default_rng(count).integers(0, 1000, count).tolist()
+            runner.start(0, ids, 0, SamplingValues()).wait()
+            span = gpu_milliseconds(
+                runner.backend.stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 3, series=3
+            )
+            operations = prefill_operations(config, count)
+            found[str(count)] = {"ms": span, "mma_share": device_limits().mma_share(operations, span)}
+        shapes = [each for each in runner.engines.loaded if each.phase == "prefill"]
+        found["executors"] = {each.name: executor_name(runner.engines.loaded[each]) for each in shapes}
+        found["memory_plan_mib"] = {name: size / 2**20 for name, size in runner.memory_plan.items.items()}
+    return found
+
+
+def prefill_operations(config: DecoderConfig, count: int) -> float:
+    """Multiplications and additions of a prompt: linear layers without the head, and attention below the diagonal."""
+    heads = config.query_size + 2 * config.kv_size
+    layer = config.hidden_size * (heads + config.query_size + 3 * config.intermediate_size)
+    return config.num_layers * (2.0 * layer * count + 2.0 * config.query_size * count**2)
+
+
+def torch_yardstick(*arguments: str) -> dict[str, Any]:
+    """What torch_reference.py prints for the arguments, in a process of its own."""
+    reference = [sys.executable, str(Path(__file__).parent / "torch_reference.py"), *arguments]
+    answer = subprocess.run(reference, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def measure_all_of_one(work: Path, with_torch: bool) -> dict[str, Any]:
+    """Build, steps and starts of a process with Llama-3.2-1B's shapes."""
+    engines = work / "engines"
+    results: dict[str, Any] = {"build": run_build(checkpoint_in(work), engines)}
+    results |= measure_steps(EngineDirectory.open(engines))
+    results["first_token_seconds"] = [first_token_seconds(engines) for _ in range(3)]
+    if with_torch:
+        results["torch_compile"] = torch_yardstick("decode", json.dumps(LLAMA_3_2_1B), str(CAPACITY))
+        results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
+    return results
+
+
 def main() -> None:
-    """Measure everything and print it as JSON."""
+    """Measure what is asked for and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=("step", "loops", "prefill"), default="step")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
-    arguments = parser.parse_args()
-    engines = arguments.work / "engines"
-    results: dict[str, Any] = dict(provenance())
-    results["build"] = run_build(checkpoint_in(arguments.work), engines)
-    directory = EngineDirectory.open(engines)
-    results |= measure_steps(directory)
-    results["first_token_seconds"] = [first_token_seconds(engines) for _ in range(3)]
-    if not arguments.without_torch:
-        reference = [sys.executable, str(Path(__file__).parent / "torch_reference.py")]
-        answer = subprocess.run(
-            [*reference, json.dumps(LLAMA_3_2_1B), str(CAPACITY)], capture_output=True, text=True, check=False
-        )
-        if answer.returncode:
-            raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
-        results["torch_compile"] = json.loads(answer.stdout.splitlines()[-1])
-        results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
+    arguments = parse(parser)
+    with_torch = not arguments.without_torch and measured_as() is None
+    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict()}
+    if "step" in arguments.sections:
+        results |= measure_all_of_one(arguments.work, with_torch)
+    if "loops" in arguments.sections:
+        results["loops"] = {}
+        for shape in arguments.shapes:
+            found = results["loops"][shape] = measure_loop(arguments.work, shape)
+            share = f"{found['read_share']:.1%} of {device_limits().read_gb_per_s:.0f} GB/s"
+            print(f"{shape}: {found['loop_ms']:.4f} ms a token, {share}, {found['executor']}", flush=True)
+    if "prefill" in arguments.sections:
+        results["prefill"] = {}
+        for shape in arguments.shapes:
+            found = results["prefill"][shape] = measure_prefill(arguments.work, shape, arguments.prompts)
+            if with_torch:
+                counts = [str(count) for count in arguments.prompts]
+                found["torch_compile_ms"] = torch_yardstick("prefill", json.dumps(SHAPES[shape]), *counts)
+            print(f"{shape}: {json.dumps(found)}", flush=True)
     report(results, arguments.output)
 
 

@@ -3,8 +3,9 @@
     python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [--rows 1 8 16]
 
 Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
-cache holds), median of five; GB/s are those of the weights. Then whole steps, as they are and without some of their
-kernels, which shows what those cost where kernels overlap. `variants` are other tilings of the kernels of many
+cache holds), median of five; GB/s are those of the weights, shares of the bandwidth that is measured in the same run
+(`--as orin` and the like: of a part of the GPU, see `as_device.py`). Then whole steps, as they are and without some of
+their kernels, which shows what those cost where kernels overlap. `variants` are other tilings of the kernels of many
 rows, and whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
 """
 
@@ -20,7 +21,10 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
+from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
+from probes import weight_bytes
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
@@ -57,8 +61,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        architecture, stream = self.device.compute_capability, self.device.stream.handle
-        self.module = KernelModule(architecture, stream)
+        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
         self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
         self.tiled = CudaTiledKernels(self.module, "float16")
         self.random = np.random.default_rng(0)
@@ -88,8 +91,9 @@ class Bench:
         return 1000 * gpu_milliseconds(self.device.stream, graph, repeats, SERIES, before=graph) / len(launches)
 
     def report(self, name: str, rows: int, microseconds: float, weight_bytes: int = 0) -> None:
-        """Print and keep."""
-        speed = f"{weight_bytes / microseconds / 1000:8.0f} GB/s" if weight_bytes else ""
+        """Print and keep, with the share of the read bandwidth where it is a matter of weights."""
+        share = device_limits().read_share(weight_bytes, microseconds / 1000)
+        speed = f"{weight_bytes / microseconds / 1000:8.0f} GB/s, {share:.0%}" if weight_bytes else ""
         print(f"{name:32s} {rows:3d} rows {microseconds:9.2f} us {speed}", flush=True)
         self.results.setdefault(name, {})[rows] = round(microseconds, 3)
 
@@ -201,9 +205,11 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     for rows in all_rows:
         for executor in (FewRows, ManyRows):
             shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            if executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit):
-                continue
             name = "step" if executor is FewRows else "tiled step"
+            refusal = executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit)
+            if refusal is not None:
+                print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
+                continue
             kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
             engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
@@ -220,7 +226,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             engine.enqueue()
             launches = engine._launches
             whole = bench.microseconds([engine.enqueue], "step")
-            bench.report(name, rows, whole)
+            bench.report(name, rows, whole, weight_bytes(LLAMA, shape, "float16"))
             for left_out in ("attention", "decode::norm<", "residual", "gate_up"):
                 rest = [launch for launch in launches if left_out not in launch.name]
                 if len(rest) == len(launches):
@@ -247,12 +253,12 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=list(SECTIONS), default=["steps", "attention", "linear"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     bench = Bench()
-    print(bench.device.gpu_name, bench.module.multiprocessors, "multiprocessors")
+    print(bench.device.gpu.name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)
-    results = {**provenance(), "gpu": bench.device.gpu_name, "microseconds": bench.results}
+    results = {**provenance(), "limits": device_limits()._asdict(), "microseconds": bench.results}
     if arguments.output:
         arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--places", type=int, default=2)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     checkpoint, engines = checkpoint_in(arguments.work), arguments.work / "engines-lora"
     limits = EngineLimits(1, 512, 1024, max_lora_rank=arguments.rank, lora_slots=arguments.places)
     build_engine_directory(checkpoint, engines, limits, weights="link", force=True)

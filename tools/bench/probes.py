@@ -1,13 +1,28 @@
-"""What a benchmark does to running code to see into it: engines left out or listed, waits of the host counted."""
+"""What a benchmark does to running code to see into it: engines listed, named or left out, the host's waits counted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.kernels.arrays import ITEM_SIZES
+
+
+def executor_name(engine: Any) -> str:
+    """What runs an engine's steps: hand-written kernels of few or many rows, or TensorRT."""
+    return engine.executor.name if isinstance(engine, KernelEngine) else "TensorRT"
+
+
+def weight_bytes(config: ModelConfig, shape: EngineShape, dtype: str) -> int:
+    """Bytes of the weights that a step of an engine reads: the embedding only where it is the head."""
+    sizes = (math.prod(spec.shape) for spec in model_program(config, shape).weights.values())
+    return ITEM_SIZES[dtype] * sum(sizes)
 
 
 @contextmanager

@@ -12,20 +12,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.platform import find_gpu
+sys.path.insert(0, str(Path(__file__).parent))
+from device_limits import device_limits
+
+from edgellm.kernels.gpu import find_gpu
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def provenance() -> dict[str, str]:
+def provenance() -> dict[str, Any]:
     """The date, the command of this process with files by their names alone (folders are the machine's own), and what
-    the machine is."""
+    the machine is; where it is measured as another device, as which, and what was read and multiplied there now."""
     arguments = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
-    return {
+    found: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", *_program(), *arguments]),
         "machine": ", ".join(_machine()),
     }
+    gpu = find_gpu()
+    if gpu is not None and gpu.measured_as:
+        found |= {"measured_as": gpu.measured_as, "limits": device_limits()._asdict()}
+    return found
 
 
 def report(results: dict[str, Any], output: Path | None) -> None:

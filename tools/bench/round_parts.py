@@ -4,7 +4,7 @@
 
 For each plan: the round, its kernels that are no engine's alone, and both without each of these kernels (whose results
 then are those of an earlier round). For each step of the draft: its engine alone, and without each of its launches.
-Uses the directories of `eagle_speed.py` (and builds them if they are missing). Needs TensorRT, pycuda and a GPU.
+`--as orin` and the like: see `as_device.py`. Needs TensorRT, pycuda and a GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from eagle_speed import RoundBench, prepare
+from as_device import parse
 from probes import enqueue_replaced
+from random_model import random_eagle_runner
+from round_bench import RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
-from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.kernels.launch import Launch
 
 MEAN = 4.24
@@ -118,11 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--plans", nargs="+", default=["tree 10/6/60", "chain 5"])
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     _, directory = prepare(arguments.work)
-    plans = {p.name: p for p in candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)}
-    runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
-    try:
+    plans = {plan.name: plan for plan in plans_of(directory)}
+    with random_eagle_runner(directory) as runner:
         bench = PartsBench(runner)
         for name in arguments.plans:
             plan = plans[name]
@@ -136,8 +133,6 @@ def main() -> None:
                     traceback.print_exc()
             bench.line("all, again", before)
             bench.engines()
-    finally:
-        runner.close()
 
 
 if __name__ == "__main__":

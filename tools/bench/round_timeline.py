@@ -2,7 +2,7 @@
 
     python tools/bench/round_timeline.py [--work DIRECTORY] [--plan "tree 10/6/60"] [--output TIMELINE.txt]
 
-Uses the directories of `eagle_speed.py` (and builds them if they are missing), and PyTorch's profiler for the times.
+PyTorch's profiler takes the times. `--as orin` and the like: see `as_device.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from eagle_speed import RoundBench, prepare
+from as_device import parse
+from random_model import random_eagle_runner
+from round_bench import RoundBench, plans_of, prepare
 from simulated_acceptance import schedule
-
-from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 
 ROUNDS = 4
 
@@ -30,14 +27,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--plan", default="tree 10/6/60")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     from torch.profiler import ProfilerActivity, profile
 
     _, directory = prepare(arguments.work)
-    plans = candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
-    plan = next(plan for plan in plans if plan.name == arguments.plan)
-    runner = EagleRunner.open(open_backend("tensorrt", directory), directory)
-    try:
+    plan = next(plan for plan in plans_of(directory) if plan.name == arguments.plan)
+    with random_eagle_runner(directory) as runner:
         bench = RoundBench(runner)
         lengths = schedule(4.24, plan.steps)
         bench.fill(lengths)
@@ -48,8 +43,6 @@ def main() -> None:
             for _ in range(ROUNDS):
                 launch()
             runner.backend.synchronize()
-    finally:
-        runner.close()
     events = [event for event in record.events() if event.device_type.name == "CUDA"]
     events.sort(key=lambda event: event.time_range.start)
     one = events[-(len(events) // ROUNDS) :]

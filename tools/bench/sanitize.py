@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from as_device import measured_as, parse
+
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FILES = (
     "tests/kernels/sampling/test_sampling_gpu.py",
@@ -72,6 +75,8 @@ def run(tool: str, file: str, tests: int, seconds: float, logs: Path) -> Outcome
     """Run a sample of a file's tests under a tool; all output goes to a file of `logs`."""
     command = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", str(_FOUND), "--tool", tool]
     command += [sys.executable, "-m", "pytest", file, "-v", "-m", "gpu", "--sample", str(tests), "--tb=short"]
+    name = measured_as()
+    command += ["--as", name] if name else []
     command += ["-p", "no:cacheprovider", "-k", " and ".join(f"not {name}" for name in _LEFT_OUT)]
     log = logs / f"{tool}_{Path(file).stem}.txt"
     started, code = time.perf_counter(), None
@@ -97,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="the most that one process may take")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"))
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     arguments.logs.mkdir(parents=True, exist_ok=True)
 
     def one(pair: tuple[str, str]) -> Outcome:

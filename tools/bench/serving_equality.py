@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.llm import SHIPPED_MODEL
+from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference
 from tools.bench.held_out_prompts import Messages, held_out_conversations
 from tools.bench.provenance import provenance
@@ -119,7 +120,7 @@ def run_jobs(processes: int, jobs: Sequence[Job], call: Callable[[Job], Any]) ->
             call(job)
         return []
     failures = []
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), enter, (measured_as(),)) as pool:
         running = {pool.submit(call, job): job for job in jobs}
         for future in as_completed(running):
             if (error := future.exception()) is not None:
@@ -150,11 +151,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
-    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens")}
+    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens", "measured_as")}
     heading["model"] = hash_bytes((arguments.model / "edgellm.json").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")

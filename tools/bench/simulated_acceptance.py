@@ -44,7 +44,7 @@ class ForcedAcceptance:
 
     def __init__(self, backend: Any) -> None:
         self._backend, self._stream = backend, backend.stream
-        self._function = _load(backend.compute_capability)
+        self._function = _load(backend.gpu.compute_capability)
         self._schedule = backend.zeros((SCHEDULE_ROUNDS,), "int32")
         self._round = backend.zeros((1,), "int32")
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
@@ -253,7 +254,7 @@ def main() -> None:
     """Measure everything and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, repeats=15)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     results: dict[str, Any] = dict(provenance()) | {"backend": arguments.backend, "cores": os.cpu_count()}
     opened = open_model(arguments)
     try:

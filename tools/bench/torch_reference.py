@@ -1,18 +1,23 @@
-"""The yardstick: one decode step of a Llama decoder in plain PyTorch, compiled with CUDA graphs.
+"""The yardstick: a decode step, and prompts, of a Llama decoder in plain PyTorch, compiled, in CUDA graphs.
 
-Written as one would write it for speed: fused q/k/v and gate/up projections, a static KV cache in buffers (whose
-addresses are declared static, without which PyTorch skips its CUDA graphs), scaled_dot_product_attention with grouped
-heads, argmax on the device.
+    python tools/bench/torch_reference.py decode CONFIG CAPACITY
+    python tools/bench/torch_reference.py prefill CONFIG TOKENS ...
+
+`CONFIG` is what a config.json says, as JSON. Written as one would write it for speed: fused q/k/v and gate/up
+projections, a static KV cache in buffers (whose addresses are declared static, without which PyTorch skips its CUDA
+graphs), scaled_dot_product_attention with grouped heads, argmax on the device.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Layer(nn.Module):
@@ -86,20 +91,77 @@ def decode_step_milliseconds(config: dict, capacity: int, position: int = 500, r
         step(token, row)
     torch.cuda.synchronize()
     compiled = time.perf_counter() - started
-    spans = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeats):
-            step(token, row)
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end) / repeats)
+    spans = [_milliseconds(lambda: step(token, row), repeats) for _ in range(5)]
     return {"milliseconds": statistics.median(spans), "compile_seconds": compiled}
+
+
+class PromptLayer(Layer):
+    """One decoder layer on all tokens of a prompt, whose attention is flash attention."""
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """All tokens: x [1, T, hidden]."""
+        count = x.shape[1]
+        qkv = self.qkv(self.input_norm(x)).view(1, count, -1, self.size).transpose(1, 2)
+        rotated, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        first, second = rotated.chunk(2, dim=-1)
+        cos, sin = rope[0], rope[1]
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        query, key = rotated.split([self.heads, self.kv_heads], dim=1)
+        self.keys[:, :, :count] = key
+        self.values[:, :, :count] = value
+        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.output(context.transpose(1, 2).reshape(1, count, -1))
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+@torch.inference_mode()
+def prefill_milliseconds(config: dict, counts: list[int], repeats: int = 5) -> dict[str, float]:
+    """Median milliseconds, on the GPU's clock, of prompts of so many tokens, without embedding and head.
+
+    One layer is compiled for each length; all layers are one CUDA graph.
+    """
+    torch.set_default_dtype(torch.float16)
+    config = {"head_dim": config["hidden_size"] // config["num_attention_heads"]} | config
+    found = {}
+    with torch.device("cuda"):
+        layers = [PromptLayer(config, max(counts)) for _ in range(config["num_hidden_layers"])]
+        rope = torch.rand(2, max(counts), config["head_dim"] // 2)
+    run = torch.compile(lambda layer, x, rope: layer(x, rope), fullgraph=True, dynamic=False)
+    for count in counts:
+        x, own_rope = torch.randn(1, count, config["hidden_size"], device="cuda"), rope[:, :count].contiguous()
+
+        def prompt(x: torch.Tensor = x, own_rope: torch.Tensor = own_rope) -> torch.Tensor:
+            for layer in layers:
+                x = run(layer, x, own_rope)
+            return x
+
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            prompt()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                prompt()
+        found[str(count)] = statistics.median(_milliseconds(graph.replay, repeats) for _ in range(5))
+    return found
+
+
+def _milliseconds(step: Callable[[], object], repeats: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
 
 
 if __name__ == "__main__":
     import json
     import sys
 
-    print(json.dumps(decode_step_milliseconds(json.loads(sys.argv[1]), int(sys.argv[2]))))
+    kind, config, *numbers = sys.argv[1:]
+    if kind == "decode":
+        print(json.dumps(decode_step_milliseconds(json.loads(config), int(numbers[0]))))
+    else:
+        print(json.dumps(prefill_milliseconds(json.loads(config), [int(number) for number in numbers])))

@@ -70,7 +70,7 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     log: list[str] = []
 
     def open_device(device: CudaDevice) -> None:
-        device.compute_capability, device.stream = "sm_90", FailingStream()
+        device.gpu, device.stream = None, FailingStream()
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
@@ -93,7 +93,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     log: list[str] = []
 
     def open_device(device: CudaDevice) -> None:
-        device.compute_capability, device.stream = "sm_90", FailingStream()
+        device.gpu, device.stream = None, FailingStream()
 
     def refuse() -> None:
         raise RuntimeError("libnvrtc.so cannot be loaded")

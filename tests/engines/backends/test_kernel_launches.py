@@ -18,7 +18,7 @@ from edgellm.engines.model.program import Attention
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
-from edgellm.kernels.decode.tilings import Gpu
+from edgellm.kernels.decode.tilings import Capacity
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -137,10 +137,13 @@ def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
 
 def test_norms_of_their_own_pay_where_many_multiprocessors_would_each_norm() -> None:
     chain = EngineShape("verify", 1, 4, 64, 64, 4)
-    found = [kernel_executor(WIDE, chain, "float16", H200, gpu)[0] for gpu in (Gpu(), Gpu(16, ORIN, False, "sm_87"))]
+    found = [
+        kernel_executor(WIDE, chain, "float16", H200, gpu)[0]
+        for gpu in (Capacity(), Capacity(16, ORIN, False, "sm_87"))
+    ]
     assert found == [FewRows] * 2
-    assert FewRows.clocks(model_program(WIDE, chain), Gpu(16, ORIN, False, "sm_87")) > FewRows.clocks(
-        model_program(WIDE, chain), Gpu()
+    assert FewRows.clocks(model_program(WIDE, chain), Capacity(16, ORIN, False, "sm_87")) > FewRows.clocks(
+        model_program(WIDE, chain), Capacity()
     )
     wide = replace(chain, tokens=16, selected=16)
     assert kernel_executor(WIDE, wide, "float16", H200)[0] is ManyRows

@@ -46,7 +46,7 @@ def on_tensorrt(gpu: Any, config: DecoderConfig, shape: EngineShape, arrays: dic
     library, dtype = load_tensorrt(), "float16"
     cache = SimpleNamespace(attach=lambda configuration: None)
     runtime = library.module.Runtime(library.module.Logger())
-    plan = build_plan(config, shape, dtype, "composed", gpu.compute_capability)
+    plan = build_plan(config, shape, dtype, "composed", gpu.gpu.compute_capability)
     engine = TensorRTEngine(library, runtime, plan, shape, cache)
     engine.attach(gpu, gpu.empty((engine.scratch_bytes,), "uint8"))
     program, bound = decoder_program(config, shape), {}

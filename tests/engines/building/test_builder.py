@@ -56,7 +56,7 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, limits: EngineL
     assert len(report.plans) == 2
     assert report.targets == ["sm_86", "sm_80", "sm_120"]
     every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
-    assert [plan.shape for plan in every.plans if plan.seconds] == [decode, prefill]
+    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, prefill}  # two processes, in no order
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size
     assert stages["weights"][-1] == (weights, weights)

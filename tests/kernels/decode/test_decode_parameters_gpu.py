@@ -185,7 +185,7 @@ def test_parts_of_a_norm_stand_side_by_side(bench: Bench, dtype, rows, first, se
 @DTYPES
 @ROWS
 @pytest.mark.parametrize("kind", ["float32", "compute"])
-@pytest.mark.parametrize("width", [72, 1032, 2048])
+@pytest.mark.parametrize("width", [72, 896, 1032, 2048])
 def test_two_inputs_side_by_side(bench: Bench, dtype, rows, kind, width) -> None:
     parts = [
         bench.normed(rows, width, width, each, offset=1.0) for each in (dtype, dtype if kind == "compute" else kind)
@@ -195,8 +195,14 @@ def test_two_inputs_side_by_side(bench: Bench, dtype, rows, kind, width) -> None
     expected, expected_kept = nans((rows, 330)), nans((rows, width))
     bench.few.norm_linear([own for own, _ in parts], linear, output, 0.5, Kept(kept), next_early=False)()
     FEW.norm_linear([twin for _, twin in parts], twin_linear, expected, 0.5, Kept(expected_kept))()
-    bench.check(output, expected)
-    bench.check(kept, expected_kept)
+    found, kept_bits = bench.check(output, expected), bench.check(kept, expected_kept)
+    # The norms alone, then the layer of many rows.
+    padded, many = bench.empty(rows, padded_columns(2 * width), dtype=dtype), bench.empty(rows, 330)
+    for part, (own, _) in enumerate(parts):
+        bench.few.norm(own, padded, part * width, Kept(kept) if part else None)()
+    bench.many.linear(padded, linear, many, 0.5)()
+    np.testing.assert_array_equal(bench.gpu.download(kept), kept_bits)
+    np.testing.assert_array_equal(bench.gpu.download(many), found)
 
 
 @DTYPES

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode.tilings import WARPS, Gpu, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import WARPS, Capacity, fastest_tiling, tilings
 
 GPUS = {
-    "H200": Gpu(132, 232_448, True, "sm_90"),
-    "Thor": Gpu(20, 232_448, True, "sm_110"),
-    "Orin": Gpu(16, 166_912, False, "sm_87"),
-    "RTX 4090": Gpu(128, 101_376, False, "sm_89"),
-    "RTX 5090": Gpu(170, 101_376, True, "sm_120"),
+    "H200": Capacity(132, 232_448, True, "sm_90"),
+    "Thor": Capacity(20, 232_448, True, "sm_110"),
+    "Orin": Capacity(16, 166_912, False, "sm_87"),
+    "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
+    "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
 }
 MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (6, 40)]
 
@@ -55,12 +55,12 @@ def test_many_multiprocessors_share_a_small_matrix() -> None:
 
 
 def test_an_unknown_gpu_is_taken_for_the_one_before_it() -> None:
-    assert Gpu(16, 166_912, False, "compute_88").speeds == GPUS["Orin"].speeds
-    assert Gpu(16, 166_912, True, "sm_130").speeds == Gpu(48, 101_376, True, "sm_121").speeds
+    assert Capacity(16, 166_912, False, "compute_88").speeds == GPUS["Orin"].speeds
+    assert Capacity(16, 166_912, True, "sm_130").speeds == Capacity(48, 101_376, True, "sm_121").speeds
 
 
 def test_where_nothing_fits_the_smallest_is_left() -> None:
     """Whose launch then says what is missing."""
-    gpu = Gpu(16, 24_576, True, "sm_90")
+    gpu = Capacity(16, 24_576, True, "sm_90")
     (tiling,) = tilings(64, gpu)
     assert tiling.shared_bytes(tiling.stages(gpu)) > gpu.shared_limit

@@ -1,0 +1,85 @@
+"""Models with random weights for benchmarks: what they hold, and that a sequence begins anew on rows that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import chain, tree
+from edgellm.kernels.compiler import compile_module
+
+LIMITS = EngineLimits(1, 16, 240, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+PROMPT = list(range(5, 40))
+
+
+@pytest.fixture(autouse=True)
+def bench_modules(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "tools" / "bench"))
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "qwen3-1.7b", "llama-1b", "llama-8b"])
+def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape: str) -> None:
+    """As the benchmark's rounds do: the rows behind the prompt were overwritten by then."""
+    from random_model import SHAPES, random_directory, random_eagle_runner
+
+    published = decoder_config(SHAPES[shape])
+    small = {"num_layers": 8, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 192}
+    config = replace(published, **small, num_heads=2, num_kv_heads=1)
+    plan = tree(4, 3, 12) if shape != "llama-8b" else chain(3)
+    with random_eagle_runner(random_directory(tmp_path, config, LIMITS), "numpy") as runner:
+
+        def logits(kept: int) -> np.ndarray:
+            runner.start(0, PROMPT, kept, SamplingValues()).wait()
+            found = [runner.logits(0, 1)]
+            for _ in range(6):
+                tokens = runner.round(1, plan).wait()[0]
+                found.append(runner.logits(0, len(tokens)))
+            return np.concatenate(found)
+
+        expected = logits(0)
+        np.testing.assert_allclose(logits(len(PROMPT) - 1), expected, atol=1e-5)
+        assert np.abs(expected[0] - expected[-1]).max() > 1e-3
+
+
+def test_weights_are_spread_as_asked_for() -> None:
+    from random_draft import HEAD_SCALE, SCALE
+    from random_model import SHAPES, RandomNumpyBackend, RandomTensors
+
+    from edgellm.engines.model.config import WeightSpec
+
+    backend = RandomNumpyBackend(decoder_config(SHAPES["llama-1b"]))
+    specs = [WeightSpec("head", (300, 200), ()), WeightSpec("other", (300, 200), ()), WeightSpec("norm", (200,), ())]
+    found = backend.load_weights(RandomTensors({"head": HEAD_SCALE}), specs)
+    assert found["head"].std() == pytest.approx(HEAD_SCALE, rel=0.02)
+    assert found["other"].std() == pytest.approx(SCALE, rel=0.02)
+    assert (found["norm"] == 1).all()
+    assert not np.array_equal(found["head"][:100], found["head"][100:200])
+
+
+def test_a_step_reads_the_embedding_only_where_it_is_the_head() -> None:
+    from probes import weight_bytes
+    from random_model import SHAPES
+
+    decode, found = EngineShape("decode", 1, 1, 64, 64), {}
+    for name in ("llama-1b", "llama-8b"):
+        found[name] = weight_bytes(decoder_config(SHAPES[name]), decode, "float16")
+    assert found["llama-1b"] == pytest.approx(2.47e9, rel=0.002)
+    assert found["llama-8b"] == pytest.approx(15.01e9, rel=0.002)  # 8.03 billion weights less the embedding's
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "compute_87", "compute_86"])
+def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    from device_limits import _SOURCE, DeviceLimits
+
+    code = compile_module(_SOURCE, architecture).code
+    assert b"read_all" in code and b"multiply" in code
+    limits = DeviceLimits(1000.0, 100.0, 16)
+    assert limits.read_share(2e9, 4.0) == 0.5
+    assert limits.mma_share(1e12, 20.0) == 0.5

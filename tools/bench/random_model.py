@@ -1,0 +1,212 @@
+"""Models with the shapes of published ones and random weights that are made where they are used: for measuring speed.
+
+Nothing is written but TensorRT's plans: eight billion weights are there in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from random_checkpoint import LLAMA_3_2_1B
+from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
+
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+from edgellm.engines.directories.digests import hash_bytes
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_parts import EngineDraft
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import DRAFT_HEAD, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.kernels.bfloat16 import store_rounded
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_scaling": None, "rms_norm_eps": 1e-6}
+#: By name, what a `config.json` says.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "qwen3-1.7b": LLAMA_3_2_1B
+    | _QWEN3
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+    },
+    "llama-1b": LLAMA_3_2_1B,
+    "llama-8b": LLAMA_3_2_1B
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+#: Random values are drawn once and cut anew for each tensor.
+_DRAWN = 1 << 24
+
+
+@dataclass(frozen=True)
+class RandomTensors:
+    """Stands for a checkpoint: what a backend with `RandomWeights` fills its buffers with.
+
+    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`.
+    """
+
+    scales: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class RandomDirectory(EngineDirectory):
+    """An engine directory without weight files; its folder is where plans are kept."""
+
+    def checkpoint(self) -> Any:
+        return RandomTensors()
+
+
+class RandomDraft(EngineDraft):
+    """A draft head without files. Its head's weights are larger: see `random_draft`."""
+
+    def checkpoint(self) -> Any:
+        return RandomTensors({DRAFT_HEAD: HEAD_SCALE}, seed=1)
+
+
+class RandomWeights:
+    """In front of a backend: its weights are made, not loaded."""
+
+    compute_dtype: str
+    empty: Callable[..., Any]
+    upload: Callable[..., None]
+
+    def load_weights(
+        self, checkpoint: Any, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Any]:
+        """A buffer for each spec, filled as `RandomTensors` says."""
+        random = np.random.default_rng(checkpoint.seed)
+        normal, weights = random.standard_normal(_DRAWN, np.float32), {}
+        blocks = {scale: _stored(normal * scale, self.compute_dtype) for scale in {SCALE, *checkpoint.scales.values()}}
+        for spec in specs:
+            weights[spec.name] = self.empty(spec.shape, "compute")
+            flat = weights[spec.name].reshape(-1)
+            size = int(np.prod(spec.shape))
+            if len(spec.shape) == 1:
+                self.upload(flat, _stored(np.ones(size, np.float32), self.compute_dtype))
+                continue
+            block, place = blocks[checkpoint.scales.get(spec.name, SCALE)], 0
+            while place < size:
+                first = int(random.integers(0, _DRAWN // 2))
+                end = min(size, place + _DRAWN - first)
+                self.upload(flat[place:end], block[first : first + end - place])
+                place = end
+        return weights
+
+
+def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    found = np.empty(values.shape, np.uint16 if dtype == "bfloat16" else dtype)
+    store_rounded(values, found)
+    return found
+
+
+class RandomTensorRTBackend(RandomWeights, TensorRTBackend):
+    """The backend of a GPU."""
+
+
+class RandomNumpyBackend(RandomWeights, NumpyBackend):
+    """The backend without one."""
+
+
+def random_directory(
+    folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16"
+) -> EngineDirectory:
+    """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`."""
+    draft = RandomDraft(folder / "draft", draft_of(config), {}) if limits.has_draft else None
+    if draft is not None:
+        config = replace(config, feature_layers=draft.config.feature_layers)
+    description = hash_bytes(repr((config, limits, dtype, draft)).encode())
+    return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft)
+
+
+def draft_of(base: DecoderConfig) -> DraftConfig:
+    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes."""
+    layers = base.num_layers
+    embedding = decoder_weights(base)[0].name
+    return DraftConfig(
+        generation="3",
+        decoder=replace(base, num_layers=1, qk_norm=False, attention_bias=False, tie_word_embeddings=False),
+        draft_vocab_size=min(DRAFT_VOCABULARY, base.vocab_size),
+        has_mapping=False,
+        feature_layers=(2, layers // 2, layers - 3),
+        feature_norm="none",
+        layer_prefix="midlayer.",
+        has_embedding=False,
+        has_head=True,
+        base_embedding=embedding,
+        base_head=embedding,
+        fc_bias=False,
+        norm_before_residual=False,
+        feed_back_normed=False,
+    )
+
+
+def shape_directory(folder: Path, shape: str, limits: EngineLimits) -> EngineDirectory:
+    """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
+    name = f"{shape}-{limits.prefill_chunk}-{limits.kv_capacity}{'-eagle' if limits.has_draft else ''}"
+    return random_directory(folder / name, decoder_config(SHAPES[shape]), limits)
+
+
+def _backend(kind: str, directory: EngineDirectory) -> Any:
+    if kind == "tensorrt":
+        return RandomTensorRTBackend(directory)
+    return RandomNumpyBackend(directory.config, None if directory.draft is None else directory.draft.config)
+
+
+@contextmanager
+def random_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[BaseEngineRunner]:
+    """A runner of a directory's base with random weights, closed at the end."""
+    tensors: Any = RandomTensors()
+    runner = BaseEngineRunner(_backend(kind, directory), directory.config, directory.limits, tensors)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+@contextmanager
+def random_eagle_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[EagleRunner]:
+    """A runner of a directory's base and draft with random weights, closed at the end."""
+    runner = EagleRunner.open(_backend(kind, directory), directory)
+    try:
+        yield runner
+    finally:
+        runner.close()

@@ -1,0 +1,104 @@
+"""Rounds of a model by tree size, in plain steps and milliseconds, and each engine's share of the read bandwidth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from device_limits import device_limits
+from gpu_timer import gpu_milliseconds
+from probes import enqueue_replaced, executor_name, weight_bytes
+from random_model import random_eagle_runner, random_runner
+from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare, random_prompt
+from simulated_acceptance import schedule, simulated_mean
+
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
+
+#: Few: a round of a large model in a part of a GPU takes tens of milliseconds.
+REPEATS, SERIES = 10, 3
+
+
+def measure_table(work: Path, shape: str, mean: float) -> dict[str, Any]:
+    """`rounds` and `engines` of a model; also printed, as Markdown. Lengths of the rounds are simulated."""
+    plain_directory, directory = prepare(work, shape)
+    with random_runner(plain_directory) as plain:
+        plain_ms = plain_step(plain, PROMPT_TOKENS)
+        (decode,) = (engine for each, engine in plain.engines.loaded.items() if each.phase == "decode")
+        engines = {decode.shape.name: engine_row(plain.backend, decode, plain_directory)}
+    decode_ms, plans, rounds = engines[decode.shape.name]["ms"], plans_of(directory), []
+    with random_eagle_runner(directory) as runner:
+        bench = RoundBench(runner)
+        for plan in plans:
+            tokens = simulated_mean(plan, plans[-1], mean)
+            lengths = schedule(tokens, plan.steps)
+            bench.fill(lengths)
+            for _ in range(3):
+                runner.round(1, plan).wait()
+            round_ms = bench.milliseconds(bench.graph(plan), lengths, plan, repeats=REPEATS, series=SERIES)
+            with enqueue_replaced(None) as listed:
+                for stage in runner.prepare_round(1, plan).stages.values():
+                    stage()
+            names = dict.fromkeys(engine.shape.name for engine in listed)
+            for engine in listed:
+                if engine.shape.name not in engines:
+                    engines[engine.shape.name] = engine_row(runner.backend, engine, directory)
+            rounds.append(
+                {
+                    "configuration": plan.name,
+                    "round_ms": round_ms,
+                    "plain_steps": round_ms / plain_ms,
+                    "simulated_tokens": tokens,
+                    "ms_a_token": round_ms / tokens,
+                    "speedup": plain_ms * tokens / round_ms,
+                    "on_tensorrt": [name for name in names if engines[name]["executor"] == "TensorRT"],
+                }
+            )
+    for row in engines.values():
+        row["decode_steps"] = row["ms"] / decode_ms
+    found = {"plain_ms": plain_ms, "rounds": rounds, "engines": engines}
+    print(markdown(shape, found), flush=True)
+    return found
+
+
+def plain_step(runner: BaseEngineRunner, tokens: int) -> float:
+    """Milliseconds of a plain step of the GPU behind a prompt of so many tokens."""
+    prompt, kept = random_prompt(tokens), 0
+
+    def fill() -> None:
+        nonlocal kept
+        runner.start(0, prompt, kept, SamplingValues()).wait()
+        kept = tokens - 1
+        for _ in range(3):
+            runner.decode(1).wait()
+
+    fill()
+    ((step,),) = runner._steps.captures.values()
+    return gpu_milliseconds(runner.backend.stream, step, REPEATS, SERIES, before=fill)
+
+
+def engine_row(backend: Any, engine: Any, directory: EngineDirectory) -> dict[str, Any]:
+    """An engine as a graph of its own, on what it is bound to: its executor, milliseconds, and share of bandwidth."""
+    launch = backend.capture(engine.enqueue, engine.shape.name)
+    milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
+    nbytes = weight_bytes(directory.model_config(engine.shape.model), engine.shape, directory.dtype)
+    share = device_limits().read_share(nbytes, milliseconds)
+    return {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
+
+
+def markdown(shape: str, found: dict[str, Any]) -> str:
+    """Both tables."""
+    lines = [f"{shape}: a plain step takes {found['plain_ms']:.3f} ms", ""]
+    lines += ["| round | ms | plain steps | tokens, simulated | ms a token | on TensorRT |", "|---" * 6 + "|"]
+    lines += [
+        f"| {row['configuration']} | {row['round_ms']:.3f} | {row['plain_steps']:.2f} | {row['simulated_tokens']:.2f} "
+        f"| {row['ms_a_token']:.3f} | {', '.join(row['on_tensorrt']) or 'nothing'} |"
+        for row in found["rounds"]
+    ]
+    lines += ["", "| engine | runs on | ms | decode steps | share of read bandwidth |", "|---" * 5 + "|"]
+    lines += [
+        f"| {name} | {row['executor']} | {row['ms']:.3f} | {row['decode_steps']:.2f} | {row['read_share']:.0%} |"
+        for name, row in found["engines"].items()
+    ]
+    return "\n".join(lines) + "\n"
