@@ -115,7 +115,8 @@ class FewRows:
     def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
         inside = isinstance(step, NormLinear) and cls.norms_inside(step)
         norms = 0 if inside else _norm_count(step)
-        return few_rows_clocks(rows, *step.linear.weight.shape, inside, gpu) + norms * NORM_CLOCKS
+        width, columns = step.linear.weight.shape
+        return few_rows_clocks(rows, width, columns, inside, gpu) + norms * NORM_CLOCKS
 
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
@@ -247,7 +248,8 @@ class ManyRows(FewRows):
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
         gated = isinstance(step, NormLinear) and step.gated
-        many = many_rows_clocks(rows, *step.linear.weight.shape, gated, gpu) + _norm_count(step) * NORM_CLOCKS
+        width, columns = step.linear.weight.shape
+        many = many_rows_clocks(rows, width, columns, gated, gpu) + _norm_count(step) * NORM_CLOCKS
         few = isinstance(step, LinearResidual) and _streams(rows, gpu.shared_limit)
         return min(many, super()._clocks(step, rows, gpu)) if few else many
 

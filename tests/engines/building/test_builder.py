@@ -31,8 +31,9 @@ from edgellm.engines.model.config import EngineLimits
 pytest.importorskip("tensorrt_rtx")
 
 
-def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
-    """Prefill of 16 tokens fits into the shared memory of sm_80, not into that of sm_86 and sm_120."""
+def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, tmp_path: Path) -> None:
+    """Of chunks of more tokens than the kernels take."""
+    limits = EngineLimits(max_batch=1, prefill_chunk=80, kv_capacity=128)
     stages: dict[str, list[tuple[int, int]]] = {}
     report = build_engine_directory(
         checkpoint,
@@ -43,20 +44,21 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, limits: EngineL
     )
     library = load_tensorrt()
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    decode, prefill = limits.engine_shapes()
-    for target in ("sm_86", "sm_120"):
+    decode, short, prefill = limits.engine_shapes()
+    for target in ("sm_86", "sm_80", "sm_120"):
         platform = Platform(target, library.flavour, library.version)
         plan, was_built = load_or_build_plan(directory, prefill, platform)
         (entry,) = [built for built in report.plans if built.platform == platform]
         assert not was_built and entry.shape == prefill
         assert entry.size == len(plan) > 10_000
         assert entry.seconds > 0
-        with pytest.raises(PlanError, match=f"no plan {decode.name} .* --refresh-plans"):
-            load_or_build_plan(directory, decode, platform)
-    assert len(report.plans) == 2
+        for needless in (decode, short):
+            with pytest.raises(PlanError, match=f"no plan {needless.name} .* --refresh-plans"):
+                load_or_build_plan(directory, needless, platform)
+    assert len(report.plans) == 3
     assert report.targets == ["sm_86", "sm_80", "sm_120"]
     every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
-    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, prefill}  # two processes, in no order
+    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, short}  # two processes, in no order
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size
     assert stages["weights"][-1] == (weights, weights)
@@ -285,10 +287,8 @@ def test_refreshing_builds_only_what_is_missing_or_refused(
     first.unlink()
     second.write_bytes(b"damaged")
     assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-l128")
-    report = refresh_plans(target, ["sm_86"])
-    assert [plan.shape.name for plan in report.plans] == [second.stem]  # kernels decode on sm_86
-    assert report.plans[0].seconds
+    assert refresh_plans(target, ["sm_86"]).plans == []  # kernels take both
     report = refresh_plans(target, ["sm_86"], all_plans=True)
-    assert [plan.shape.name for plan in report.plans if plan.seconds] == [first.stem]
+    assert sorted(plan.shape.name for plan in report.plans if plan.seconds) == [first.stem, second.stem]
     assert len(report.plans) == len(limits.engine_shapes())
     EngineDirectory.open(target, verify=True)

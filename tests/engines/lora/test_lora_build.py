@@ -148,12 +148,12 @@ def test_a_build_from_the_command_line(
         assert len(plan) > 10_000
         assert not was_built
         assert f" {shape.name} " in result.output
-    assert "  sm_86   kernels: base decode 1\n" in result.output
+    assert "  sm_86   kernels: base decode 1; base prefill 16\n" in result.output
     for words in ("wide, rank 12", "attention, rank 3", "3 at once, rank up to 12"):
         assert words in result.output
     listed = edgellm("info", target, "--verify")
     assert listed.exit_code == 0, listed.output
-    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "3 of 3"):
+    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "2 of 2"):
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest
