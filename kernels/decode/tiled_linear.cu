@@ -83,16 +83,21 @@ template <typename G> struct Fragments {
             for (int half = 0; half < 2; ++half)
                 activations[r][half] = read_shared_16(rows + (r * 16 + half * 8) * ROW_BYTES);
     }
+    // Products of one sum stand as far apart as they can: each waits for the one before.
     template <typename T> __device__ void multiply(Sums<G>& sum, T) const {
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r) {
-            const uint4 &low = activations[r][0], &high = activations[r][1];
-            const unsigned x[2] = {low.x, high.x}, y[2] = {low.y, high.y}, z[2] = {low.z, high.z}, w[2] = {low.w, high.w};
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], x, y, weights[c].x, weights[c].y, T());
+            for (int r = 0; r < G::ROW_TILES; ++r) {
+                const uint4 &low = activations[r][0], &high = activations[r][1];
+                const unsigned a0[2] = {half == 0 ? low.x : low.z, half == 0 ? high.x : high.z};
+                const unsigned a2[2] = {half == 0 ? low.y : low.w, half == 0 ? high.y : high.w};
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], z, w, weights[c].z, weights[c].w, T());
-        }
+                for (int c = 0; c < G::COLUMN_TILES; ++c) {
+                    const uint4& b = weights[c];
+                    multiply_add(sum[r][c], a0, a2, half == 0 ? b.x : b.z, half == 0 ? b.y : b.w, T());
+                }
+            }
     }
 };
 

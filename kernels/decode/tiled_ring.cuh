@@ -142,13 +142,14 @@ template <typename T, typename G, typename Source> struct Copies {
 
 #if __CUDA_ARCH__ >= 900
 
-// The tensor memory accelerator copies whole chunks, for which one thread asks. Each stage has two barriers in shared
-// memory: one counts the bytes that have come, one the warps that have read them, so that warps need not wait for each
-// other.
+// The tensor memory accelerator copies whole chunks, for which one thread asks: of each chunk another warp's, since asking
+// takes as long as multiplying. Each stage has two barriers in shared memory: one counts the bytes that have come, one the
+// warps that have read them, so that warps need not wait for each other.
 template <typename T, typename G, typename Source> struct Accelerator {
     const Operands<T, Source>& operands;
     Chunk next;
     Ring ring;
+    int asks = 0;  // the warp that asks for the next chunk
 
     // Copies weights before what the previous kernel computes is there.
     __device__ Accelerator(const Operands<T, Source>& operands, const Ring& ring, const Work& work)
@@ -172,11 +173,14 @@ template <typename T, typename G, typename Source> struct Accelerator {
         if (threadIdx.x % 32 == 0)
             asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.empty()) : "memory");
         ring.advance();
-        if (threadIdx.x != 0 || !next.exists()) return;
-        wait_for(next.ring.empty(), next.ring.parity ^ 1);
-        copy_weights(next);
-        copy_activations();
+        if (!next.exists()) return;
+        if (threadIdx.x == 32 * asks) {
+            wait_for(next.ring.empty(), next.ring.parity ^ 1);
+            copy_weights(next);
+            copy_activations();
+        }
         next.advance();
+        asks = (asks + 1) % TILED_WARPS;
     }
 
   private:
