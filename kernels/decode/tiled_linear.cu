@@ -115,19 +115,25 @@ __device__ __forceinline__ void multiply_tile(Sums<G>& total, Chunks& chunks, co
     static_assert(STAGE_STEPS == 2, "a chunk is multiplied in two steps");
     if constexpr (G::AHEAD) {  // of a chunk the first step is read while the last one of the chunk before is multiplied
         Fragments<G> first, second;
-        if (count > 0) chunks.wait(), first.read(chunks.ring.place(), lane, 0);
+        const auto start_chunk = [&] {
+            chunks.wait();
+            first.read(chunks.ring.place(), lane, 0);
+            chunks.refill();
+        };
+        if (count > 0) start_chunk();
         for (int chunk = 1; chunk <= count; ++chunk) {
             second.read(chunks.ring.place(), lane, 1);
             first.multiply(sum, T());
             end_step();
             chunks.release();
-            if (chunk < count) chunks.wait(), first.read(chunks.ring.place(), lane, 0);
+            if (chunk < count) start_chunk();
             second.multiply(sum, T());
             end_step();
         }
     } else {
         for (int chunk = 0; chunk < count; ++chunk) {
             chunks.wait();
+            chunks.refill();
 #pragma unroll
             for (int step = 0; step < STAGE_STEPS; ++step) {
                 Fragments<G> fragments;

@@ -117,11 +117,12 @@ template <typename T, typename G, typename Source> struct Copies {
         commit_copies();
     }
     // Returns when the next chunk has come. All threads of the block call it.
-    __device__ void wait() {
+    __device__ void wait() const {
         wait_for_all_but(ring.stages - 2);
         wait_for_team<TILED_THREADS>(0);
-        copy();
     }
+    // Once after each wait.
+    __device__ void refill() { copy(); }
     // The chunk has been read by the warp.
     __device__ void release() { ring.advance(); }
 
@@ -167,6 +168,7 @@ template <typename T, typename G, typename Source> struct Accelerator {
             if (threadIdx.x == 0) copy_activations();
     }
     __device__ void wait() const { wait_for(ring.full(), ring.parity); }
+    __device__ void refill() const {}
     // The chunk has been read by the warp. The one before it, which most warps have read, is what is filled again.
     __device__ void release() {
         __syncwarp();
