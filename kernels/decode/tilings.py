@@ -30,8 +30,8 @@ _SPEEDS = {
 }
 #: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
 _STREAMED, _SHARED = 36, 128
-#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums. Clusters lie in
-#: parts of the GPU, of which some multiprocessors are left over.
+#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums. Clusters lie
+#: in parts of the GPU, of which some multiprocessors are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
@@ -123,12 +123,10 @@ class Tiling:
         steps = -(-columns // STEP)
         if self.splits == 1:
             return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
-        places = int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu))
-        waves, sharing = (
-            -(-tiles * self.splits // places),
-            max(1, min(tiles * self.splits, places) / gpu.multiprocessors),
-        )
-        return waves * (_STARTS + sharing * steps / self.splits * step + _JOINS + _ENDS)
+        places = max(1, int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu)))
+        waves = -(-tiles * self.splits // places)
+        on_each = max(1, min(tiles * self.splits, places) / gpu.multiprocessors)
+        return waves * (_STARTS + on_each * steps / self.splits * step + _JOINS + _ENDS)
 
 
 def _overlapped(gpu: Capacity, blocks: int, weights: float, shared: float, products: float) -> float:
