@@ -27,8 +27,9 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
     static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
-    // Whether the registers hold the next step's fragments beside this one's.
-    static constexpr bool AHEAD = 12 * ROW_TILES * COLUMN_TILES + 2 * (8 * ROW_TILES + 4 * COLUMN_TILES) <= (BLOCKS == 1 ? 180 : 64);
+    // Whether a thread's registers hold the next step's fragments beside this one's, and its sums of three kinds.
+    static constexpr int SUM_REGISTERS = 12 * ROW_TILES * COLUMN_TILES, FRAGMENT = 8 * ROW_TILES + 4 * COLUMN_TILES;
+    static constexpr bool AHEAD = SUM_REGISTERS + 2 * FRAGMENT <= (BLOCKS == 1 ? 180 : 64);
     static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
     static_assert(2 * STAGE_BYTES >= ROWS * AREA_STRIDE * 4, "two stages take what a block leaves");
 
