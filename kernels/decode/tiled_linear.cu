@@ -1,5 +1,5 @@
-// Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows of
-// activations.
+// Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows
+// of activations.
 //
 // Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
 // the bits of the decode step. A warp has its own 16 or 32 rows of activations and weight rows, for all of K, and keeps
@@ -16,9 +16,9 @@ namespace tiled {
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int AT_ONCE = 8;  // outputs of a thread that are made of what the blocks of a cluster left
 
-// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS beside each other have the
-// rows. BLOCKS on a multiprocessor. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows
-// in the first half; every second column tile of a warp is of them.
+// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS beside each other have
+// the rows. BLOCKS on a multiprocessor. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the
+// gate rows in the first half; every second column tile of a warp is of them.
 template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool PAIRED_> struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_, BLOCKS = BLOCKS_;
     static constexpr bool PAIRED = PAIRED_;
@@ -104,7 +104,8 @@ template <typename G> struct Fragments {
 
 // A warp's sums over the columns of a tile. steps: of a slice.
 template <typename T, typename G, typename Chunks>
-__device__ __forceinline__ void multiply_tile(Sums<G>& total, Chunks& chunks, const Lane<G>& lane, int count, int steps) {
+__device__ __forceinline__ void multiply_tile(
+    Sums<G>& total, Chunks& chunks, const Lane<G>& lane, int count, int steps) {
     Sums<G> sum = {}, group = {};
     int slice_step = 0, slice = 0;
     const auto end_step = [&] {
@@ -174,8 +175,8 @@ __device__ __forceinline__ void write(
     });
 }
 
-// The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of the
-// outputs, for which it reads the sums of all. All threads of the block call it.
+// The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of
+// the outputs, for which it reads the sums of all. All threads of the block call it.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void join(
     const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, int batch, int rows) {
@@ -191,7 +192,9 @@ __device__ __forceinline__ void join(
     for (int place = own; place < batch * G::UNIT; place += AT_ONCE * GROUPS * TILED_THREADS) {
         float before[AT_ONCE], values[AT_ONCE][G::SUMS][GROUPS];
         const auto place_of = [&](int k) { return place + k * GROUPS * TILED_THREADS; };
-        const auto exists = [&](int k) { return place_of(k) < batch * G::UNIT && first + place_of(k) % G::UNIT < rows; };
+        const auto exists = [&](int k) {
+            return place_of(k) < batch * G::UNIT && first + place_of(k) % G::UNIT < rows;
+        };
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             if (!exists(k)) continue;
@@ -220,8 +223,8 @@ __device__ __forceinline__ void join(
     cluster_barrier();  // others have read what this block left
 }
 
-// What the kernels take beside tensor maps. input: of T, rows `stride` elements apart; output: float, or T of gates and ups;
-// selected, tokens: see SelectedRows.
+// What the kernels take beside tensor maps. input: of T, rows `stride` elements apart; output: float, or T of gates and
+// ups; selected, tokens: see SelectedRows.
 struct TiledLinear {
     Linear linear;
     Kept kept;
@@ -249,7 +252,8 @@ __device__ __forceinline__ void multiply(
     const bool shares = gridDim.y > 1;
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
-    const Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS};
+    const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
+    const Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile};
     const T* bias = static_cast<const T*>(linear.bias);
     const Operands<T, SelectedRows> operands{
         weight_map, input_map, static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input),
@@ -290,8 +294,8 @@ TILED_KERNEL(gate_up) {
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const TiledLinear& arguments) {
     return {static_cast<float*>(arguments.output), arguments.linear.scale, arguments.residual,
-            arguments.residual_float != 0, {arguments.selected, arguments.tokens}, static_cast<T*>(arguments.kept.target),
-            arguments.kept.stride};
+            arguments.residual_float != 0, {arguments.selected, arguments.tokens},
+            static_cast<T*>(arguments.kept.target), arguments.kept.stride};
 }
 
 // output = residual + scale (input weight^T + bias)

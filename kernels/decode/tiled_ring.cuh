@@ -1,6 +1,6 @@
-// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages that a block fills and
-// empties at once. A stage holds 64 columns of a tile's weight rows, then of all rows of activations; the ring goes on
-// over the borders of tiles, so that the next tile's weights come while the sums of the last one are written.
+// How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages that a block fills
+// and empties at once. A stage holds 64 columns of a tile's weight rows, then of all rows of activations; the ring goes
+// on over the borders of tiles, so that the next tile's weights come while the sums of the last one are written.
 #pragma once
 #include "decode/common.cuh"
 
@@ -13,8 +13,9 @@ constexpr int MOST_STAGES = HOST_MOST_STAGES, BARRIER_BYTES = 16;  // of a stage
 static_assert(ROW_BYTES == HOST_ROW_BYTES && BARRIER_BYTES == HOST_BARRIER_BYTES, "as the host counts them");
 
 // The 16 bytes of a row lie in shared memory where the tensor memory accelerator's swizzling of 128 bytes puts them:
-// piece p of row r at p ^ (r % 8). Of eight rows, a lane multiplies the one that `row_of_eight` gives: two neighbours lie four
-// rows apart, so that a step of both, which the swizzling puts into different halves, is read without a bank conflict.
+// piece p of row r at p ^ (r % 8). Of eight rows, a lane multiplies the one that `row_of_eight` gives: two neighbours
+// lie four rows apart, so that a step of both, which the swizzling puts into different halves, is read without a bank
+// conflict.
 __device__ __forceinline__ constexpr int row_of_eight(int index) { return index / 2 + index % 2 * 4; }
 
 // Offset, in eight rows, of the 16 bytes that a lane reads in a step: of row lane / 4, quad lane % 4.
@@ -28,8 +29,8 @@ struct __align__(64) TensorMap {
     unsigned long long opaque[16];
 };
 
-// A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which `source`
-// says where row b lies. The maps tell the tensor memory accelerator of them.
+// A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
+// `source` says where row b lies. The maps tell the tensor memory accelerator of them.
 template <typename T, typename Source> struct Operands {
     const TensorMap *weight_map, *input_map;
     const T *weight, *input;
@@ -73,8 +74,8 @@ struct Chunk {
     }
 };
 
-// Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says that
-// it has come, and that the one before has been read: its stage is filled again.
+// Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says
+// that it has come, and that the one before has been read: its stage is filled again.
 template <typename T, typename G, typename Source> struct Copies {
     static constexpr int AT_ONCE = TILED_THREADS / 8;  // rows
     static_assert(G::UNIT % AT_ONCE == 0, "a round of copies lies in one part of a stage");
@@ -91,7 +92,8 @@ template <typename T, typename G, typename Source> struct Copies {
         wait_for_previous_kernel();
         for (int i = 0; i < ring.stages - 1; ++i) copy();
     }
-    // Of what lies behind the last row the last one is copied, which is what nobody reads; behind the last column are zeros.
+    // Of what lies behind the last row the last one is copied, which is what nobody reads; behind the last column are
+    // zeros.
     __device__ void copy() {
         if (next.exists()) {
             const int column = next.column() + threadIdx.x % 8 * 8;
@@ -143,9 +145,9 @@ template <typename T, typename G, typename Source> struct Copies {
 
 #if __CUDA_ARCH__ >= 900
 
-// The tensor memory accelerator copies whole chunks, for which one thread asks: of each chunk another warp's, since asking
-// takes as long as multiplying. Each stage has two barriers in shared memory: one counts the bytes that have come, one the
-// warps that have read them, so that warps need not wait for each other.
+// The tensor memory accelerator copies whole chunks, for which one thread asks: of each chunk another warp's, since
+// asking takes as long as multiplying. Each stage has two barriers in shared memory: one counts the bytes that have
+// come, one the warps that have read them, so that warps need not wait for each other.
 template <typename T, typename G, typename Source> struct Accelerator {
     const Operands<T, Source>& operands;
     Chunk next;
@@ -157,7 +159,10 @@ template <typename T, typename G, typename Source> struct Accelerator {
         : operands(operands), next(ring, work), ring(ring) {
         if (threadIdx.x == 0) {
             Ring each = ring;
-            for (int i = 0; i < ring.stages; ++i, each.advance()) start(each.full(), 1), start(each.empty(), TILED_WARPS);
+            for (int i = 0; i < ring.stages; ++i, each.advance()) {
+                start(each.full(), 1);
+                start(each.empty(), TILED_WARPS);
+            }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             Chunk early = next;
             for (int i = 0; i < ring.stages - 1 && early.exists(); ++i, early.advance()) copy_weights(early);
@@ -198,14 +203,15 @@ template <typename T, typename G, typename Source> struct Accelerator {
     }
     static __device__ void copy(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
         asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                target),
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
             "l"(map), "r"(column), "r"(row), "r"(barrier)
             : "memory");
     }
     __device__ void copy_weights(const Chunk& at) const {
         const unsigned full = at.ring.full();
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES)
+                     : "memory");
 #pragma unroll
         for (int half = 0; half < G::SUMS; ++half)
             copy(at.ring.place() + half * G::UNIT * ROW_BYTES, operands.weight_map, at.column(),

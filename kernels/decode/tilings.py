@@ -30,8 +30,8 @@ _SPEEDS = {
 }
 #: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
 _STREAMED, _SHARED = 36, 128
-#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share of
-#: multiprocessors that clusters fill, as of each part of the GPU some are left over.
+#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
+#: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
