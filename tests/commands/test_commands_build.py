@@ -36,14 +36,15 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     assert result.returncode == 0, result.stderr
     assert EngineDirectory.open(target, verify=True).limits == EngineLimits(1, 80, 128)
     rows = [line.split() for line in result.stdout.splitlines() if " base." in line]
-    assert sorted(row[:2] for row in rows) == [[name, "base.prefill-b1-t80-l128"] for name in ("sm_80", "sm_86")]
+    parts = [f"base.prefill-b1-t80-s{number}" for number in range(3)]
+    assert sorted(row[:2] for row in rows) == [[name, part] for name in ("sm_80", "sm_86") for part in parts]
     assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
     for name in ("sm_86", "sm_80"):
         assert f"  {name}   kernels: base decode 1; base prefill 16\n" in result.stdout
     for word in ("weights", "total on disk", "time", "peak host memory"):
         assert word in result.stdout
     assert "\r" not in result.stderr
-    assert "plans: done 2 of 2" in result.stderr
+    assert "plans: done 6 of 6" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,9 @@ def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
     command = ("build", "--refresh-plans", plain_directory, "--target", "sm_89", "--all-plans")
     result = edgellm(*command)
     assert result.returncode == 0, result.stderr
-    assert len(list((plain_directory / "plans").rglob("sm_89-*/*.engine"))) == 2
+    assert len(list((plain_directory / "plans").rglob("sm_89-*/*.engine"))) == 4
     again = edgellm(*command)
-    assert again.stdout.count("kept") == 2
+    assert again.stdout.count("kept") == 4
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])

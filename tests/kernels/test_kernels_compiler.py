@@ -18,6 +18,8 @@ from edgellm.kernels.decode.tiled_linear import tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, tilings
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
+from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
@@ -73,7 +75,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
-    return drawing + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+    prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
+    return drawing + prefill + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
 
 
 def every_source() -> list[ModuleSource]:

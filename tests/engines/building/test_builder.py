@@ -14,6 +14,7 @@ import pytest
 from build_folders import names_in, run_python
 from safetensors.numpy import load_file, save_file
 
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.directories.digests import recall_digest
@@ -44,21 +45,26 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, tmp_path: Path)
     )
     library = load_tensorrt()
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    decode, short, prefill = limits.engine_shapes()
+    every_shape = planned_shapes(directory.models, limits, directory.dtype, "sm_80", needless=True)
+    needed = planned_shapes(directory.models, limits, directory.dtype, "sm_80")
+    assert {shape.tokens for shape in needed} == {80}
+    needless = set(every_shape) - set(needed)
     for target in ("sm_86", "sm_80", "sm_120"):
         platform = Platform(target, library.flavour, library.version)
-        plan, was_built = load_or_build_plan(directory, prefill, platform)
-        (entry,) = [built for built in report.plans if built.platform == platform]
-        assert not was_built and entry.shape == prefill
-        assert entry.size == len(plan) > 10_000
-        assert entry.seconds > 0
-        for needless in (decode, short):
-            with pytest.raises(PlanError, match=f"no plan {needless.name} .* --refresh-plans"):
-                load_or_build_plan(directory, needless, platform)
-    assert len(report.plans) == 3
+        entries = {built.shape: built for built in report.plans if built.platform == platform}
+        assert entries.keys() == set(needed)
+        for part in needed:
+            plan, was_built = load_or_build_plan(directory, part, platform)
+            assert not was_built
+            assert entries[part].size == len(plan) > 10_000
+            assert entries[part].seconds > 0
+        for shape in needless:
+            with pytest.raises(PlanError, match=f"no plan {shape.name} .* --refresh-plans"):
+                load_or_build_plan(directory, shape, platform)
+    assert len(report.plans) == 3 * len(needed)
     assert report.targets == ["sm_86", "sm_80", "sm_120"]
     every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
-    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, short}  # two processes, in no order
+    assert {plan.shape for plan in every.plans if plan.seconds} == needless  # two processes, in no order
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size
     assert stages["weights"][-1] == (weights, weights)
@@ -286,9 +292,8 @@ def test_refreshing_builds_only_what_is_missing_or_refused(
     first, second, *_ = sorted((target / "plans").rglob("*.engine"))
     first.unlink()
     second.write_bytes(b"damaged")
-    assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-l128")
-    assert refresh_plans(target, ["sm_86"]).plans == []  # kernels take both
+    assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-s0")
+    assert refresh_plans(target, ["sm_86"]).plans == []  # kernels take all
     report = refresh_plans(target, ["sm_86"], all_plans=True)
     assert sorted(plan.shape.name for plan in report.plans if plan.seconds) == [first.stem, second.stem]
-    assert len(report.plans) == len(limits.engine_shapes())
     EngineDirectory.open(target, verify=True)
