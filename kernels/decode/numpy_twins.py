@@ -14,6 +14,7 @@ from edgellm.kernels.decode.contract import (
     AttentionStep,
     AttentionWeights,
     Kept,
+    LinearAdapters,
     LinearWeights,
     NormedInput,
     activation_number,
@@ -193,9 +194,20 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 
 
 
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
-    """The first K columns of x times the transpose of [N, K], plus [N]."""
-    sums = rows_of(x)[:, : linear.weight.shape[1]] @ linear.weight.T
+    """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
+    rows = rows_of(x)[:, : linear.weight.shape[1]]
+    sums = rows @ linear.weight.T
+    if linear.adapters is not None:
+        sums += adapted(rows, linear.adapters)
     return sums if linear.bias is None else sums + linear.bias
+
+
+def adapted(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
+    """What LoRA adapters add to a linear layer of x [R, K]: (x a^T * scales) b, [R, N]."""
+    sequences, places = adapters.scales.shape
+    low = (x @ adapters.a.T).reshape(sequences, -1, places, len(adapters.a) // places)
+    scaled_low = low * adapters.scales[:, None, :, None]
+    return scaled_low.reshape(len(x), -1) @ adapters.b
 
 
 def scaled(x: np.ndarray, scale: float) -> np.ndarray:

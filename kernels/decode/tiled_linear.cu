@@ -9,19 +9,20 @@
 #include "shared/clusters.cuh"
 #include "decode/outputs.cuh"
 #include "decode/tiled_ring.cuh"
+#include "decode/tiled_sums.cuh"
 
 namespace decode {
 namespace tiled {
 
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int AT_ONCE = 8;  // outputs of a thread that are made of what the blocks of a cluster left
 
 // Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS beside each other have
 // the rows. BLOCKS on a multiprocessor. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the
-// gate rows in the first half; every second column tile of a warp is of them.
-template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool PAIRED_> struct Geometry {
+// gate rows in the first half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters, whose rows
+// of A are tiles like others.
+template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool PAIRED_, bool ADAPTED_> struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_, BLOCKS = BLOCKS_;
-    static constexpr bool PAIRED = PAIRED_;
+    static constexpr bool PAIRED = PAIRED_, ADAPTED = ADAPTED_;
     static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * (TILED_WARPS / ROW_WARPS);
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
@@ -31,44 +32,14 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int SUM_REGISTERS = 12 * ROW_TILES * COLUMN_TILES, FRAGMENT = 8 * ROW_TILES + 4 * COLUMN_TILES;
     static constexpr bool AHEAD = SUM_REGISTERS + 2 * FRAGMENT <= (BLOCKS == 1 ? 180 : 64);
     static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
-    static_assert(2 * STAGE_BYTES >= ROWS * AREA_STRIDE * 4, "two stages take what a block leaves");
+    static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a block leaves, and as many of what adapters add
+    static_assert(2 * STAGE_BYTES >= AREA * 4, "two stages take what a block leaves");
 
     static __device__ constexpr int shared_bytes(int stages) { return stages * (STAGE_BYTES + BARRIER_BYTES); }
 };
-static_assert(Geometry<1, 2, 1, 2, false>::shared_bytes(3) == HOST_SMALL_BYTES &&
-                  Geometry<2, 6, 2, 1, true>::shared_bytes(2) == HOST_LARGE_BYTES,
+static_assert(Geometry<1, 2, 1, 2, false, false>::shared_bytes(3) == HOST_SMALL_BYTES &&
+                  Geometry<2, 6, 2, 1, true, false>::shared_bytes(2) == HOST_LARGE_BYTES,
               "the host gives a block its shared memory");
-
-template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(r, c, i);
-}
-
-// Adds to a sum what another one holds, which then begins anew.
-template <typename G> __device__ __forceinline__ void add_to(Sums<G>& sum, Sums<G>& other) {
-    for_each_sum<G>([&](int r, int c, int i) { sum[r][c][i] += other[r][c][i], other[r][c][i] = 0.f; });
-}
-
-// Where a thread's sums stand in the tile.
-template <typename G> struct Lane {
-    int row, column_warp;
-
-    __device__ Lane()
-        : row(threadIdx.x / 32 % G::ROW_WARPS * G::ROW_TILES * 16), column_warp(threadIdx.x / 32 / G::ROW_WARPS) {}
-    // The first weight row of the warp's tile `c`.
-    __device__ int tile_row(int c) const {
-        const int tile = column_warp * G::COLUMN_TILES + c;
-        return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
-    }
-    __device__ int row_of(int r, int i) const { return row + r * 16 + i / 2 * 8 + row_of_eight(threadIdx.x % 32 / 4); }
-    __device__ int weight_row_of(int c, int i) const { return tile_row(c) + row_of_eight(threadIdx.x % 4 * 2 + i % 2); }
-};
 
 // What a warp multiplies in a step of 32 columns.
 template <typename G> struct Fragments {
@@ -176,21 +147,29 @@ __device__ __forceinline__ void write(
 }
 
 // The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of
-// the outputs, for which it reads the sums of all. All threads of the block call it.
-template <typename T, typename G, typename Output>
+// the outputs, for which it reads the sums of all; the last block also leaves what adapters add. All threads call it.
+template <typename T, typename G, typename Rows, typename Output>
 __device__ __forceinline__ void join(
-    const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, int batch, int rows) {
+    const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, const Rows& adapters,
+    int tile, int batch, int rows) {
+    const bool has_outputs = tile >= 0 && tile * G::UNIT < rows;
     __syncthreads();  // the ring, whose memory takes the sums, has been read by all
-    for_each_sum<G>([&](int r, int c, int i) {
-        area[lane.row_of(r, i) * G::AREA_STRIDE + lane.weight_row_of(c, i)] = total[r][c][i];
-    });
+    leave<G>(area, total, lane);
+    if constexpr (G::ADAPTED)
+        if (has_outputs && blockIdx.y == GROUPS - 1) {
+            Sums<G> added = {};
+            add_adapters<T, G>(adapters, added, lane, tile * G::UNIT, rows);
+            leave<G>(area + G::AREA, added, lane);
+        }
     cluster_barrier();
     unsigned areas[GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) areas[g] = address_in_block(shared_address(area), g);
-    const int own = blockIdx.y * TILED_THREADS + threadIdx.x, first = blockIdx.x * G::UNIT;
-    for (int place = own; place < batch * G::UNIT; place += AT_ONCE * GROUPS * TILED_THREADS) {
-        float before[AT_ONCE], values[AT_ONCE][G::SUMS][GROUPS];
+    const int own = blockIdx.y * TILED_THREADS + threadIdx.x, first = tile * G::UNIT;
+    if constexpr (G::ADAPTED)
+        if (tile < 0) leave_joined<T, G>(adapters, areas, ~tile * G::WEIGHT_ROWS, own, batch);
+    for (int place = own; has_outputs && place < batch * G::UNIT; place += AT_ONCE * GROUPS * TILED_THREADS) {
+        float before[AT_ONCE], values[AT_ONCE][G::SUMS][GROUPS + G::ADAPTED];
         const auto place_of = [&](int k) { return place + k * GROUPS * TILED_THREADS; };
         const auto exists = [&](int k) {
             return place_of(k) < batch * G::UNIT && first + place_of(k) % G::UNIT < rows;
@@ -201,10 +180,12 @@ __device__ __forceinline__ void join(
             const int b = place_of(k) / G::UNIT, column = place_of(k) % G::UNIT;
             before[k] = output.before(b, first + column, rows);
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
+            for (int s = 0; s < G::SUMS; ++s) {
+                const unsigned at = (b * G::AREA_STRIDE + s * G::UNIT + column) * 4;
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
-                    values[k][s][g] = read_cluster(areas[g] + (b * G::AREA_STRIDE + s * G::UNIT + column) * 4);
+                for (int g = 0; g < GROUPS; ++g) values[k][s][g] = read_cluster(areas[g] + at);
+                if constexpr (G::ADAPTED) values[k][s][GROUPS] = read_cluster(areas[GROUPS - 1] + G::AREA * 4 + at);
+            }
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
@@ -214,7 +195,7 @@ __device__ __forceinline__ void join(
 #pragma unroll
             for (int s = 0; s < G::SUMS; ++s) {
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) one[s] += values[k][s][g];
+                for (int g = 0; g < GROUPS + G::ADAPTED; ++g) one[s] += values[k][s][g];
                 if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
             }
             output(place_of(k) / G::UNIT, n, rows, one, before[k]);
@@ -240,11 +221,13 @@ template <typename T, typename G, bool MAPPED> struct ChunksOf { using type = Co
 template <typename T, typename G> struct ChunksOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
 #endif
 
-// Grid (blocks, 1), which walk over the tiles, or (tiles, 4) in clusters of (1, 4). Dynamic shared memory: the ring and
-// its barriers. MAPPED: rows are not selected, so that tensor maps, where a GPU has them, tell where activations are.
+// Grid (blocks, 1), which walk over the tiles, or (tiles, those of A included, 4) in clusters of (1, 4). Dynamic shared
+// memory: the ring and its barriers. MAPPED: rows are not selected, so that tensor maps, where a GPU has them, tell
+// where activations are.
 template <typename T, typename G, bool MAPPED, typename Output>
 __device__ __forceinline__ void multiply(
-    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const Output& output) {
+    const TensorMap* weight_map, const TensorMap* input_map, const TensorMap* low_map, const TiledLinear& arguments,
+    const Output& output) {
     extern __shared__ __align__(1024) char shared[];
     if (shared_address(shared) % 1024 != 0) __trap();  // the accelerator would swizzle otherwise
     const Linear& linear = arguments.linear;
@@ -252,44 +235,68 @@ __device__ __forceinline__ void multiply(
     const bool shares = gridDim.y > 1;
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
+    typename RowsOf<T, G::ADAPTED>::type adapters(linear.adapters, batch, rows * G::SUMS);
     const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
-    const Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile};
+    Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile, shares};
+    int low_rows = 0;
+    if constexpr (G::ADAPTED) {
+        adapters.fetch_scales();
+        low_rows = adapters.all_low_rows();
+        work.low_tiles = (low_rows + G::WEIGHT_ROWS - 1) / G::WEIGHT_ROWS;
+    }
     const T* bias = static_cast<const T*>(linear.bias);
     const Operands<T, SelectedRows> operands{
-        weight_map, input_map, static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input),
-        arguments.stride, batch, rows, columns, {arguments.selected, arguments.tokens}};
+        weight_map, input_map, low_map, static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input),
+        static_cast<const T*>(linear.adapters.a), arguments.stride, batch, rows, columns, low_rows,
+        {arguments.selected, arguments.tokens}};
 
     launch_next_kernel();
     typename ChunksOf<T, G, MAPPED>::type chunks(operands, Ring(shared, G::STAGE_BYTES, arguments.stages), work);
+    adapters.clear_next();
+    adapters.read_scales();
     const Lane<G> lane;
     Sums<G> total = {};
-    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+    for (int tile = work.first(); tile < work.tiles; tile = work.after(tile)) {
+        if constexpr (G::ADAPTED)
+            if (tile >= 0 && blockIdx.y == gridDim.y - 1)
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s) adapters.fetch(tile * G::UNIT + s * rows, G::UNIT, TILED_THREADS);
         multiply_tile<T, G>(total, chunks, lane, work.chunks, linear.steps);
         if (shares) break;  // a tile alone
-        write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
+        if constexpr (G::ADAPTED) {
+            if (tile < 0) {
+                leave_products<T, G>(adapters, total, lane, ~tile * G::WEIGHT_ROWS);
+            } else {
+                Sums<G> added = {};
+                add_adapters<T, G>(adapters, added, lane, tile * G::UNIT, rows);
+                add_to<G>(total, added);
+            }
+        }
+        if (!G::ADAPTED || tile >= 0) write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
         for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
     }
-    if (shares) join<T, G>(total, lane, reinterpret_cast<float*>(shared), bias, output, batch, rows);
+    float* area = reinterpret_cast<float*>(shared);
+    if (shares) join<T, G>(total, lane, area, bias, output, adapters, work.first(), batch, rows);
 }
 
 #define TILED_KERNEL(NAME)                                                                                             \
-    template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int BLOCKS>                                  \
+    template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int BLOCKS, bool ADAPTED = false>            \
     __global__ void __launch_bounds__(TILED_THREADS, BLOCKS) NAME(                                                     \
         const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
-        const __grid_constant__ TiledLinear arguments)
+        const __grid_constant__ TensorMap low_map, const __grid_constant__ TiledLinear arguments)
 
 // output = scale (input weight^T + bias)
 TILED_KERNEL(linear) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false>;
-    multiply<T, G, true>(&weight_map, &input_map, arguments, output);
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 TILED_KERNEL(gate_up) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, true>;
-    multiply<T, G, true>(&weight_map, &input_map, arguments, output);
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, true, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const TiledLinear& arguments) {
@@ -300,14 +307,14 @@ template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_outp
 
 // output = residual + scale (input weight^T + bias)
 TILED_KERNEL(linear_residual) {
-    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false>;
-    multiply<T, G, true>(&weight_map, &input_map, arguments, residual_output<T>(arguments));
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, residual_output<T>(arguments));
 }
 
 // The same of the rows of input and residual that are selected.
 TILED_KERNEL(selected_residual) {
-    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false>;
-    multiply<T, G, false>(&weight_map, &input_map, arguments, residual_output<T>(arguments));
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, false>(&weight_map, &input_map, &low_map, arguments, residual_output<T>(arguments));
 }
 #undef TILED_KERNEL
 

@@ -52,8 +52,8 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity) -> Kernel:
-    """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
+def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: bool = False) -> Kernel:
+    """A kernel of tiled_linear.cu; blocks of a cluster share the same. `adapted`: with LoRA adapters."""
     macros = (
         ("HOST_TILED_WARPS", WARPS),
         ("HOST_MOST_STAGES", MOST_STAGES),
@@ -64,6 +64,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity) -> Kernel
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
+    sizes += ", true" if adapted else ""
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
@@ -145,17 +146,20 @@ class CudaTiledKernels:
     def _launch(
         self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling | None = None
     ) -> Launch:
-        batch, (every_row, columns) = arguments.linear.batch, linear.weight.shape
+        batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
         gated = arguments.linear.rows != every_row
         tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
         arguments.stages = tiling.stages(self.gpu)
+        tile_rows = tiling.weight_rows // (1 + gated)
         maps = (
-            tensor_map(self.module, linear.weight, columns, tiling.weight_rows // (1 + gated)),
+            tensor_map(self.module, linear.weight, columns, tile_rows),
             tensor_map(self.module, x, columns, tiling.rows),
+            _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows),
         )
-        kernel, grid = tiled_kernel(name, self.dtype, tiling, self.gpu), tiling.grid(every_row, self.gpu)
+        kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapters is not None)
+        grid = tiling.grid(every_row, self.gpu, linear.low_rows)
         shared = tiling.shared_bytes(arguments.stages)
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 

@@ -30,17 +30,30 @@ struct __align__(64) TensorMap {
 };
 
 // A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
-// `source` says where row b lies. The maps tell the tensor memory accelerator of them.
+// `source` says where row b lies. low_weight [low_rows, columns]: the rows of adapters' A. The maps tell the tensor
+// memory accelerator of weight, input and low_weight.
 template <typename T, typename Source> struct Operands {
-    const TensorMap *weight_map, *input_map;
-    const T *weight, *input;
-    int stride, batch, rows, columns;
+    const TensorMap *weight_map, *input_map, *low_map;
+    const T *weight, *input, *low_weight;
+    int stride, batch, rows, columns, low_rows;
     Source source;
 };
 
 // The tiles that a block walks over, in chunks of 64 columns: of all of them, or of those of a group of slices.
+// `low_tiles` tiles of adapters' A, whose numbers are -1 and below, come before all others: in the blocks that have the
+// fewest others, or, where a block has one tile `alone`, in the first ones.
 struct Work {
     int tiles, first_column, chunks;
+    bool alone;
+    int low_tiles;
+
+    __device__ int low_from(int number) const {
+        return number < low_tiles ? ~number : alone ? tiles : gridDim.x - 1 - blockIdx.x;
+    }
+    __device__ int first() const {
+        return alone && blockIdx.x >= low_tiles ? blockIdx.x - low_tiles : low_from(blockIdx.x);
+    }
+    __device__ int after(int tile) const { return tile < 0 ? low_from(~tile + gridDim.x) : tile + gridDim.x; }
 };
 
 // A place in the ring, as chunks follow each other; `parity`: of the rounds before it.
@@ -65,12 +78,12 @@ struct Chunk {
     int tile, chunk;
 
     __device__ Chunk(const Ring& ring, const Work& work)
-        : ring(ring), work(work), tile(work.chunks > 0 ? blockIdx.x : work.tiles), chunk(0) {}
+        : ring(ring), work(work), tile(work.chunks > 0 ? work.first() : work.tiles), chunk(0) {}
     __device__ bool exists() const { return tile < work.tiles; }
     __device__ int column() const { return work.first_column + chunk * STAGE_COLUMNS; }
     __device__ void advance() {
         ring.advance();
-        if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
+        if (++chunk == work.chunks) chunk = 0, tile = work.after(tile);
     }
 };
 
@@ -102,6 +115,15 @@ template <typename T, typename G, typename Source> struct Copies {
             const unsigned target = next.ring.place() + own;
 #pragma unroll
             for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
+                if constexpr (G::ADAPTED)
+                    if (next.tile < 0) {
+                        const int line = ~next.tile * G::WEIGHT_ROWS + row + own_row;
+                        const bool known = line < operands.low_rows;
+                        const size_t first = known ? static_cast<size_t>(line) * operands.columns : 0;
+                        const T* source = operands.low_weight + first;
+                        copy_async_16(target + row * ROW_BYTES, source + from, exists && known);
+                        continue;
+                    }
                 const int half = row / G::UNIT;
                 const int line = min(next.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
                 const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
@@ -213,9 +235,12 @@ template <typename T, typename G, typename Source> struct Accelerator {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES)
                      : "memory");
 #pragma unroll
-        for (int half = 0; half < G::SUMS; ++half)
-            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, operands.weight_map, at.column(),
-                 half * operands.rows + at.tile * G::UNIT, full);
+        for (int half = 0; half < G::SUMS; ++half) {
+            const bool low = G::ADAPTED && at.tile < 0;
+            const int row = low ? ~at.tile * G::WEIGHT_ROWS + half * G::UNIT : half * operands.rows + at.tile * G::UNIT;
+            const TensorMap* map = low ? operands.low_map : operands.weight_map;
+            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, map, at.column(), row, full);
+        }
     }
     __device__ void copy_activations() const {
         copy(next.ring.place() + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, next.column(), 0, next.ring.full());

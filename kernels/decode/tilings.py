@@ -92,6 +92,11 @@ class Tiling:
         """Of weights and activations, 64 columns of each."""
         return (self.weight_rows + self.rows) * ROW_BYTES
 
+    @property
+    def area_bytes(self) -> int:
+        """What a block of a cluster leaves in the ring's memory: sums; the last one as much of what adapters add."""
+        return self.rows * (self.weight_rows + 4) * 4
+
     def shared_bytes(self, stages: int) -> int:
         """Of a ring and its barriers."""
         return stages * (self.stage_bytes + BARRIER_BYTES)
@@ -107,9 +112,10 @@ class Tiling:
         """Of a matrix of `rows`."""
         return -(-rows // self.weight_rows)
 
-    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
-        """Blocks that walk over a matrix's tiles, or clusters of one tile each."""
-        tiles = self.tiles(rows)
+    def grid(self, rows: int, gpu: Capacity, low_rows: int = 0) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles and those of `low_rows` rows of LoRA adapters, or clusters of one tile
+        each."""
+        tiles = self.tiles(rows) + self.tiles(low_rows)
         return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
@@ -168,5 +174,6 @@ def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
         for tiling in every
         if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
         and tiling.row_tiles * tiling.column_tiles <= 16
+        and (tiling.splits == 1 or 2 * tiling.area_bytes <= tiling.stages(gpu) * tiling.stage_bytes)
     ]
     return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]

@@ -61,7 +61,8 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kind = CUDA_TYPES[dtype]
     units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "WideTwice")}
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
-    kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
+    units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
+    kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
@@ -69,6 +70,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
         kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
+        kernels.append(tiled_kernel("gate_up", dtype, tilings(64, gpu, gated=True)[-1], gpu, adapted=True))
     return [kernel.source for kernel in kernels]
 
 
