@@ -7,11 +7,12 @@ all blocks of the linear layer that follows. Either gives a row the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from edgellm.engines.lora.config import SCALES, AdaptedProjection
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import (
     Attention,
@@ -37,9 +38,12 @@ from edgellm.kernels.decode.contract import (
     AttentionStep,
     AttentionWeights,
     Kept,
+    LinearAdapters,
     LinearWeights,
     NormedInput,
+    adapters_refusal,
     attention_refusal,
+    low_words,
     padded_columns,
 )
 from edgellm.kernels.decode.linear import (
@@ -68,10 +72,17 @@ class FewRows:
     name = "kernels of few rows"
     most_rows = MAX_ROWS
 
-    def __init__(self, kernels: StepKernels, program: Program, arrays: Callable[[str], Array], limit: int) -> None:
-        """`arrays` gives the array of a tensor at the engine's edge, or of a value; `limit` is the shared memory that a
-        block may have, in bytes."""
-        self._kernels, self._program, self._array, self._limit = kernels, program, arrays, limit
+    def __init__(
+        self,
+        kernels: StepKernels,
+        program: Program,
+        arrays: Callable[[str], Array],
+        lows: Iterator[tuple[Array, Array]],
+        limit: int,
+    ) -> None:
+        """`arrays` gives the array of a tensor at the engine's edge, or of a value; `lows` what each linear layer with
+        adapters has of `LinearAdapters.low` and `next_low`; `limit` is the shared memory of a block, in bytes."""
+        self._kernels, self._program, self._array, self._lows, self._limit = kernels, program, arrays, lows, limit
 
     @classmethod
     def refusal(cls, program: Program, limit: int) -> str | None:
@@ -100,9 +111,9 @@ class FewRows:
             return attention_shared_bytes(program.shape.tokens, step.heads[2])
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
-            return norm_linear_shared_bytes(rows, widths, limit, step.gated)
+            return norm_linear_shared_bytes(rows, widths, limit, step.gated, program.shape.lora_slots)
         if isinstance(step, NormLinear | LinearResidual):
-            return linear_residual_shared_bytes(rows, limit)
+            return linear_residual_shared_bytes(rows, limit, program.shape.lora_slots)
         return 0
 
     @classmethod
@@ -218,7 +229,14 @@ class FewRows:
 
     def _weights(self, linear: Linear) -> LinearWeights:
         bias = None if linear.bias is None else self._array(linear.bias.name)
-        return LinearWeights(self._array(linear.weight.name), bias)
+        return LinearWeights(self._array(linear.weight.name), bias, self._adapters(linear))
+
+    def _adapters(self, linear: Linear) -> LinearAdapters | None:
+        adapted, shape = self._program.adapted.get(linear.name), self._program.shape
+        if adapted is None:
+            return None
+        a, b = (self._array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return LinearAdapters(a, b, self._array(SCALES), _module_rows(adapted), *next(self._lows))
 
     def _kept(self, keep: Keep | None) -> Kept | None:
         return None if keep is None else Kept(self._array(keep.target), keep.place, keep.raw)
@@ -234,7 +252,7 @@ class ManyRows(FewRows):
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit):
+        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit, program.shape.lora_slots):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
 
@@ -255,7 +273,8 @@ class ManyRows(FewRows):
 
     def _residual_kernels(self, step: LinearResidual) -> Any:
         rows, gpu = step_rows(step, self._program), self._kernels.gpu
-        few = _streams(rows, self._limit) and super()._clocks(step, rows, gpu) <= self._clocks(step, rows, gpu)
+        streams = _streams(rows, self._limit, self._program.shape.lora_slots)
+        few = streams and super()._clocks(step, rows, gpu) <= self._clocks(step, rows, gpu)
         return self._kernels.few if few else self._kernels.many
 
 
@@ -263,8 +282,8 @@ class ManyRows(FewRows):
 Executor = type[FewRows]
 
 
-def _streams(rows: int, limit: int) -> bool:
-    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
+def _streams(rows: int, limit: int, places: int = 0) -> bool:
+    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, places) <= limit
 
 
 def _norm_count(step: NormLinear | LinearResidual) -> int:
@@ -290,8 +309,10 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return None
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
-    if step.linear.name in program.adapted:
-        return "LoRA adapters are not applied"
+    adapted = program.adapted.get(step.linear.name)
+    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, _module_rows(adapted))
+    if refused:
+        return refused
     columns = step.linear.weight.shape[1]
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
@@ -313,6 +334,17 @@ def title(step: Step) -> str:
     if isinstance(step, NormLinear | LinearResidual):
         return f"the linear layer {step.linear.name}"
     return f"the step {type(step).__name__} to {step.output}"
+
+
+def _module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
+    return tuple(rows for _, rows in adapted.modules)
+
+
+def adapter_words(program: Program) -> int:
+    """The most words that a linear layer needs as `LinearAdapters.low`."""
+    shape = program.shape
+    rows, fused = shape.batch * shape.tokens, max((len(each.modules) for each in program.adapted.values()), default=0)
+    return low_words(rows, shape.lora_slots, fused, shape.lora_rank)
 
 
 def scratch_of(program: Program) -> Edge:

@@ -62,13 +62,13 @@ def test_text_names_what_matters(built_directory: Path) -> None:
 
 def test_executors_are_told_by_phase_tokens_and_batch(tiny_draft_engines: Path) -> None:
     models = EngineDirectory.open(tiny_draft_engines).models
-    limits = EngineLimits(8, 128, 4096, 70, 6, 60, max_lora_rank=8, lora_slots=2)
+    limits = EngineLimits(8, 128, 4096, 70, 6, 60, max_lora_rank=72, lora_slots=2)
     told = {line["shapes"]: line["reason"] for line in executor_facts(models, limits, "float16", "sm_90")}
     kernels, *planned = told
     assert told[kernels] is None and "base decode 1; " in kernels and "base verify 8, 16, 32, 64" in kernels
     steps = [step for shapes in planned for step in shapes.split("; ")]
     assert any(step.startswith("draft propose ") and step.endswith("70") for step in steps)
-    adapted = [shapes for shapes, reason in told.items() if reason and "LoRA adapters are not applied" in reason]
+    adapted = [shapes for shapes, reason in told.items() if reason and "not in 2 places, of rank 72" in reason]
     assert {"base decode with adapters 1", "base verify with adapters 8, 16, 32, 64"} <= set(
         "; ".join(adapted).split("; ")
     )
