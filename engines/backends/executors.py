@@ -54,15 +54,15 @@ def kernel_executor(
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no executor by hand-written kernels runs a shape, None if one does."""
-    executor, reason = kernel_executor(config, shape, dtype, shared_limit)
+    """Why no executor by hand-written kernels runs a shape, or the whole that a segment is of; None if one does."""
+    executor, reason = kernel_executor(config, replace(shape, segment=None), dtype, shared_limit)
     return reason if executor is None else None
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
-    """As `kernel_refusal`, on GPUs of a compute capability ("sm_90"); of a segment, why none runs the whole."""
-    limit, whole = shared_limit_of(capability), replace(shape, segment=None)
-    return f"no kernels for {capability}" if limit is None else kernel_refusal(config, whole, dtype, limit)
+    """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
+    limit = shared_limit_of(capability)
+    return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
 
 
 def shared_limit_of(capability: str) -> int | None:

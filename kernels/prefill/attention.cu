@@ -62,14 +62,7 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
     constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const T* own = source + first * stride + 8 * chunk;
-    if (exist >= ROWS && size == SIZE && stride == SIZE) {  // most tiles: distances are constants then
-        own = source + first * SIZE + 8 * chunk;
 #pragma unroll
-        for (int i = 0; i < ROWS / AT_ONCE; ++i)
-            decode::copy_async_16(target + offset_of<SIZE>(first + AT_ONCE * i, chunk), own + AT_ONCE * SIZE * i, true);
-        return;
-    }
-#pragma unroll 1
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
         const int row = first + AT_ONCE * i;
         const bool exists = row < exist && 8 * chunk < size;
@@ -120,11 +113,9 @@ __device__ __forceinline__ void compute_scores(typename Its::Scores& score,
     }
 }
 
-// Takes a tile's scores into the largest ones, and brings totals and sums in line with those. `scale` is that of powers of
-// two.
+// Scores become weights; largest scores, totals and sums follow. `scale` is that of powers of two.
 template <typename Its>
-__device__ __forceinline__ void take_largest(const typename Its::Scores& score,
-                                             Sums<Its>& sums, float scale) {
+__device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<Its>& sums, float scale) {
     float correction[Its::TILES][2];
     bool changes = false;
 #pragma unroll
@@ -140,25 +131,29 @@ __device__ __forceinline__ void take_largest(const typename Its::Scores& score,
             changes |= largest != sums.largest[m][half];
             correction[m][half] = power_of_two((sums.largest[m][half] - largest) * scale);
             sums.largest[m][half] = largest;
+            const float offset = -largest * scale;
+            float total = sums.total[m][half] * correction[m][half];
+#pragma unroll
+            for (int n = 0; n < Its::KEYS / 8; ++n) {
+                float* two = &score[m][n][2 * half];
+                two[0] = power_of_two(fmaf(two[0], scale, offset)), two[1] = power_of_two(fmaf(two[1], scale, offset));
+                total += two[0] + two[1];
+            }
+            sums.total[m][half] = total;
         }
     }
     if (!__any_sync(decode::FULL_WARP, changes)) return;  // all corrections are 1
 #pragma unroll
-    for (int m = 0; m < Its::TILES; ++m) {
-        sums.total[m][0] *= correction[m][0], sums.total[m][1] *= correction[m][1];
+    for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
         for (int n = 0; n < Its::SIZE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
-    }
 }
 
-// Adds the weights of a tile's scores, and the values at its keys so weighted. Weights are made 16 keys at a time: the
-// arithmetic of some runs beside the products of others.
+// Adds the values that stand at a tile's keys, weighted.
 template <typename T, typename Its>
-__device__ __forceinline__ void add_values(Sums<Its>& sums,
-                                           const typename Its::Scores& score,
-                                           float scale, unsigned values) {
+__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < Its::KEYS / 16; ++k) {
@@ -167,12 +162,8 @@ __device__ __forceinline__ void add_values(Sums<Its>& sums,
         for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* two = &score[m][2 * k + i / 2][i % 2 * 2];
-                const float offset = -sums.largest[m][i % 2] * scale;
-                const float low = power_of_two(fmaf(two[0], scale, offset));
-                const float high = power_of_two(fmaf(two[1], scale, offset));
-                sums.total[m][i % 2] += low + high;
-                weights[m][i] = pack<T>(low, high);
+                const float* two = &weight[m][2 * k + i / 2][i % 2 * 2];
+                weights[m][i] = pack<T>(two[0], two[1]);
             }
 #pragma unroll
         for (int n = 0; n < Its::SIZE / 16; ++n) {
@@ -295,8 +286,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                         if (first_key + 8 * n + 2 * (lane % 4) + i % 2 > first_row + 16 * m + lane / 4 + i / 2 * 8)
                             score[m][n][i] = __int_as_float(0xff800000);
         }
-        take_largest<Its>(score, sums, scale);
-        add_values<T, Its>(sums, score, scale, keys + Its::BYTES * Its::KEYS);
+        take_softmax<Its>(score, sums, scale);
+        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
 from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
@@ -50,7 +51,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        self.module = KernelModule(self.device.compute_capability, self.device.stream.handle)
+        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
         self.prefill = CudaPrefill(self.module)
         noise = np.random.default_rng(0).standard_normal(1 << 20) * 0.02
         self._noise = self.array_of(noise.astype(np.float16))
@@ -102,7 +103,7 @@ def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide
 
     library = load_tensorrt()
     TensorRTOperations.wide_linear = wide
-    plan = build_plan(config, shape, "float16", "composed", bench.device.compute_capability)
+    plan = build_plan(config, shape, "float16", "composed", bench.device.gpu.compute_capability)
     TensorRTOperations.wide_linear = True
     cache = SimpleNamespace(attach=lambda configuration: None)
     runtime = library.module.Runtime(library.module.Logger(library.module.Logger.ERROR))
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-1b"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
-    options = parser.parse_args()
+    options = parse(parser)
     bench = Bench()
     for name in options.shapes:
         if "attention" in options.parts:

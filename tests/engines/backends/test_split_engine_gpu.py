@@ -49,7 +49,7 @@ class OnDevice:
         runtime = library.module.Runtime(library.module.Logger())
         program, engines = model_program(config, shape), {}
         for part in segment_shapes(program):
-            plan = build_plan(config, part, self.dtype, "composed", gpu.compute_capability)
+            plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
         self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
