@@ -3,8 +3,9 @@
     python tools/bench/lora_speed.py [steps] [runner] [--work DIRECTORY] [--rank 16] [--places 4] [--output FILE]
 
 `steps`: engines of hand-written kernels alone, as CUDA graphs, of adapters of all projections: decode steps of one
-sequence and of four, each with another adapter, and verify steps of one; in engines without adapters, in those with
-while no sequence takes one, and with. Then without single kernels, which shows where the difference lies. Needs pycuda.
+sequence and of four, each with another adapter, and verify steps of one; in engines without adapters ("without"), with
+places of which no sequence takes one ("none"), and with one for each ("taken"). With --parts also without single
+kernels, which shows where the difference lies. Needs pycuda.
 
 `runner`: decode steps and prefill of a whole runner, and how long a switch takes. Needs TensorRT and pycuda. A step's
 time is the GPU's (CUDA events), the median of five series; a switch's is wall time until the adapter is on the device.
