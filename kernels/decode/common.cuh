@@ -29,12 +29,22 @@ struct Kept {
     int stride, raw;
 };
 
+// LoRA adapters of a linear layer, see adapters.cuh: a [places * P, K], b [places * P, N] and scales [sequences, places] of T,
+// P = modules * rank for the layers that are fused in this one, whose columns end at `ends`; each sequence has `tokens` rows.
+// low [places, batch, P / 2] words; the next launch's `low` is to be cleared.
+struct Adapters {
+    const void *a, *b, *scales;
+    unsigned *low, *next_low;
+    int places, modules, rank, tokens, next_words, ends[2];
+};
+
 // A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,
 // and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's.
 struct Linear {
     const void *weight, *bias;
     float scale;
     int batch, rows, columns, steps;
+    Adapters adapters;
 };
 static_assert(sizeof(Kept) == HOST_KEPT_BYTES && sizeof(Linear) == HOST_LINEAR_BYTES, "as the host's structures");
 

@@ -7,12 +7,10 @@
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
 // activations half as often) and from those of tiled_linear.cu.
-#include "decode/activations.cuh"
+#include "decode/linear_weights.cuh"
 #include "decode/outputs.cuh"
 
 namespace decode {
-
-constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
@@ -29,7 +27,8 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 
     // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
-    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
+    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes]. At the end
+    // what adapters add [places, PARTIALS].
     static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
     static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
     static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
@@ -51,61 +50,30 @@ static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_by
 static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
               "the host gives linear_residual its shared memory");
 
-
-// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit.
-template <typename T, typename G> struct Weights {
-    const T* weight;
-    const T* row[G::TILES];
-    unsigned ring;  // the thread's place in shared memory
-    int rows, columns, steps, column, step, unit;
-
-    __device__ void start_unit() {
-#pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) {
-            const int line = min(unit * G::UNIT + (G::PAIRED ? 0 : tile * TILE_ROWS) + own_row(), rows - 1);
-            row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
-        }
-    }
-    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
-    // Where no weights are left, zeros are put into the ring.
-    __device__ void copy(int stage) const {
-        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
-#pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
-    }
-    __device__ void advance() {
-        if (++step == steps) {
-            step = 0;
-            unit += gridDim.x;
-            start_unit();
-        }
-    }
-};
-
-template <typename T, typename G>
-__device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ring, int rows, int columns, int steps) {
-    Weights<T, G> weights;
-    weights.weight = weight, weights.rows = rows, weights.columns = columns, weights.steps = steps;
-    weights.ring = shared_address(ring) + threadIdx.x * 16;
-    weights.column = own_column(steps), weights.step = 0, weights.unit = blockIdx.x;
-    weights.start_unit();
-#pragma unroll
-    for (int stage = 0; stage < G::STAGES; ++stage) {
-        weights.copy(stage);
-        commit_copies();
-        weights.advance();
-    }
-    return weights;
-}
-
 // All units of the block; every group of copies holds one step of weights and, where they are streamed, activations.
-template <typename T, typename G, typename Activations, typename Output>
+template <typename T, typename G, bool ADAPTED, typename Activations, typename Output>
 __device__ __forceinline__ void multiply_units(
-    Weights<T, G>& weights, const Activations& activations, const T* bias, const Output& output, float* partial,
-    int batch) {
+    Weights<T, G, ADAPTED>& weights, const Activations& activations, const T* bias, const Output& output,
+    float* partial, float* added, int batch) {
     const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
+    const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the unit's outputs
+    const bool adds = (ADAPTED ? threadIdx.x / 32 * 32 : threadIdx.x) < batch * G::UNIT;
+    const auto leave = [&](float* area, int tile, const float (&sums)[2 * G::HALVES]) {
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half)
+            if (own_row() + 8 * half < batch)
+                *reinterpret_cast<float2*>(area + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
+                    make_float2(sums[2 * half], sums[2 * half + 1]);
+    };
+    if constexpr (ADAPTED) {
+        auto& adapters = weights.adapters;
+        adapters.begin();
+        weights.read_b_of(weights.first_own_unit());
+        if (!adapters.has_share && adapters.place() < adapters.given.places)
+            leave(added + adapters.place() * G::PARTIALS, adapters.tile(), {});
+    }
     int buffer = 0, slot = 0;
-    for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
+    for (int unit = weights.first_unit(); unit * G::UNIT < rows; unit = weights.unit_after(unit)) {
         float sum[G::TILES][2 * G::HALVES] = {};
 #pragma unroll 4
         for (int step = 0; step < steps; ++step) {
@@ -129,17 +97,25 @@ __device__ __forceinline__ void multiply_units(
             weights.advance();
             slot = (slot + 1) % G::STAGES;
         }
-        float* mine = partial + (buffer * WARPS + warp) * G::PARTIALS;
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile)
-#pragma unroll
-            for (int half = 0; half < G::HALVES; ++half)
-                if (own_row() + 8 * half < batch)
-                    *reinterpret_cast<float2*>(mine + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
-                        make_float2(sum[tile][2 * half], sum[tile][2 * half + 1]);
+            leave(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile]);
         __syncthreads();
-        if (threadIdx.x < batch * G::UNIT) {
-            const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + place;
+        if constexpr (ADAPTED) {
+            auto& adapters = weights.adapters;
+            if (unit >= 0 && threadIdx.x < adapters.sharers(batch)) {  // others go on while these wait for products
+                if (adapters.has_share) {
+                    float share[2 * G::HALVES] = {};
+                    adapters.multiply_share(share, weights.tile_column(unit, adapters.tile()));
+                    leave(added + adapters.place() * G::PARTIALS, adapters.tile(), share);
+                    weights.read_b_of(unit + gridDim.x);
+                }
+                asm volatile("bar.sync 1, %0;" ::"r"(adapters.sharers(batch)) : "memory");
+            }
+        }
+        if (adds) {
+            const int row = unit * G::UNIT + place;
+            typename LowRowOf<T, G, ADAPTED>::type low(weights.adapters, unit, b, place);
             const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
             float total[G::SUMS] = {};
 #pragma unroll
@@ -152,11 +128,23 @@ __device__ __forceinline__ void multiply_units(
                     for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];
                     total[s] += group;
                 }
-            if (row < rows) {
+            if constexpr (ADAPTED) {
+                if (unit < 0) low.leave(weights.adapters, total, b);
+                const float* shares = added + b * 8 + place % 8;
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s) {
+                    float of_all = 0.f;
+#pragma unroll 1
+                    for (int i = 0; i < weights.adapters.given.places; ++i)
+                        of_all += shares[i * G::PARTIALS + (G::PAIRED ? s : place / 8) * G::HALVES * 64];
+                    total[s] += of_all;
+                }
+            }
+            if (row < rows && (!ADAPTED || (unit >= 0 && b < batch))) {
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s)
                     if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total);
+                output(b, row, rows, total, output.before(b, row, rows));
             }
         }
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
@@ -187,11 +175,11 @@ static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResid
               "as the host's structures");
 
 // Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
-template <typename T, int PARTS, int HELD, typename G, typename Output>
+template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, typename Output>
 __device__ __forceinline__ void multiply_normalized(
     const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
     extern __shared__ __align__(16) char shared[];
-    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
     float* sums = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
     T* norm_weights = reinterpret_cast<T*>(shared + G::weights_begin(PARTS));
@@ -199,15 +187,17 @@ __device__ __forceinline__ void multiply_normalized(
 
     if (next_early) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);
-    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    Weights<T, G, ADAPTED> weights(linear, shared);
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
+    weights.adapters.clear_next();
     if constexpr (HELD == 0)
         stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     else
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
-    multiply_units<T, G>(
-        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial, batch);
+    multiply_units(
+        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial,
+        reinterpret_cast<float*>(shared + G::norm_bytes(PARTS, batch, steps)), batch);
 }
 
 template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
@@ -218,17 +208,18 @@ template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(cons
 }
 
 // output = scale (norm(input) weight^T + bias)
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, arguments.next_early != 0);
+    const bool next_early = arguments.next_early != 0;
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, next_early);
 }
 
 // output = activation(gate) up of norm(input) weight^T + bias
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, true);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, true);
 }
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
@@ -242,15 +233,16 @@ __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant
         first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
         arguments.kept.stride, arguments.kept.raw != 0};
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide>(inputs, arguments.linear, output, arguments.next_early != 0);
+    const bool next_early = arguments.next_early != 0;
+    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide, false>(inputs, arguments.linear, output, next_early);
 }
 
 // output = residual + scale (input weight^T + bias)
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __grid_constant__ LinearResidual arguments) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
-    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     const T *input = static_cast<const T*>(arguments.input), *bias = static_cast<const T*>(linear.bias);
     const ResidualOutput<T> output{
         arguments.output, linear.scale, arguments.residual, arguments.residual_float != 0,
@@ -259,11 +251,13 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     char* staged = shared + G::SUMS_BEGIN;
 
     launch_next_kernel();
-    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    Weights<T, G, ADAPTED> weights(linear, shared);
     wait_for_previous_kernel();
+    weights.adapters.clear_next();
     if (arguments.stage) {
         stage_as_is(input, output.source, staged, batch, columns, steps);
-        multiply_units<T, G>(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
+        float* added = reinterpret_cast<float*>(shared + G::staged_bytes(batch, steps));
+        multiply_units(weights, staged_for_lane(staged, batch, steps), bias, output, partial, added, batch);
         return;
     }
     Streamed<T, G::HALVES> activations;
@@ -281,7 +275,8 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     for (int stage = 0; stage < G::STAGES; ++stage) activations.copy(stage, stage % steps);
     commit_copies();
     wait_for_copies<0>();
-    multiply_units<T, G>(weights, activations, bias, output, partial, batch);
+    float* added = reinterpret_cast<float*>(shared + G::streamed_bytes(batch));
+    multiply_units(weights, activations, bias, output, partial, added, batch);
 }
 
 }  // namespace decode

@@ -66,22 +66,25 @@ class _Geometry:
         """Of 8 weight rows in a unit of `linear_residual`."""
         return 2 if self.twice else 1
 
-    def ring_bytes(self, tiles: int) -> int:
-        """Shared memory of the ring and of the partial sums, for units of `tiles` times 8 weight rows."""
-        return self.depth * THREADS * 16 + 2 * SLICES * tiles * self.rows * 8 * 4
+    def ring_bytes(self, tiles: int, places: int = 0) -> int:
+        """Shared memory of the ring, partial sums, and what LoRA adapters in `places` add, for units of `tiles` times 8
+        weight rows."""
+        return self.depth * THREADS * 16 + (2 * SLICES + places) * tiles * self.rows * 8 * 4
 
-    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int) -> int:
+    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, places: int = 0) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
         slices = SLICES * slice_steps(columns)
-        return self.ring_bytes(tiles) + parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
+        own = parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
+        return self.ring_bytes(tiles, places) + own
 
-    def staged_bytes(self, batch: int, columns: int) -> int:
-        """Ring, partial sums and the activations of `linear_residual`, where they are staged."""
-        return self.ring_bytes(self.residual_tiles) + SLICES * slice_steps(columns) * STEP * 2 * batch
+    def staged_bytes(self, batch: int, columns: int, places: int = 0) -> int:
+        """Of `linear_residual`, where its activations are staged."""
+        return self.ring_bytes(self.residual_tiles, places) + SLICES * slice_steps(columns) * STEP * 2 * batch
 
-    def streamed_bytes(self, batch: int) -> int:
+    def streamed_bytes(self, batch: int, places: int = 0) -> int:
         """The same with a ring of activations."""
-        return self.ring_bytes(self.residual_tiles) + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
+        ring = self.ring_bytes(self.residual_tiles, places)
+        return ring + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
 
 
 _NARROW = _Geometry("Narrow", 8, 4, 2, False)
@@ -183,7 +186,7 @@ class CudaDecodeKernels:
         two inputs, which are as wide as each other and normed alike, the first is of the compute dtype.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch = self._batch(inputs, linear)
+        batch, places = self._batch(inputs, linear), linear.places
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
@@ -193,13 +196,13 @@ class CudaDecodeKernels:
             next_early,
         )
         if len(inputs) == 1:
-            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False)
-            kernel = linear_kernel("norm_linear", self._type, f"decode::{geometry.name}")
+            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False, places)
+            kernel = self._kernel("norm_linear", geometry.name, linear)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
-        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths))
-        return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
+        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), places)
+        return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 8), shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.norm_gate_up`."""
@@ -213,10 +216,10 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
-        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True)
-        kernel = linear_kernel("norm_gate_up", self._type, f"decode::{geometry.name}Pairs")
-        shared = geometry.norm_bytes(2, 1, batch, normed.columns)
-        return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
+        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.places)
+        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
+        shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.places)
+        return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 16), shared, arguments)
 
     def linear_residual(
         self,
@@ -234,9 +237,10 @@ class CudaDecodeKernels:
         _check_rows(batch, columns, batch * columns, linear)
         check_room("x", x, batch, columns)
         check_room("output", output, batch, rows)
-        geometry, limit = _residual_geometry(batch, self.module.shared_limit), self.module.shared_limit
+        limit, places = self.module.shared_limit, linear.places
+        geometry = _residual_geometry(batch, limit, places)
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= limit
+        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns, places) <= limit
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
@@ -245,10 +249,10 @@ class CudaDecodeKernels:
             1 if selected is None else x.size // columns // batch,
             stage,
         )
-        shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
-        name = "WideTwice" if geometry.twice else "Narrow"
-        kernel = linear_kernel("linear_residual", self._type, f"decode::{name}")
-        return self._launch(kernel, geometry, -(-rows // (8 * geometry.residual_tiles)), shared, arguments)
+        shared = geometry.staged_bytes(batch, columns, places) if stage else geometry.streamed_bytes(batch, places)
+        kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else "Narrow", linear)
+        unit = 8 * geometry.residual_tiles
+        return self._launch(kernel, geometry, -(-rows // unit) + -(-linear.low_rows // unit), shared, arguments)
 
     def attention(
         self,
@@ -307,6 +311,8 @@ class CudaDecodeKernels:
         """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
+        if len(inputs) == 2 and linear.adapters is not None:
+            raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
         if any(each.weight is None for each in inputs):
             raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
         if len(inputs) == 2 and (
@@ -320,6 +326,10 @@ class CudaDecodeKernels:
             )
         return batch
 
+    def _kernel(self, name: str, geometry: str, linear: LinearWeights) -> Kernel:
+        adapted = () if linear.adapters is None else ("true",)
+        return linear_kernel(name, self._type, f"decode::{geometry}", *adapted)
+
     def _launch(
         self, kernel: Kernel, geometry: _Geometry, units: int, shared_bytes: int, arguments: ctypes.Structure
     ) -> Launch:
@@ -327,15 +337,18 @@ class CudaDecodeKernels:
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
 
 
-def norm_linear_shared_bytes(rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False) -> int:
-    """Shared memory that a block of `norm_linear` or `norm_gate_up` needs for inputs of such widths, on such a GPU."""
-    geometry = _norm_geometry(rows, widths, shared_limit, gated)
-    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths))
+def norm_linear_shared_bytes(
+    rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False, places: int = 0
+) -> int:
+    """Shared memory that a block of `norm_linear` or `norm_gate_up` needs on such a GPU: inputs of such widths, LoRA
+    adapters in so many places."""
+    geometry = _norm_geometry(rows, widths, shared_limit, gated, places)
+    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), places)
 
 
-def linear_residual_shared_bytes(rows: int, shared_limit: int) -> int:
+def linear_residual_shared_bytes(rows: int, shared_limit: int, places: int = 0) -> int:
     """The same of `linear_residual`, whose input comes with the weights, however wide it is."""
-    return _residual_geometry(rows, shared_limit).streamed_bytes(rows)
+    return _residual_geometry(rows, shared_limit, places).streamed_bytes(rows, places)
 
 
 def norm_shared_bytes(columns: int) -> int:
@@ -343,15 +356,15 @@ def norm_shared_bytes(columns: int) -> int:
     return _NORM_SUMS_BYTES + 2 * padded_columns(columns)
 
 
-def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool) -> _Geometry:
+def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, places: int) -> _Geometry:
     def needed(geometry: _Geometry) -> int:
-        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths))
+        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), places)
 
     return _WIDE if len(widths) > 1 else _geometry(rows, needed, shared_limit)
 
 
-def _residual_geometry(rows: int, shared_limit: int) -> _Geometry:
-    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows), shared_limit)
+def _residual_geometry(rows: int, shared_limit: int, places: int) -> _Geometry:
+    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows, places), shared_limit)
 
 
 def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) -> _Geometry:

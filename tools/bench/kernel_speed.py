@@ -206,14 +206,12 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     for rows in all_rows:
         for executor in (FewRows, ManyRows):
             shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            if rows > executor.most_rows:
-                continue
             name = "step" if executor is FewRows else "tiled step"
             refusal = executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit)
             if refusal is not None:
                 print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
                 continue
-            kernels = StepKernels(bench.kernels, bench.tiled)
+            kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
             engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")

@@ -1,0 +1,170 @@
+// How the blocks of linear.cu walk over units of weight rows, and over those of LoRA adapters' A before them; and what
+// each warp has of what adapters add.
+#pragma once
+#include "decode/activations.cuh"
+#include "decode/adapters.cuh"
+
+namespace decode {
+
+constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
+
+// What a kernel has of adapters: nothing, or the warp's share of what is added to units: that of one tile and one
+// place. What it needs is read long before it is needed.
+template <typename T, typename G, bool ADAPTED> struct OwnAdapters : NoAdapters {
+    __device__ explicit OwnAdapters(const Linear& linear) : NoAdapters(linear.adapters, 0, 0) {}
+};
+template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T> {
+    unsigned scales[G::HALVES], left[G::HALVES][2], right[2];  // scales of the lane's rows, as bits
+    int known_module;  // whose products are in `left`, where one step of 16 is all of the rank
+    bool has_share;
+    static_assert(WARPS / G::TILES >= MOST_PLACES, "a warp has one place at most");
+
+    __device__ explicit OwnAdapters(const Linear& linear)
+        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), known_module(-1), has_share(false) {
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half) {
+            const int row = own_row() + 8 * half;
+            const bool exists = place() < this->given.places && row < linear.batch;
+            scales[half] = exists ? read_early(this->scales_of(row) + place()) & 0x7fff : 0;
+        }
+    }
+    __device__ static int tile() { return threadIdx.x / 32 % G::TILES; }
+    __device__ static int place() { return threadIdx.x / 32 / G::TILES; }
+    // Threads of the first warps, which have the shares or write outputs.
+    __device__ int sharers(int batch) const {
+        return max(32 * G::TILES * this->given.places, (batch * G::UNIT + 31) / 32 * 32);
+    }
+    __device__ void begin() {
+        unsigned any = scales[0];
+        if (G::HALVES > 1) any |= scales[G::HALVES - 1];
+        has_share = __any_sync(FULL_WARP, any != 0);
+    }
+    __device__ void read_b_of(int column, int k = 0) {
+        if (has_share) this->read_b(right, place(), this->module_of(column), column + own_row(), k);
+    }
+    // The warp's share of the columns from `column` on.
+    __device__ void multiply_share(float (&sum)[2 * G::HALVES], int column) {
+        const int module = this->module_of(column);
+        bool taken_by[G::HALVES];
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half) taken_by[half] = scales[half] != 0;
+#pragma unroll 1
+        for (int k = 0; k < this->given.rank; k += 16) {
+            if (k > 0) read_b_of(column, k);
+            if (this->given.rank > 16 || module != known_module)
+                this->wait_for_low(left, taken_by, place(), module, own_row(), k);
+            this->template multiply<G::HALVES>(sum, left, right);
+        }
+        known_module = module;
+    }
+};
+
+// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit. With adapters, units of
+// the rows of A, of all places, have the numbers -1 and below; the blocks that multiply them have the fewest other
+// units.
+template <typename T, typename G, bool ADAPTED> struct Weights {
+    OwnAdapters<T, G, ADAPTED> adapters;
+    const T* weight;
+    const T* row[G::TILES];
+    unsigned ring;  // the thread's place in shared memory
+    int rows, columns, steps, column, step, unit;
+
+    __device__ Weights(const Linear& linear, char* shared)
+        : adapters(linear), weight(static_cast<const T*>(linear.weight)),
+          ring(shared_address(shared) + threadIdx.x * 16), rows(linear.rows), columns(linear.columns), steps(linear.steps), column(own_column(linear.steps)), step(0),
+          unit(first_unit()) {
+        start_unit();
+#pragma unroll
+        for (int stage = 0; stage < G::STAGES; ++stage) {
+            copy(stage);
+            commit_copies();
+            advance();
+        }
+    }
+    __device__ int low_units() const {
+        if constexpr (ADAPTED) return (adapters.all_low_rows() + G::TILES * TILE_ROWS - 1) / (G::TILES * TILE_ROWS);
+        return 0;
+    }
+    __device__ static int low_blocks() { return (gridDim.x + G::BLOCKS - 1) / G::BLOCKS; }
+    __device__ int first_own_unit() const {
+        if (!ADAPTED) return blockIdx.x;
+        const int own = blockIdx.x - min(low_units(), low_blocks());
+        return own < 0 ? own + gridDim.x : own;
+    }
+    __device__ int low_unit_from(int number) const { return number < low_units() ? ~number : first_own_unit(); }
+    __device__ int first_unit() const {
+        return ADAPTED && blockIdx.x < low_blocks() ? low_unit_from(blockIdx.x) : first_own_unit();
+    }
+    __device__ int unit_after(int before) const {
+        return ADAPTED && before < 0 ? low_unit_from(~before + low_blocks()) : before + gridDim.x;
+    }
+    // What the warp needs of B for a unit.
+    __device__ void read_b_of(int unit) {
+        if constexpr (ADAPTED) adapters.read_b_of(tile_column(unit, adapters.tile()));
+    }
+    // The first output column of a tile, in the whole weight.
+    __device__ int tile_column(int unit, int tile) const {
+        return unit * G::UNIT + tile * (G::PAIRED ? rows : TILE_ROWS);
+    }
+    __device__ void start_unit() {
+        const T* source = weight;
+        int first = unit * G::UNIT, last = rows - 1;
+        int distance = G::PAIRED ? 0 : TILE_ROWS, beyond = G::PAIRED ? rows : 0;
+        if constexpr (ADAPTED)
+            if (unit < 0) {
+                source = static_cast<const T*>(adapters.given.a), first = ~unit * G::TILES * TILE_ROWS;
+                last = adapters.all_low_rows() - 1, distance = TILE_ROWS, beyond = 0;
+            }
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile) {
+            const int line = min(first + tile * distance + own_row(), last) + tile * beyond;
+            row[tile] = source + static_cast<size_t>(line) * columns + column;
+        }
+    }
+    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
+    // Where no weights are left, zeros are put into the ring.
+    __device__ void copy(int stage) const {
+        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
+    }
+    __device__ void advance() {
+        if (++step == steps) {
+            step = 0;
+            unit = unit_after(unit);
+            start_unit();
+        }
+    }
+};
+
+// Of a thread's row b and row `place` of a unit of A's rows: where the product goes, and its scale, 0 for nowhere.
+template <typename T, typename G> struct LowRow {
+    int at[G::SUMS], row[G::SUMS];  // place, and row there
+    float scale[G::SUMS];
+
+    __device__ LowRow(const OwnAdapters<T, G, true>& adapters, int unit, int b, int place) {
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            const int all = (~unit * G::TILES + s) * TILE_ROWS + place;
+            at[s] = all / adapters.low_rows(), row[s] = all - at[s] * adapters.low_rows();
+            const bool exists = unit < 0 && b < adapters.batch && at[s] < adapters.given.places;
+            scale[s] = exists ? adapters.scale(b, at[s]) : 0.f;
+        }
+    }
+    // The whole warp calls it.
+    __device__ void leave(const OwnAdapters<T, G, true>& adapters, const float (&total)[G::SUMS], int b) const {
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            const float next = __shfl_down_sync(FULL_WARP, total[s], 1);
+            if (row[s] % 2 == 0) adapters.leave(at[s], b, row[s], scale[s], total[s], next);
+        }
+    }
+};
+
+struct NoLowRow {
+    template <typename Adapters> __device__ NoLowRow(const Adapters&, int, int, int) {}
+};
+template <typename T, typename G, bool ADAPTED> struct LowRowOf { using type = NoLowRow; };
+template <typename T, typename G> struct LowRowOf<T, G, true> { using type = LowRow<T, G>; };
+
+}  // namespace decode
