@@ -33,6 +33,9 @@ _STREAMED, _SHARED = 36, 128
 #: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
 #: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
+#: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
+#: where registers have no room for the fragments of two steps.
+_STAGES, _NOT_AHEAD = 350, 1.2
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
 
@@ -61,12 +64,15 @@ class Capacity:
 class Tiling:
     """Tiles of `weight_rows` times `rows` (16, 32 or 64) of activations.
 
-    `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices.
+    `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices. A stage holds `parts` of 64
+    columns. Without clusters, `blocks` of a multiprocessor walk over tiles beside each other.
     """
 
     rows: int
     weight_rows: int
     splits: int
+    parts: int = 1
+    blocks: int = 1
 
     @property
     def row_warps(self) -> int:
@@ -85,12 +91,18 @@ class Tiling:
 
     def resident(self, gpu: Capacity) -> int:
         """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
-        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
+        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else self.blocks
+
+    @property
+    def ahead(self) -> bool:
+        """Whether registers hold the next step's fragments: `Geometry::AHEAD` of a block alone."""
+        sums, fragments = 12 * self.row_tiles * self.column_tiles, 8 * self.row_tiles + 4 * self.column_tiles
+        return sums + 2 * fragments <= 180
 
     @property
     def stage_bytes(self) -> int:
-        """Of weights and activations, 64 columns of each."""
-        return (self.weight_rows + self.rows) * ROW_BYTES
+        """Of weights and activations, `parts` of 64 columns of each."""
+        return (self.weight_rows + self.rows) * ROW_BYTES * self.parts
 
     def shared_bytes(self, stages: int) -> int:
         """Of a ring and its barriers."""
@@ -100,7 +112,7 @@ class Tiling:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
         beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
-        limit = half if beside else gpu.shared_limit
+        limit = half if beside or self.blocks > 1 else gpu.shared_limit
         return max(2, min(MOST_STAGES, limit // self.shared_bytes(1)))
 
     def tiles(self, rows: int) -> int:
@@ -110,7 +122,7 @@ class Tiling:
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles, or clusters of one tile each."""
         tiles = self.tiles(rows)
-        return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
+        return (min(tiles, self.blocks * gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
         """Of a matrix [rows, columns]."""
@@ -119,10 +131,15 @@ class Tiling:
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
         fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
         shared = weights + activations + fragments
-        step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
+        sizes = (weights, shared, self.rows * self.weight_rows * STEP)
+        step = _overlapped(gpu, blocks, *(self.blocks * size for size in sizes))
+        if not gpu.has_clusters and self.blocks == 1:
+            # Warps that wait for each other each stage read at once, then multiply at once.
+            alone = shared / _SHARED + sizes[2] / gpu.speeds[1] + _STAGES / (2 * self.parts)
+            step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
         steps = -(-columns // STEP)
         if self.splits == 1:
-            return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+            return _STARTS + -(-tiles // (self.blocks * blocks)) * (steps * step + 0.3 * _ENDS) + _ENDS
         places = max(1, int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu)))
         waves = -(-tiles * self.splits // places)
         on_each = max(1, min(tiles * self.splits, places) / gpu.multiprocessors)
