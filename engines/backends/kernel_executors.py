@@ -106,9 +106,8 @@ class FewRows:
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
-        rows = step_rows(step, program)
+        rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            shape = program.shape
             return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]

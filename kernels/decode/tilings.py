@@ -33,6 +33,9 @@ _STREAMED, _SHARED = 36, 128
 #: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
 #: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
+#: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
+#: where registers have no room for the fragments of two steps.
+_STAGES, _NOT_AHEAD = 350, 1.2
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
 
@@ -88,6 +91,12 @@ class Tiling:
         return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
 
     @property
+    def ahead(self) -> bool:
+        """Whether registers hold the next step's fragments: `Geometry::AHEAD` of a block alone."""
+        sums, fragments = 12 * self.row_tiles * self.column_tiles, 8 * self.row_tiles + 4 * self.column_tiles
+        return sums + 2 * fragments <= 180
+
+    @property
     def stage_bytes(self) -> int:
         """Of weights and activations, 64 columns of each."""
         return (self.weight_rows + self.rows) * ROW_BYTES
@@ -125,7 +134,11 @@ class Tiling:
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
         fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
         shared = weights + activations + fragments
-        step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
+        products = self.rows * self.weight_rows * STEP
+        step = _overlapped(gpu, blocks, weights, shared, products)
+        if not gpu.has_clusters:  # warps that wait for each other each stage read at once, then multiply at once
+            alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / 2
+            step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
         steps = -(-columns // STEP)
         if self.splits == 1:
             return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
