@@ -69,7 +69,7 @@ template <typename T> struct AdaptedRows {
     __device__ const T* scales_of(int row) const {
         return static_cast<const T*>(given.scales) + row / given.tokens * given.places;
     }
-    __device__ float scale(int row, int place) const { return to_float(__ldcg(scales_of(row) + place)); }
+    __device__ unsigned scale(int row, int place) const { return read_early(scales_of(row) + place); }
     __device__ bool takes(int row, int place) const {  // the whole warp calls it
         return __shfl_sync(FULL_WARP, taken, row % 32) >> (row / 32 * MOST_PLACES + place) & 1;
     }
@@ -80,10 +80,11 @@ template <typename T> struct AdaptedRows {
     __device__ int module_of(int column) const { return (column >= given.ends[0]) + (column >= given.ends[1]); }
     __device__ int all_low_rows() const { return given.places * low_rows(); }
 
-    // Leaves the products of a place's rows `p`, even, and p + 1 of A, times the row's scale.
-    __device__ void leave(int place, int row, int p, float row_scale, float even, float odd) const {
-        if (p < low_rows() && row < batch && row_scale != 0.f)
-            write_relaxed(low(place, row, p), max(~pack<T>(even * row_scale, odd * row_scale), 1u));
+    // Leaves the products of a place's rows `p`, even, and p + 1 of A, times the row's scale, which is given as bits.
+    __device__ void leave(int place, int row, int p, unsigned scale, float even, float odd) const {
+        const float factor = unpack<T>(scale).x;
+        if (p < low_rows() && row < batch && factor != 0.f)
+            write_relaxed(low(place, row, p), max(~pack<T>(even * factor, odd * factor), 1u));
     }
 
     // Has the second-level cache fetch what `count` columns need of B; the first `threads` threads of the block call
@@ -104,16 +105,16 @@ template <typename T> struct AdaptedRows {
         }
     }
 
-    // What `multiply_add` takes of B: of 16 ranks from `k` on and column n, which is of `module`.
-    __device__ void read_b(unsigned (&right)[2], int place, int module, int n, int k) const {
+    // What `multiply` takes of B: of 16 ranks from `k` on and column n, which is of `module`.
+    __device__ void read_b(unsigned (&right)[2][2], int place, int module, int n, int k) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int rank = k + 8 * i + threadIdx.x % 4 * 2;
-            right[i] = 0;
+            right[i][0] = right[i][1] = 0;
             if (rank >= given.rank || n >= outputs) continue;
             const size_t row = place * low_rows() + module * given.rank + rank;
             const T* source = static_cast<const T*>(given.b) + row * outputs + n;
-            right[i] = read_early(source) | read_early(source + outputs) << 16;
+            right[i][0] = read_early(source), right[i][1] = read_early(source + outputs);
         }
     }
 
@@ -142,11 +143,11 @@ template <typename T> struct AdaptedRows {
     // sum += products of 16 ranks.
     template <int HALVES>
     __device__ static void multiply(
-        float (&sum)[2 * HALVES], const unsigned (&left)[HALVES][2], const unsigned (&right)[2]) {
+        float (&sum)[2 * HALVES], const unsigned (&left)[HALVES][2], const unsigned (&right)[2][2]) {
         unsigned lower[HALVES], upper[HALVES];
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) lower[half] = left[half][0], upper[half] = left[half][1];
-        multiply_add(sum, lower, upper, right[0], right[1], T());
+        multiply_add(sum, lower, upper, right[0][0] | right[0][1] << 16, right[1][0] | right[1][1] << 16, T());
     }
 
     // Clears the next launch's `low`: after the wait for the previous kernel, by all threads of the grid.

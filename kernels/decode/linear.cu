@@ -72,9 +72,12 @@ __device__ __forceinline__ void multiply_units(
         if (!adapters.has_share && adapters.place() < adapters.given.places)
             leave(added + adapters.place() * G::PARTIALS, adapters.tile(), {});
     }
+    typename LowRowOf<T, G, ADAPTED>::type low(weights.adapters, b, place);
     int buffer = 0, slot = 0;
     for (int unit = weights.first_unit(); unit * G::UNIT < rows; unit = weights.unit_after(unit)) {
         float sum[G::TILES][2 * G::HALVES] = {};
+        if constexpr (ADAPTED)
+            if (unit < 0 && adds) low.read_scales(unit);
 #pragma unroll 4
         for (int step = 0; step < steps; ++step) {
             wait_for_copies<G::STAGES - 1>();
@@ -115,7 +118,6 @@ __device__ __forceinline__ void multiply_units(
         }
         if (adds) {
             const int row = unit * G::UNIT + place;
-            typename LowRowOf<T, G, ADAPTED>::type low(weights.adapters, unit, b, place);
             const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
             float total[G::SUMS] = {};
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ __forceinline__ void multiply_units(
                     total[s] += group;
                 }
             if constexpr (ADAPTED) {
-                if (unit < 0) low.leave(weights.adapters, total, b);
+                if (unit < 0) low.leave(unit, total);
                 const float* shares = added + b * 8 + place % 8;
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s) {

@@ -14,18 +14,21 @@ template <typename T, typename G, bool ADAPTED> struct OwnAdapters : NoAdapters 
     __device__ explicit OwnAdapters(const Linear& linear) : NoAdapters(linear.adapters, 0, 0) {}
 };
 template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T> {
-    unsigned scales[G::HALVES], left[G::HALVES][2], right[2];  // scales of the lane's rows, as bits
+    // Scales of the lane's rows, as bits; nothing here is used before it is needed, so that nobody waits for it.
+    unsigned scales[G::HALVES], left[G::HALVES][2], right[2][2];
     int known_module;  // whose products are in `left`, where one step of 16 is all of the rank
     bool has_share;
     static_assert(WARPS / G::TILES >= MOST_PLACES, "a warp has one place at most");
 
     __device__ explicit OwnAdapters(const Linear& linear)
-        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), known_module(-1), has_share(false) {
+        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), known_module(-1), has_share(false) {}
+    __device__ void read_scales() {
 #pragma unroll
         for (int half = 0; half < G::HALVES; ++half) {
             const int row = own_row() + 8 * half;
-            const bool exists = place() < this->given.places && row < linear.batch;
-            scales[half] = exists ? read_early(this->scales_of(row) + place()) & 0x7fff : 0;
+            scales[half] = 0;
+            if (place() < this->given.places && row < this->batch)
+                scales[half] = read_early(this->scales_of(row) + place());
         }
     }
     __device__ static int tile() { return threadIdx.x / 32 % G::TILES; }
@@ -37,7 +40,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
     __device__ void begin() {
         unsigned any = scales[0];
         if (G::HALVES > 1) any |= scales[G::HALVES - 1];
-        has_share = __any_sync(FULL_WARP, any != 0);
+        has_share = __any_sync(FULL_WARP, (any & 0x7fff) != 0);
     }
     __device__ void read_b_of(int column, int k = 0) {
         if (has_share) this->read_b(right, place(), this->module_of(column), column + own_row(), k);
@@ -47,7 +50,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
         const int module = this->module_of(column);
         bool taken_by[G::HALVES];
 #pragma unroll
-        for (int half = 0; half < G::HALVES; ++half) taken_by[half] = scales[half] != 0;
+        for (int half = 0; half < G::HALVES; ++half) taken_by[half] = (scales[half] & 0x7fff) != 0;
 #pragma unroll 1
         for (int k = 0; k < this->given.rank; k += 16) {
             if (k > 0) read_b_of(column, k);
@@ -80,6 +83,7 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
             commit_copies();
             advance();
         }
+        adapters.read_scales();
     }
     __device__ int low_units() const {
         if constexpr (ADAPTED) return (adapters.all_low_rows() + G::TILES * TILE_ROWS - 1) / (G::TILES * TILE_ROWS);
@@ -137,32 +141,35 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     }
 };
 
-// Of a thread's row b and row `place` of a unit of A's rows: where the product goes, and its scale, 0 for nowhere.
+// The products of a unit of A's rows that a thread has: of row b of activations and row `place` of the unit.
 template <typename T, typename G> struct LowRow {
-    int at[G::SUMS], row[G::SUMS];  // place, and row there
-    float scale[G::SUMS];
+    const OwnAdapters<T, G, true>& adapters;
+    unsigned scales[G::SUMS];  // as bits, 0 for nowhere
+    int b, place;
 
-    __device__ LowRow(const OwnAdapters<T, G, true>& adapters, int unit, int b, int place) {
+    __device__ LowRow(const OwnAdapters<T, G, true>& adapters, int b, int place) : adapters(adapters), b(b), place(place) {}
+    __device__ int row(int unit, int s) const { return (~unit * G::TILES + s) * TILE_ROWS + place; }
+    __device__ void read_scales(int unit) {
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s) {
-            const int all = (~unit * G::TILES + s) * TILE_ROWS + place;
-            at[s] = all / adapters.low_rows(), row[s] = all - at[s] * adapters.low_rows();
-            const bool exists = unit < 0 && b < adapters.batch && at[s] < adapters.given.places;
-            scale[s] = exists ? adapters.scale(b, at[s]) : 0.f;
+            const int at = row(unit, s) / adapters.low_rows();
+            scales[s] = 0;
+            if (b < adapters.batch && at < adapters.given.places) scales[s] = read_early(adapters.scales_of(b) + at);
         }
     }
     // The whole warp calls it.
-    __device__ void leave(const OwnAdapters<T, G, true>& adapters, const float (&total)[G::SUMS], int b) const {
+    __device__ void leave(int unit, const float (&total)[G::SUMS]) const {
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s) {
             const float next = __shfl_down_sync(FULL_WARP, total[s], 1);
-            if (row[s] % 2 == 0) adapters.leave(at[s], b, row[s], scale[s], total[s], next);
+            const int all = row(unit, s), at = all / adapters.low_rows();
+            if (all % 2 == 0) adapters.leave(at, b, all - at * adapters.low_rows(), scales[s], total[s], next);
         }
     }
 };
 
 struct NoLowRow {
-    template <typename Adapters> __device__ NoLowRow(const Adapters&, int, int, int) {}
+    template <typename Adapters> __device__ NoLowRow(const Adapters&, int, int) {}
 };
 template <typename T, typename G, bool ADAPTED> struct LowRowOf { using type = NoLowRow; };
 template <typename T, typename G> struct LowRowOf<T, G, true> { using type = LowRow<T, G>; };

@@ -48,7 +48,7 @@ template <typename T> struct RowsOf<T, false> { using type = NoAdapters; };
 template <typename T, typename G>
 __device__ __forceinline__ void leave_products(
     const AdaptedRows<T>& adapters, const Sums<G>& total, const Lane<G>& lane, int first) {
-    float scales[G::ROW_TILES][G::COLUMN_TILES][2];
+    unsigned scales[G::ROW_TILES][G::COLUMN_TILES][2];
     int place[G::COLUMN_TILES], begin[G::COLUMN_TILES];
 #pragma unroll
     for (int c = 0; c < G::COLUMN_TILES; ++c) {
@@ -59,11 +59,10 @@ __device__ __forceinline__ void leave_products(
     for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int b = lane.row_of(r, 2 * half);
-            const T* own = adapters.scales_of(min(b, adapters.batch - 1));
+            const int b = min(lane.row_of(r, 2 * half), adapters.batch - 1);
 #pragma unroll
             for (int c = 0; c < G::COLUMN_TILES; ++c)
-                scales[r][c][half] = place[c] < adapters.given.places ? to_float(__ldcg(own + place[c])) : 0.f;
+                scales[r][c][half] = place[c] < adapters.given.places ? adapters.scale(b, place[c]) : 0;
         }
     for_each_sum<G>([&](int r, int c, int i) {
         const float next = __shfl_down_sync(FULL_WARP, total[r][c][i], 1);
@@ -96,7 +95,7 @@ __device__ __forceinline__ void add_adapters(
             if (module > adapters.module_of(column_of(G::COLUMN_TILES - G::SUMS))) break;
 #pragma unroll 1
             for (int k = 0; k < rank; k += 16) {
-                unsigned b[G::COLUMN_TILES][2], a[G::SUMS][2 * G::ROW_TILES][2];
+                unsigned b[G::COLUMN_TILES][2][2], a[G::SUMS][2 * G::ROW_TILES][2];
 #pragma unroll
                 for (int c = 0; c < G::COLUMN_TILES; ++c)
                     adapters.read_b(b[c], place, module + c % G::SUMS, column_of(c) + own, k);
