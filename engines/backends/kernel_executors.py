@@ -45,6 +45,7 @@ from edgellm.kernels.decode.contract import (
     attention_refusal,
     low_words,
     padded_columns,
+    padded_ranks,
 )
 from edgellm.kernels.decode.linear import (
     linear_residual_shared_bytes,
@@ -111,9 +112,9 @@ class FewRows:
             return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
-            return norm_linear_shared_bytes(rows, widths, limit, step.gated, program.shape.lora_slots)
+            return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
         if isinstance(step, NormLinear | LinearResidual):
-            return linear_residual_shared_bytes(rows, limit, program.shape.lora_slots)
+            return linear_residual_shared_bytes(rows, limit, _ranks(program))
         return 0
 
     @classmethod
@@ -252,7 +253,7 @@ class ManyRows(FewRows):
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit, program.shape.lora_slots):
+        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit, _ranks(program)):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
 
@@ -273,7 +274,7 @@ class ManyRows(FewRows):
 
     def _residual_kernels(self, step: LinearResidual) -> Any:
         rows, gpu = step_rows(step, self._program), self._kernels.gpu
-        streams = _streams(rows, self._limit, self._program.shape.lora_slots)
+        streams = _streams(rows, self._limit, _ranks(self._program))
         few = streams and super()._clocks(step, rows, gpu) <= self._clocks(step, rows, gpu)
         return self._kernels.few if few else self._kernels.many
 
@@ -282,8 +283,12 @@ class ManyRows(FewRows):
 Executor = type[FewRows]
 
 
-def _streams(rows: int, limit: int, places: int = 0) -> bool:
-    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, places) <= limit
+def _streams(rows: int, limit: int, ranks: int = 0) -> bool:
+    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, ranks) <= limit
+
+
+def _ranks(program: Program) -> int:
+    return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
 
 
 def _norm_count(step: NormLinear | LinearResidual) -> int:

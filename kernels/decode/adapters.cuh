@@ -22,9 +22,9 @@ namespace decode {
 
 constexpr int MOST_PLACES = HOST_MOST_PLACES;  // a row's places are bits of a byte
 
-__device__ __forceinline__ unsigned read_relaxed(const unsigned* pointer) {
-    unsigned value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+__device__ __forceinline__ uint2 read_relaxed(const unsigned* pointer) {
+    uint2 value;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(pointer) : "memory");
     return value;
 }
 
@@ -105,11 +105,15 @@ template <typename T> struct AdaptedRows {
         }
     }
 
+    // Of 16 ranks from `k` on, the first of the lane's two pairs, in the columns of A's products and the rows of B; the
+    // other pair follows it, so that a lane's products lie side by side.
+    __device__ static int rank_of_lane(int k) { return k + threadIdx.x % 4 * 4; }
+
     // What `multiply` takes of B: of 16 ranks from `k` on and column n, which is of `module`.
     __device__ void read_b(unsigned (&right)[2][2], int place, int module, int n, int k) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int rank = k + 8 * i + threadIdx.x % 4 * 2;
+            const int rank = rank_of_lane(k) + 2 * i;
             right[i][0] = right[i][1] = 0;
             if (rank >= given.rank || n >= outputs) continue;
             const size_t row = place * low_rows() + module * given.rank + rank;
@@ -127,27 +131,24 @@ template <typename T> struct AdaptedRows {
         do {
             there = true;
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int rank = k + 8 * i + threadIdx.x % 4 * 2;
-                    unsigned word = ~0u;
-                    if (taken_by[half] && rank < given.rank)
-                        word = read_relaxed(low(place, row + half * 8, module * given.rank + rank));
-                    left[half][i] = ~word;
-                    there = there && word != 0;
-                }
+            for (int half = 0; half < HALVES; ++half) {
+                uint2 words = make_uint2(~0u, ~0u);
+                if (taken_by[half] && rank_of_lane(k) < given.rank)
+                    words = read_relaxed(low(place, row + half * 8, module * given.rank + rank_of_lane(k)));
+                left[half][0] = ~words.x, left[half][1] = ~words.y;
+                there = there && words.x != 0 && words.y != 0;
+            }
         } while (!__all_sync(FULL_WARP, there));
     }
 
-    // sum += products of 16 ranks.
+    // sum += products of 16 ranks, of B as pairs.
     template <int HALVES>
     __device__ static void multiply(
-        float (&sum)[2 * HALVES], const unsigned (&left)[HALVES][2], const unsigned (&right)[2][2]) {
+        float (&sum)[2 * HALVES], const unsigned (&left)[HALVES][2], unsigned first, unsigned second) {
         unsigned lower[HALVES], upper[HALVES];
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) lower[half] = left[half][0], upper[half] = left[half][1];
-        multiply_add(sum, lower, upper, right[0][0] | right[0][1] << 16, right[1][0] | right[1][1] << 16, T());
+        multiply_add(sum, lower, upper, first, second, T());
     }
 
     // Clears the next launch's `low`: after the wait for the previous kernel, by all threads of the grid.

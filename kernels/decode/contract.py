@@ -79,9 +79,12 @@ class LinearWeights(NamedTuple):
     adapters: LinearAdapters | None = None
 
     @property
-    def places(self) -> int:
-        """How many LoRA adapters there may be."""
-        return 0 if self.adapters is None else self.adapters.scales.shape[1]
+    def ranks(self) -> int:
+        """`padded_ranks` of LoRA adapters."""
+        if self.adapters is None:
+            return 0
+        places = self.adapters.scales.shape[1]
+        return padded_ranks(places, self.low_rows // (places * len(self.adapters.modules)))
 
     @property
     def low_rows(self) -> int:
@@ -151,6 +154,11 @@ def padded_columns(columns: int) -> int:
 def low_words(rows: int, places: int, modules: int, rank: int) -> int:
     """Words of memory for what adapters' a makes of so many rows: two products of 16 bits each."""
     return rows * places * modules * rank // 2
+
+
+def padded_ranks(places: int, rank: int) -> int:
+    """Of adapters in all places: what the kernels multiply, in steps of 16."""
+    return places * -(-rank // 16) * 16
 
 
 def adapters_refusal(places: int, rank: int, modules: Sequence[int]) -> str | None:

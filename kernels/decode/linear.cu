@@ -50,105 +50,135 @@ static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_by
 static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
               "the host gives linear_residual its shared memory");
 
-// All units of the block; every group of copies holds one step of weights and, where they are streamed, activations.
+// The warp's sums of a unit, over its slice of K. Every group of copies holds one step of weights and, where they are
+// streamed, activations; `slot`: of the ring, that of the next step.
+template <typename T, typename G, bool ADAPTED, typename Activations>
+__device__ __forceinline__ void multiply_unit(
+    float (&sum)[G::TILES][2 * G::HALVES], Weights<T, G, ADAPTED>& weights, const Activations& activations, int& slot,
+    int batch) {
+    const int steps = weights.steps;
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) {
+        wait_for_copies<G::STAGES - 1>();
+        unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half)
+            if (own_row() + 8 * half < batch) {
+                const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
+                x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
+            }
+#pragma unroll
+        for (int tile = 0; tile < G::TILES; ++tile) {
+            const uint4 b = read_shared_16(weights.place(slot, tile));
+            multiply_add(sum[tile], x, y, b.x, b.y, T());
+            multiply_add(sum[tile], z, w, b.z, b.w, T());
+        }
+        weights.copy(slot);
+        activations.copy(slot, weights.step);
+        commit_copies();
+        weights.advance();
+        slot = (slot + 1) % G::STAGES;
+    }
+}
+
+// Leaves a lane's sums of a tile in the block's shared memory, [TILES, HALVES, 8 rows, 8 weight rows].
+template <typename G>
+__device__ __forceinline__ void leave_sums(float* area, int tile, const float (&sums)[2 * G::HALVES], int batch) {
+#pragma unroll
+    for (int half = 0; half < G::HALVES; ++half)
+        if (own_row() + 8 * half < batch)
+            *reinterpret_cast<float2*>(area + (tile * G::HALVES + half) * 64 + own_row() * 8 + own_quad() * 2) =
+                make_float2(sums[2 * half], sums[2 * half + 1]);
+}
+
+// The sums of an output, of what the warps left of it at `theirs`.
+template <typename G> __device__ __forceinline__ void add_slices(float (&total)[G::SUMS], const float* theirs) {
+#pragma unroll
+    for (int s = 0; s < G::SUMS; ++s) total[s] = 0.f;
+#pragma unroll
+    for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            float group = 0.f;
+#pragma unroll
+            for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += theirs[i * G::PARTIALS + s * G::HALVES * 64];
+            total[s] += group;
+        }
+}
+
+// All units of the block. What adapters add to a unit, and thus what becomes of it, waits until the next one has been
+// multiplied: what A made of the activations comes from other blocks.
 template <typename T, typename G, bool ADAPTED, typename Activations, typename Output>
 __device__ __forceinline__ void multiply_units(
     Weights<T, G, ADAPTED>& weights, const Activations& activations, const T* bias, const Output& output,
     float* partial, float* added, int batch) {
-    const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
+    const int warp = threadIdx.x / 32, rows = weights.rows, steps = weights.steps;
     const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the unit's outputs
+    const int own = b * 8 + place % 8 + (G::PAIRED ? 0 : place / 8) * G::HALVES * 64;
     const bool adds = (ADAPTED ? threadIdx.x / 32 * 32 : threadIdx.x) < batch * G::UNIT;
-    const auto leave = [&](float* area, int tile, const float (&sums)[2 * G::HALVES]) {
+    const auto exists = [&](int unit) { return unit >= 0 && unit * G::UNIT + place < rows && (!ADAPTED || b < batch); };
+    const auto write = [&](int unit, float (&total)[G::SUMS], float before) {
+        const int row = unit * G::UNIT + place;
 #pragma unroll
-        for (int half = 0; half < G::HALVES; ++half)
-            if (own_row() + 8 * half < batch)
-                *reinterpret_cast<float2*>(area + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
-                    make_float2(sums[2 * half], sums[2 * half + 1]);
+        for (int s = 0; s < G::SUMS; ++s)
+            if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
+        output(b, row, rows, total, before);
     };
     if constexpr (ADAPTED) {
         auto& adapters = weights.adapters;
-        adapters.begin();
-        weights.read_b_of(weights.first_own_unit());
+        adapters.begin(added);
         if (!adapters.has_share && adapters.place() < adapters.given.places)
-            leave(added + adapters.place() * G::PARTIALS, adapters.tile(), {});
+            leave_sums<G>(added + adapters.place() * G::PARTIALS, adapters.tile(), {}, batch);
     }
     typename LowRowOf<T, G, ADAPTED>::type low(weights.adapters, b, place);
-    int buffer = 0, slot = 0;
-    for (int unit = weights.first_unit(); unit * G::UNIT < rows; unit = weights.unit_after(unit)) {
-        float sum[G::TILES][2 * G::HALVES] = {};
-        if constexpr (ADAPTED)
-            if (unit < 0 && adds) low.read_scales(unit);
-#pragma unroll 4
-        for (int step = 0; step < steps; ++step) {
-            wait_for_copies<G::STAGES - 1>();
-            unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
-#pragma unroll
-            for (int half = 0; half < G::HALVES; ++half)
-                if (own_row() + 8 * half < batch) {
-                    const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
-                    x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
-                }
-#pragma unroll
-            for (int tile = 0; tile < G::TILES; ++tile) {
-                const uint4 b = read_shared_16(weights.place(slot, tile));
-                multiply_add(sum[tile], x, y, b.x, b.y, T());
-                multiply_add(sum[tile], z, w, b.z, b.w, T());
+    int buffer = 0, slot = 0, held = -1;  // the unit that waits; then its sums
+    float total[G::SUMS] = {}, before = 0.f;
+    for (int unit = weights.first_unit();; unit = weights.unit_after(unit)) {
+        const bool is_last = unit * G::UNIT >= rows;
+        if (is_last && !ADAPTED) break;
+        if (!is_last) {
+            if constexpr (ADAPTED) {
+                if (unit >= 0) weights.adapters.copy_b(buffer, weights.tile_column(unit, weights.adapters.tile()));
+                else if (adds) low.read_scales(unit);
             }
-            weights.copy(slot);
-            activations.copy(slot, weights.step);
-            commit_copies();
-            weights.advance();
-            slot = (slot + 1) % G::STAGES;
-        }
+            float sum[G::TILES][2 * G::HALVES] = {};
+            multiply_unit(sum, weights, activations, slot, batch);
 #pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile)
-            leave(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile]);
+            for (int tile = 0; tile < G::TILES; ++tile)
+                leave_sums<G>(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile], batch);
+        }
         __syncthreads();
         if constexpr (ADAPTED) {
             auto& adapters = weights.adapters;
-            if (unit >= 0 && threadIdx.x < adapters.sharers(batch)) {  // others go on while these wait for products
+            if (held >= 0 && threadIdx.x < adapters.sharers(batch)) {  // others go on while these wait for products
                 if (adapters.has_share) {
                     float share[2 * G::HALVES] = {};
-                    adapters.multiply_share(share, weights.tile_column(unit, adapters.tile()));
-                    leave(added + adapters.place() * G::PARTIALS, adapters.tile(), share);
-                    weights.read_b_of(unit + gridDim.x);
+                    // Rows of B came with the held unit's first step, 2 * `steps` groups ago.
+                    if (!is_last && 2 * steps >= G::STAGES) wait_for_copies<G::STAGES - 1>();
+                    else wait_for_copies<0>();
+                    __syncwarp();
+                    adapters.multiply_share(share, buffer ^ 1, weights.tile_column(held, adapters.tile()));
+                    leave_sums<G>(added + adapters.place() * G::PARTIALS, adapters.tile(), share, batch);
                 }
                 asm volatile("bar.sync 1, %0;" ::"r"(adapters.sharers(batch)) : "memory");
+                if (exists(held)) {
+#pragma unroll
+                    for (int s = 0; s < G::SUMS; ++s) total[s] += adapters.added(added + own + s * G::HALVES * 64);
+                    write(held, total, before);
+                }
             }
+            if (is_last) break;
         }
         if (adds) {
-            const int row = unit * G::UNIT + place;
-            const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
-            float total[G::SUMS] = {};
-#pragma unroll
-            for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) {
-                    const float* slices = theirs + (G::PAIRED ? s : place / 8) * G::HALVES * 64;
-                    float group = 0.f;
-#pragma unroll
-                    for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];
-                    total[s] += group;
-                }
-            if constexpr (ADAPTED) {
-                if (unit < 0) low.leave(unit, total);
-                const float* shares = added + b * 8 + place % 8;
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) {
-                    float of_all = 0.f;
-#pragma unroll 1
-                    for (int i = 0; i < weights.adapters.given.places; ++i)
-                        of_all += shares[i * G::PARTIALS + (G::PAIRED ? s : place / 8) * G::HALVES * 64];
-                    total[s] += of_all;
-                }
-            }
-            if (row < rows && (!ADAPTED || (unit >= 0 && b < batch))) {
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s)
-                    if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total, output.before(b, row, rows));
+            if (exists(unit)) before = output.before(b, unit * G::UNIT + place, rows);
+            add_slices<G>(total, partial + buffer * WARPS * G::PARTIALS + own);
+            if constexpr (!ADAPTED) {
+                if (exists(unit)) write(unit, total, before);
+            } else if (unit < 0) {
+                low.leave(unit, total);
             }
         }
+        held = unit;
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
     }
     wait_for_copies<0>();

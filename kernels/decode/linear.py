@@ -66,24 +66,25 @@ class _Geometry:
         """Of 8 weight rows in a unit of `linear_residual`."""
         return 2 if self.twice else 1
 
-    def ring_bytes(self, tiles: int, places: int = 0) -> int:
-        """Shared memory of the ring, partial sums, and what LoRA adapters in `places` add, for units of `tiles` times 8
-        weight rows."""
-        return self.depth * THREADS * 16 + (2 * SLICES + places) * tiles * self.rows * 8 * 4
+    def ring_bytes(self, tiles: int, ranks: int = 0) -> int:
+        """Shared memory of the ring, partial sums, and what LoRA adapters of so many `padded_ranks` need, for units of
+        `tiles` times 8 weight rows: for each place the sums that it adds, and twice its rows of B."""
+        sums = tiles * self.rows * 8 * 4
+        return self.depth * THREADS * 16 + 2 * SLICES * sums + ranks // 16 * sums + 2 * ranks * tiles * 16
 
-    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, places: int = 0) -> int:
+    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, ranks: int = 0) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
         slices = SLICES * slice_steps(columns)
         own = parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
-        return self.ring_bytes(tiles, places) + own
+        return self.ring_bytes(tiles, ranks) + own
 
-    def staged_bytes(self, batch: int, columns: int, places: int = 0) -> int:
+    def staged_bytes(self, batch: int, columns: int, ranks: int = 0) -> int:
         """Of `linear_residual`, where its activations are staged."""
-        return self.ring_bytes(self.residual_tiles, places) + SLICES * slice_steps(columns) * STEP * 2 * batch
+        return self.ring_bytes(self.residual_tiles, ranks) + SLICES * slice_steps(columns) * STEP * 2 * batch
 
-    def streamed_bytes(self, batch: int, places: int = 0) -> int:
+    def streamed_bytes(self, batch: int, ranks: int = 0) -> int:
         """The same with a ring of activations."""
-        ring = self.ring_bytes(self.residual_tiles, places)
+        ring = self.ring_bytes(self.residual_tiles, ranks)
         return ring + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
 
 
@@ -186,7 +187,7 @@ class CudaDecodeKernels:
         two inputs, which are as wide as each other and normed alike, the first is of the compute dtype.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch, places = self._batch(inputs, linear), linear.places
+        batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
@@ -196,12 +197,12 @@ class CudaDecodeKernels:
             next_early,
         )
         if len(inputs) == 1:
-            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False, places)
+            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
-        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), places)
+        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
         return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 8), shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
@@ -216,9 +217,9 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
-        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.places)
+        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
-        shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.places)
+        shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 16), shared, arguments)
 
     def linear_residual(
@@ -237,10 +238,10 @@ class CudaDecodeKernels:
         _check_rows(batch, columns, batch * columns, linear)
         check_room("x", x, batch, columns)
         check_room("output", output, batch, rows)
-        limit, places = self.module.shared_limit, linear.places
-        geometry = _residual_geometry(batch, limit, places)
+        limit, ranks = self.module.shared_limit, linear.ranks
+        geometry = _residual_geometry(batch, limit, ranks)
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns, places) <= limit
+        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns, ranks) <= limit
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
@@ -249,7 +250,7 @@ class CudaDecodeKernels:
             1 if selected is None else x.size // columns // batch,
             stage,
         )
-        shared = geometry.staged_bytes(batch, columns, places) if stage else geometry.streamed_bytes(batch, places)
+        shared = geometry.staged_bytes(batch, columns, ranks) if stage else geometry.streamed_bytes(batch, ranks)
         kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else "Narrow", linear)
         unit = 8 * geometry.residual_tiles
         return self._launch(kernel, geometry, -(-rows // unit) + -(-linear.low_rows // unit), shared, arguments)
@@ -338,17 +339,17 @@ class CudaDecodeKernels:
 
 
 def norm_linear_shared_bytes(
-    rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False, places: int = 0
+    rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False, ranks: int = 0
 ) -> int:
     """Shared memory that a block of `norm_linear` or `norm_gate_up` needs on such a GPU: inputs of such widths, LoRA
-    adapters in so many places."""
-    geometry = _norm_geometry(rows, widths, shared_limit, gated, places)
-    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), places)
+    adapters of so many `padded_ranks`."""
+    geometry = _norm_geometry(rows, widths, shared_limit, gated, ranks)
+    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
 
-def linear_residual_shared_bytes(rows: int, shared_limit: int, places: int = 0) -> int:
+def linear_residual_shared_bytes(rows: int, shared_limit: int, ranks: int = 0) -> int:
     """The same of `linear_residual`, whose input comes with the weights, however wide it is."""
-    return _residual_geometry(rows, shared_limit, places).streamed_bytes(rows, places)
+    return _residual_geometry(rows, shared_limit, ranks).streamed_bytes(rows, ranks)
 
 
 def norm_shared_bytes(columns: int) -> int:
@@ -356,15 +357,15 @@ def norm_shared_bytes(columns: int) -> int:
     return _NORM_SUMS_BYTES + 2 * padded_columns(columns)
 
 
-def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, places: int) -> _Geometry:
+def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, ranks: int) -> _Geometry:
     def needed(geometry: _Geometry) -> int:
-        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), places)
+        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
     return _WIDE if len(widths) > 1 else _geometry(rows, needed, shared_limit)
 
 
-def _residual_geometry(rows: int, shared_limit: int, places: int) -> _Geometry:
-    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows, places), shared_limit)
+def _residual_geometry(rows: int, shared_limit: int, ranks: int) -> _Geometry:
+    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows, ranks), shared_limit)
 
 
 def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) -> _Geometry:

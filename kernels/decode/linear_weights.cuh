@@ -9,19 +9,19 @@ namespace decode {
 constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
 // What a kernel has of adapters: nothing, or the warp's share of what is added to units: that of one tile and one
-// place. What it needs is read long before it is needed.
+// place. Rows of B come into shared memory with the unit's weights: two areas for each warp, which units take in turn.
 template <typename T, typename G, bool ADAPTED> struct OwnAdapters : NoAdapters {
     __device__ explicit OwnAdapters(const Linear& linear) : NoAdapters(linear.adapters, 0, 0) {}
 };
 template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T> {
-    // Scales of the lane's rows, as bits; nothing here is used before it is needed, so that nobody waits for it.
-    unsigned scales[G::HALVES], left[G::HALVES][2], right[2][2];
+    unsigned scales[G::HALVES], left[G::HALVES][2], areas;  // of the lane's rows, as bits; of B, in shared memory
     int known_module;  // whose products are in `left`, where one step of 16 is all of the rank
     bool has_share;
     static_assert(WARPS / G::TILES >= MOST_PLACES, "a warp has one place at most");
 
     __device__ explicit OwnAdapters(const Linear& linear)
-        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), known_module(-1), has_share(false) {}
+        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), areas(0), known_module(-1),
+          has_share(false) {}
     __device__ void read_scales() {
 #pragma unroll
         for (int half = 0; half < G::HALVES; ++half) {
@@ -37,26 +37,51 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
     __device__ int sharers(int batch) const {
         return max(32 * G::TILES * this->given.places, (batch * G::UNIT + 31) / 32 * 32);
     }
-    __device__ void begin() {
+    __device__ int padded_rank() const { return (this->given.rank + 15) / 16 * 16; }
+    // added: the area of shares, behind which those of B begin.
+    __device__ void begin(float* added) {
+        areas = shared_address(added + this->given.places * G::PARTIALS) + threadIdx.x / 32 * 2 * padded_rank() * 16;
         unsigned any = scales[0];
         if (G::HALVES > 1) any |= scales[G::HALVES - 1];
         has_share = __any_sync(FULL_WARP, (any & 0x7fff) != 0);
     }
-    __device__ void read_b_of(int column, int k = 0) {
-        if (has_share) this->read_b(right, place(), this->module_of(column), column + own_row(), k);
+    // Copies the rows of B of the columns from `column` on into an area, with the thread's next group.
+    __device__ void copy_b(int area, int column) const {
+        if (!has_share) return;
+        const size_t first = place() * this->low_rows() + this->module_of(column) * this->given.rank;
+        const T* source = static_cast<const T*>(this->given.b) + first * this->outputs + column;
+        for (int rank = threadIdx.x % 32; rank < padded_rank(); rank += 32) {
+            const bool exists = rank < this->given.rank && column < this->outputs;
+            const T* row = exists ? source + static_cast<size_t>(rank) * this->outputs : source;
+            copy_async_16(areas + (area * padded_rank() + rank) * 16, row, exists);
+        }
     }
-    // The warp's share of the columns from `column` on.
-    __device__ void multiply_share(float (&sum)[2 * G::HALVES], int column) {
+    // What all places add to an output, of what the warps left at `theirs`.
+    __device__ float added(const float* theirs) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < MOST_PLACES; ++i)
+            if (i < this->given.places) sum += theirs[i * G::PARTIALS];
+        return sum;
+    }
+    // The warp's share of those columns.
+    __device__ void multiply_share(float (&sum)[2 * G::HALVES], int area, int column) {
+        const int pair = threadIdx.x % 8 / 2, second = threadIdx.x % 16 / 8;  // as `rank_of_lane` has it
+        const unsigned own = areas + (area * padded_rank() + pair * 4 + second * 2 + threadIdx.x % 2) * 16;
         const int module = this->module_of(column);
         bool taken_by[G::HALVES];
 #pragma unroll
         for (int half = 0; half < G::HALVES; ++half) taken_by[half] = (scales[half] & 0x7fff) != 0;
 #pragma unroll 1
         for (int k = 0; k < this->given.rank; k += 16) {
-            if (k > 0) read_b_of(column, k);
             if (this->given.rank > 16 || module != known_module)
                 this->wait_for_low(left, taken_by, place(), module, own_row(), k);
-            this->template multiply<G::HALVES>(sum, left, right);
+            unsigned first, second;
+            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                         : "=r"(first), "=r"(second)
+                         : "r"(own + k * 16)
+                         : "memory");
+            this->template multiply<G::HALVES>(sum, left, first, second);
         }
         known_module = module;
     }
@@ -101,10 +126,6 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     }
     __device__ int unit_after(int before) const {
         return ADAPTED && before < 0 ? low_unit_from(~before + low_blocks()) : before + gridDim.x;
-    }
-    // What the warp needs of B for a unit.
-    __device__ void read_b_of(int unit) {
-        if constexpr (ADAPTED) adapters.read_b_of(tile_column(unit, adapters.tile()));
     }
     // The first output column of a tile, in the whole weight.
     __device__ int tile_column(int unit, int tile) const {

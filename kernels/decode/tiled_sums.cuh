@@ -111,7 +111,8 @@ __device__ __forceinline__ void add_adapters(
                         const auto& low = a[c % G::SUMS];
                         const unsigned rows_of[2][2] = {
                             {low[2 * r][0], low[2 * r][1]}, {low[2 * r + 1][0], low[2 * r + 1][1]}};
-                        adapters.template multiply<2>(sum[r][c], rows_of, b[c]);
+                        const unsigned first = b[c][0][0] | b[c][0][1] << 16, second = b[c][1][0] | b[c][1][1] << 16;
+                        adapters.template multiply<2>(sum[r][c], rows_of, first, second);
                     }
                 }
             }
