@@ -39,6 +39,9 @@ __device__ __forceinline__ unsigned read_early(const void* pointer) {
     return value;
 }
 
+// Where a value that was read early is used first, which the compiler would move up to the load.
+__device__ __forceinline__ void wait_for_load(unsigned& value) { asm volatile("" : "+r"(value)); }
+
 // The adapters of the rows of a step, of up to 64. A warp that has read the scales has in `taken`, of rows `lane` and
 // `lane` + 32, the places with scales other than 0, a byte each, and in `used` those of all rows.
 template <typename T> struct AdaptedRows {
@@ -67,9 +70,8 @@ template <typename T> struct AdaptedRows {
         used = __reduce_or_sync(FULL_WARP, (taken | taken >> MOST_PLACES) & ((1u << MOST_PLACES) - 1));
     }
     __device__ const T* scales_of(int row) const {
-        return static_cast<const T*>(given.scales) + row / given.tokens * given.places;
+        return static_cast<const T*>(given.scales) + (given.tokens == 1 ? row : row / given.tokens) * given.places;
     }
-    __device__ unsigned scale(int row, int place) const { return read_early(scales_of(row) + place); }
     __device__ bool takes(int row, int place) const {  // the whole warp calls it
         return __shfl_sync(FULL_WARP, taken, row % 32) >> (row / 32 * MOST_PLACES + place) & 1;
     }
@@ -80,10 +82,14 @@ template <typename T> struct AdaptedRows {
     __device__ int module_of(int column) const { return (column >= given.ends[0]) + (column >= given.ends[1]); }
     __device__ int all_low_rows() const { return given.places * low_rows(); }
 
-    // Leaves the products of a place's rows `p`, even, and p + 1 of A, times the row's scale, which is given as bits.
+    // The row's scale in a place, as bits: of what does not exist 0.
+    __device__ unsigned scale(int row, int place) const {
+        return row < batch && place < given.places ? read_early(scales_of(row) + place) : 0;
+    }
+    // Leaves the products of a place's rows `p`, even, and p + 1 of A, times a scale that is not 0.
     __device__ void leave(int place, int row, int p, unsigned scale, float even, float odd) const {
         const float factor = unpack<T>(scale).x;
-        if (p < low_rows() && row < batch && factor != 0.f)
+        if (p % 2 == 0 && factor != 0.f)
             write_relaxed(low(place, row, p), max(~pack<T>(even * factor, odd * factor), 1u));
     }
 
@@ -122,23 +128,21 @@ template <typename T> struct AdaptedRows {
         }
     }
 
-    // The same of the products of rows `row`, + 8, + 16 ...: those that do not take the place have zeros. Returns once
-    // they are there. The whole warp calls it.
+    // The same of the products of rows `row`, + 8, + 16 ...: those that do not take the place have zeros. Returns
+    // whether they are there.
     template <int HALVES>
-    __device__ void wait_for_low(
+    __device__ bool read_low(
         unsigned (&left)[HALVES][2], const bool (&taken_by)[HALVES], int place, int module, int row, int k) const {
-        bool there;
-        do {
-            there = true;
+        bool there = true;
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                uint2 words = make_uint2(~0u, ~0u);
-                if (taken_by[half] && rank_of_lane(k) < given.rank)
-                    words = read_relaxed(low(place, row + half * 8, module * given.rank + rank_of_lane(k)));
-                left[half][0] = ~words.x, left[half][1] = ~words.y;
-                there = there && words.x != 0 && words.y != 0;
-            }
-        } while (!__all_sync(FULL_WARP, there));
+        for (int half = 0; half < HALVES; ++half) {
+            uint2 words = make_uint2(~0u, ~0u);
+            if (taken_by[half] && rank_of_lane(k) < given.rank)
+                words = read_relaxed(low(place, row + half * 8, module * given.rank + rank_of_lane(k)));
+            left[half][0] = ~words.x, left[half][1] = ~words.y;
+            there = there && words.x != 0 && words.y != 0;
+        }
+        return there;
     }
 
     // sum += products of 16 ranks, of B as pairs.

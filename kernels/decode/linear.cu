@@ -81,16 +81,6 @@ __device__ __forceinline__ void multiply_unit(
     }
 }
 
-// Leaves a lane's sums of a tile in the block's shared memory, [TILES, HALVES, 8 rows, 8 weight rows].
-template <typename G>
-__device__ __forceinline__ void leave_sums(float* area, int tile, const float (&sums)[2 * G::HALVES], int batch) {
-#pragma unroll
-    for (int half = 0; half < G::HALVES; ++half)
-        if (own_row() + 8 * half < batch)
-            *reinterpret_cast<float2*>(area + (tile * G::HALVES + half) * 64 + own_row() * 8 + own_quad() * 2) =
-                make_float2(sums[2 * half], sums[2 * half + 1]);
-}
-
 // The sums of an output, of what the warps left of it at `theirs`.
 template <typename G> __device__ __forceinline__ void add_slices(float (&total)[G::SUMS], const float* theirs) {
 #pragma unroll
@@ -111,7 +101,7 @@ template <typename G> __device__ __forceinline__ void add_slices(float (&total)[
 template <typename T, typename G, bool ADAPTED, typename Activations, typename Output>
 __device__ __forceinline__ void multiply_units(
     Weights<T, G, ADAPTED>& weights, const Activations& activations, const T* bias, const Output& output,
-    float* partial, float* added, int batch) {
+    float* partial, int batch) {
     const int warp = threadIdx.x / 32, rows = weights.rows, steps = weights.steps;
     const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the unit's outputs
     const int own = b * 8 + place % 8 + (G::PAIRED ? 0 : place / 8) * G::HALVES * 64;
@@ -124,23 +114,14 @@ __device__ __forceinline__ void multiply_units(
             if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
         output(b, row, rows, total, before);
     };
-    if constexpr (ADAPTED) {
-        auto& adapters = weights.adapters;
-        adapters.begin(added);
-        if (!adapters.has_share && adapters.place() < adapters.given.places)
-            leave_sums<G>(added + adapters.place() * G::PARTIALS, adapters.tile(), {}, batch);
-    }
-    typename LowRowOf<T, G, ADAPTED>::type low(weights.adapters, b, place);
-    int buffer = 0, slot = 0, held = -1;  // the unit that waits; then its sums
+    int buffer = 0, slot = 0, area = 0, held = -1;  // the unit that waits, and its rows of B; then its sums
     float total[G::SUMS] = {}, before = 0.f;
     for (int unit = weights.first_unit();; unit = weights.unit_after(unit)) {
         const bool is_last = unit * G::UNIT >= rows;
         if (is_last && !ADAPTED) break;
         if (!is_last) {
-            if constexpr (ADAPTED) {
-                if (unit >= 0) weights.adapters.copy_b(buffer, weights.tile_column(unit, weights.adapters.tile()));
-                else if (adds) low.read_scales(unit);
-            }
+            if constexpr (ADAPTED)
+                if (held >= 0) weights.copy_b(area ^ 1, unit);  // those of the first one come already
             float sum[G::TILES][2 * G::HALVES] = {};
             multiply_unit(sum, weights, activations, slot, batch);
 #pragma unroll
@@ -152,18 +133,17 @@ __device__ __forceinline__ void multiply_units(
             auto& adapters = weights.adapters;
             if (held >= 0 && threadIdx.x < adapters.sharers(batch)) {  // others go on while these wait for products
                 if (adapters.has_share) {
-                    float share[2 * G::HALVES] = {};
-                    // Rows of B came with the held unit's first step, 2 * `steps` groups ago.
+                    // The rows of B came with the unit's first step, 2 * `steps` groups ago.
                     if (!is_last && 2 * steps >= G::STAGES) wait_for_copies<G::STAGES - 1>();
                     else wait_for_copies<0>();
                     __syncwarp();
-                    adapters.multiply_share(share, buffer ^ 1, weights.tile_column(held, adapters.tile()));
-                    leave_sums<G>(added + adapters.place() * G::PARTIALS, adapters.tile(), share, batch);
+                    adapters.add_share(area, weights.tile_column(held, adapters.tile()));
                 }
+                area ^= 1;
                 asm volatile("bar.sync 1, %0;" ::"r"(adapters.sharers(batch)) : "memory");
                 if (exists(held)) {
 #pragma unroll
-                    for (int s = 0; s < G::SUMS; ++s) total[s] += adapters.added(added + own + s * G::HALVES * 64);
+                    for (int s = 0; s < G::SUMS; ++s) total[s] += adapters.of_all(own + s * G::HALVES * 64);
                     write(held, total, before);
                 }
             }
@@ -175,7 +155,7 @@ __device__ __forceinline__ void multiply_units(
             if constexpr (!ADAPTED) {
                 if (exists(unit)) write(unit, total, before);
             } else if (unit < 0) {
-                low.leave(unit, total);
+                weights.adapters.leave_products(unit, b, place, total);
             }
         }
         held = unit;
@@ -220,6 +200,7 @@ __device__ __forceinline__ void multiply_normalized(
     if (next_early) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);
     Weights<T, G, ADAPTED> weights(linear, shared);
+    weights.begin(shared + G::norm_bytes(PARTS, batch, steps));
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
     weights.adapters.clear_next();
@@ -229,7 +210,7 @@ __device__ __forceinline__ void multiply_normalized(
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     multiply_units(
         weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial,
-        reinterpret_cast<float*>(shared + G::norm_bytes(PARTS, batch, steps)), batch);
+        batch);
 }
 
 template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
@@ -284,12 +265,12 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
 
     launch_next_kernel();
     Weights<T, G, ADAPTED> weights(linear, shared);
+    weights.begin(shared + (arguments.stage ? G::staged_bytes(batch, steps) : G::streamed_bytes(batch)));
     wait_for_previous_kernel();
     weights.adapters.clear_next();
     if (arguments.stage) {
         stage_as_is(input, output.source, staged, batch, columns, steps);
-        float* added = reinterpret_cast<float*>(shared + G::staged_bytes(batch, steps));
-        multiply_units(weights, staged_for_lane(staged, batch, steps), bias, output, partial, added, batch);
+        multiply_units(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
         return;
     }
     Streamed<T, G::HALVES> activations;
@@ -307,8 +288,7 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     for (int stage = 0; stage < G::STAGES; ++stage) activations.copy(stage, stage % steps);
     commit_copies();
     wait_for_copies<0>();
-    float* added = reinterpret_cast<float*>(shared + G::streamed_bytes(batch));
-    multiply_units(weights, activations, bias, output, partial, added, batch);
+    multiply_units(weights, activations, bias, output, partial, batch);
 }
 
 }  // namespace decode

@@ -8,28 +8,32 @@ namespace decode {
 
 constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
+// Leaves a lane's sums of a tile in the block's shared memory, [TILES, HALVES, 8 rows, 8 weight rows].
+template <typename G>
+__device__ __forceinline__ void leave_sums(float* area, int tile, const float (&sums)[2 * G::HALVES], int batch) {
+#pragma unroll
+    for (int half = 0; half < G::HALVES; ++half)
+        if (own_row() + 8 * half < batch)
+            *reinterpret_cast<float2*>(area + (tile * G::HALVES + half) * 64 + own_row() * 8 + own_quad() * 2) =
+                make_float2(sums[2 * half], sums[2 * half + 1]);
+}
+
 // What a kernel has of adapters: nothing, or the warp's share of what is added to units: that of one tile and one
 // place. Rows of B come into shared memory with the unit's weights: two areas for each warp, which units take in turn.
 template <typename T, typename G, bool ADAPTED> struct OwnAdapters : NoAdapters {
     __device__ explicit OwnAdapters(const Linear& linear) : NoAdapters(linear.adapters, 0, 0) {}
 };
 template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T> {
-    unsigned scales[G::HALVES], left[G::HALVES][2], areas;  // of the lane's rows, as bits; of B, in shared memory
+    float* added;  // by each place, in shared memory; the warps' areas of B are behind it
+    unsigned areas, scales[G::HALVES], left[G::HALVES][2];  // scales of the lane's rows, as bits
     int known_module;  // whose products are in `left`, where one step of 16 is all of the rank
     bool has_share;
     static_assert(WARPS / G::TILES >= MOST_PLACES, "a warp has one place at most");
 
     __device__ explicit OwnAdapters(const Linear& linear)
-        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), areas(0), known_module(-1),
-          has_share(false) {}
-    __device__ void read_scales() {
+        : AdaptedRows<T>(linear.adapters, linear.batch, linear.rows * G::SUMS), known_module(-1) {
 #pragma unroll
-        for (int half = 0; half < G::HALVES; ++half) {
-            const int row = own_row() + 8 * half;
-            scales[half] = 0;
-            if (place() < this->given.places && row < this->batch)
-                scales[half] = read_early(this->scales_of(row) + place());
-        }
+        for (int half = 0; half < G::HALVES; ++half) scales[half] = this->scale(own_row() + 8 * half, place());
     }
     __device__ static int tile() { return threadIdx.x / 32 % G::TILES; }
     __device__ static int place() { return threadIdx.x / 32 / G::TILES; }
@@ -38,12 +42,20 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
         return max(32 * G::TILES * this->given.places, (batch * G::UNIT + 31) / 32 * 32);
     }
     __device__ int padded_rank() const { return (this->given.rank + 15) / 16 * 16; }
-    // added: the area of shares, behind which those of B begin.
-    __device__ void begin(float* added) {
+    __device__ void begin(float* shared) {
+        added = shared;
         areas = shared_address(added + this->given.places * G::PARTIALS) + threadIdx.x / 32 * 2 * padded_rank() * 16;
-        unsigned any = scales[0];
-        if (G::HALVES > 1) any |= scales[G::HALVES - 1];
+        unsigned any = 0;
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half) {
+            wait_for_load(scales[half]);
+            any |= scales[half];
+        }
         has_share = __any_sync(FULL_WARP, (any & 0x7fff) != 0);
+        if (!has_share && place() < this->given.places) leave_share({});
+    }
+    __device__ void leave_share(const float (&share)[2 * G::HALVES]) const {
+        leave_sums<G>(added + place() * G::PARTIALS, tile(), share, this->batch);
     }
     // Copies the rows of B of the columns from `column` on into an area, with the thread's next group.
     __device__ void copy_b(int area, int column) const {
@@ -56,16 +68,27 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
             copy_async_16(areas + (area * padded_rank() + rank) * 16, row, exists);
         }
     }
-    // What all places add to an output, of what the warps left at `theirs`.
-    __device__ float added(const float* theirs) const {
+    // Leaves the products of a unit of A's rows that a thread has: of row b of activations and row `place` of each tile.
+    // The whole warp calls it.
+    __device__ void leave_products(int unit, int b, int place, const float (&total)[G::SUMS]) const {
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            const float next = __shfl_down_sync(FULL_WARP, total[s], 1);
+            const int row = (~unit * G::TILES + s) * TILE_ROWS + place, of = row / this->low_rows();
+            this->leave(of, b, row - of * this->low_rows(), this->scale(b, of), total[s], next);
+        }
+    }
+    // What all places add to an output, whose sums stand at `own`.
+    __device__ float of_all(int own) const {
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < MOST_PLACES; ++i)
-            if (i < this->given.places) sum += theirs[i * G::PARTIALS];
+            if (i < this->given.places) sum += added[i * G::PARTIALS + own];
         return sum;
     }
-    // The warp's share of those columns.
-    __device__ void multiply_share(float (&sum)[2 * G::HALVES], int area, int column) {
+    // Leaves what the warp adds to the columns from `column` on.
+    __device__ void add_share(int area, int column) {
+        float sum[2 * G::HALVES] = {};
         const int pair = threadIdx.x % 8 / 2, second = threadIdx.x % 16 / 8;  // as `rank_of_lane` has it
         const unsigned own = areas + (area * padded_rank() + pair * 4 + second * 2 + threadIdx.x % 2) * 16;
         const int module = this->module_of(column);
@@ -75,7 +98,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
 #pragma unroll 1
         for (int k = 0; k < this->given.rank; k += 16) {
             if (this->given.rank > 16 || module != known_module)
-                this->wait_for_low(left, taken_by, place(), module, own_row(), k);
+                while (!__all_sync(FULL_WARP, this->read_low(left, taken_by, place(), module, own_row(), k))) continue;
             unsigned first, second;
             asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                          : "=r"(first), "=r"(second)
@@ -84,6 +107,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
             this->template multiply<G::HALVES>(sum, left, first, second);
         }
         known_module = module;
+        leave_share(sum);
     }
 };
 
@@ -108,7 +132,16 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
             commit_copies();
             advance();
         }
-        adapters.read_scales();
+    }
+    // Makes ready what adapters need, but for what the previous kernel computes.
+    __device__ void begin(char* shared) {
+        if constexpr (ADAPTED) {
+            adapters.begin(reinterpret_cast<float*>(shared));
+            copy_b(0, first_own_unit());
+        }
+    }
+    __device__ void copy_b(int area, int own_unit) const {
+        adapters.copy_b(area, tile_column(own_unit, adapters.tile()));
     }
     __device__ int low_units() const {
         if constexpr (ADAPTED) return (adapters.all_low_rows() + G::TILES * TILE_ROWS - 1) / (G::TILES * TILE_ROWS);
@@ -161,38 +194,5 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
         }
     }
 };
-
-// The products of a unit of A's rows that a thread has: of row b of activations and row `place` of the unit.
-template <typename T, typename G> struct LowRow {
-    const OwnAdapters<T, G, true>& adapters;
-    unsigned scales[G::SUMS];  // as bits, 0 for nowhere
-    int b, place;
-
-    __device__ LowRow(const OwnAdapters<T, G, true>& adapters, int b, int place) : adapters(adapters), b(b), place(place) {}
-    __device__ int row(int unit, int s) const { return (~unit * G::TILES + s) * TILE_ROWS + place; }
-    __device__ void read_scales(int unit) {
-#pragma unroll
-        for (int s = 0; s < G::SUMS; ++s) {
-            const int at = row(unit, s) / adapters.low_rows();
-            scales[s] = 0;
-            if (b < adapters.batch && at < adapters.given.places) scales[s] = read_early(adapters.scales_of(b) + at);
-        }
-    }
-    // The whole warp calls it.
-    __device__ void leave(int unit, const float (&total)[G::SUMS]) const {
-#pragma unroll
-        for (int s = 0; s < G::SUMS; ++s) {
-            const float next = __shfl_down_sync(FULL_WARP, total[s], 1);
-            const int all = row(unit, s), at = all / adapters.low_rows();
-            if (all % 2 == 0) adapters.leave(at, b, all - at * adapters.low_rows(), scales[s], total[s], next);
-        }
-    }
-};
-
-struct NoLowRow {
-    template <typename Adapters> __device__ NoLowRow(const Adapters&, int, int) {}
-};
-template <typename T, typename G, bool ADAPTED> struct LowRowOf { using type = NoLowRow; };
-template <typename T, typename G> struct LowRowOf<T, G, true> { using type = LowRow<T, G>; };
 
 }  // namespace decode

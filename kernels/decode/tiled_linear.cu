@@ -30,7 +30,8 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
     // Whether a thread's registers hold the next step's fragments beside this one's, and its sums of three kinds.
     static constexpr int SUM_REGISTERS = 12 * ROW_TILES * COLUMN_TILES, FRAGMENT = 8 * ROW_TILES + 4 * COLUMN_TILES;
-    static constexpr bool AHEAD = SUM_REGISTERS + 2 * FRAGMENT <= (BLOCKS == 1 ? 180 : 64);
+    static constexpr int ROOM = (BLOCKS == 1 ? 180 : 64) - SUM_REGISTERS - 2 * FRAGMENT;
+    static constexpr bool AHEAD = ROOM >= 0, EARLY_B = ROOM >= 4 * COLUMN_TILES;  // or rows of adapters' B
     static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
     static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a block leaves, and as many of what adapters add
     static_assert(2 * STAGE_BYTES >= AREA * 4, "two stages take what a block leaves");
@@ -148,9 +149,9 @@ __device__ __forceinline__ void write(
 
 // The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of
 // the outputs, for which it reads the sums of all; the last block also leaves what adapters add. All threads call it.
-template <typename T, typename G, typename Rows, typename Output>
+template <typename T, typename G, typename Adapters, typename Output>
 __device__ __forceinline__ void join(
-    const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, const Rows& adapters,
+    const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, Adapters& adapters,
     int tile, int batch, int rows) {
     const bool has_outputs = tile >= 0 && tile * G::UNIT < rows;
     __syncthreads();  // the ring, whose memory takes the sums, has been read by all
@@ -158,7 +159,7 @@ __device__ __forceinline__ void join(
     if constexpr (G::ADAPTED)
         if (has_outputs && blockIdx.y == GROUPS - 1) {
             Sums<G> added = {};
-            add_adapters<T, G>(adapters, added, lane, tile * G::UNIT, rows);
+            adapters.add(added, tile * G::UNIT);
             leave<G>(area + G::AREA, added, lane);
         }
     cluster_barrier();
@@ -235,7 +236,7 @@ __device__ __forceinline__ void multiply(
     const bool shares = gridDim.y > 1;
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
-    typename RowsOf<T, G::ADAPTED>::type adapters(linear.adapters, batch, rows * G::SUMS);
+    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, rows);
     const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
     Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile, shares};
     int low_rows = 0;
@@ -258,9 +259,7 @@ __device__ __forceinline__ void multiply(
     Sums<G> total = {};
     for (int tile = work.first(); tile < work.tiles; tile = work.after(tile)) {
         if constexpr (G::ADAPTED)
-            if (tile >= 0 && blockIdx.y == gridDim.y - 1)
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) adapters.fetch(tile * G::UNIT + s * rows, G::UNIT, TILED_THREADS);
+            if (tile >= 0 && blockIdx.y == gridDim.y - 1) adapters.begin(tile * G::UNIT);
         multiply_tile<T, G>(total, chunks, lane, work.chunks, linear.steps);
         if (shares) break;  // a tile alone
         if constexpr (G::ADAPTED) {
@@ -268,7 +267,7 @@ __device__ __forceinline__ void multiply(
                 leave_products<T, G>(adapters, total, lane, ~tile * G::WEIGHT_ROWS);
             } else {
                 Sums<G> added = {};
-                add_adapters<T, G>(adapters, added, lane, tile * G::UNIT, rows);
+                adapters.add(added, tile * G::UNIT);
                 add_to<G>(total, added);
             }
         }
