@@ -46,7 +46,10 @@ class AdaptersArgument(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("a", "b", "scales", "low", "next_low")),
-        *((name, ctypes.c_int) for name in ("places", "modules", "rank", "tokens", "next_words")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("places", "modules", "rank", "tokens", "next_words", "low_units", "low_blocks")
+        ),
         ("ends", ctypes.c_int * (MAX_FUSED - 1)),
     ]
 
@@ -132,7 +135,7 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
     ends = [*accumulate(modules), outputs, outputs][: MAX_FUSED - 1]
     return AdaptersArgument(
         *addresses(*adapters[:3], adapters.low, adapters.next_low),
-        *(places, len(modules), rank, batch // sequences, adapters.next_low.size),
+        *(places, len(modules), rank, batch // sequences, adapters.next_low.size, 0, 0),
         (ctypes.c_int * (MAX_FUSED - 1))(*ends),
     )
 

@@ -31,11 +31,12 @@ struct Kept {
 
 // LoRA adapters of a linear layer, see adapters.cuh: a [places * P, K], b [places * P, N] and scales [sequences, places] of T,
 // P = modules * rank for the layers that are fused in this one, whose columns end at `ends`; each sequence has `tokens` rows.
-// low [places, batch, P / 2] words; the next launch's `low` is to be cleared.
+// low [places, batch, P / 2] words; the next launch's `low` is to be cleared. Of a kernel of few rows, the units that A's rows
+// are, and the first blocks, which multiply them.
 struct Adapters {
     const void *a, *b, *scales;
     unsigned *low, *next_low;
-    int places, modules, rank, tokens, next_words, ends[2];
+    int places, modules, rank, tokens, next_words, low_units, low_blocks, ends[2];
 };
 
 // A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,

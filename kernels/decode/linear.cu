@@ -27,8 +27,8 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 
     // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
-    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes]. At the end
-    // what adapters add [places, PARTIALS].
+    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes]. At the end,
+    // twice, what adapters add [places, PARTIALS], then their rows of B [warps of all places, rank, 16 bytes].
     static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
     static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
     static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
@@ -114,38 +114,35 @@ __device__ __forceinline__ void multiply_units(
             if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
         output(b, row, rows, total, before);
     };
-    int buffer = 0, slot = 0, area = 0, held = -1;  // the unit that waits, and its rows of B; then its sums
+    int buffer = 0, slot = 0;
     float total[G::SUMS] = {}, before = 0.f;
     for (int unit = weights.first_unit();; unit = weights.unit_after(unit)) {
         const bool is_last = unit * G::UNIT >= rows;
         if (is_last && !ADAPTED) break;
+        const int held = unit - gridDim.x;  // the unit that waits, whose sums are `total`; below 0 for none
         if (!is_last) {
             if constexpr (ADAPTED)
-                if (held >= 0) weights.copy_b(area ^ 1, unit);  // those of the first one come already
+                if (held >= 0) weights.copy_b(buffer, unit);  // those of the first one come already
             float sum[G::TILES][2 * G::HALVES] = {};
             multiply_unit(sum, weights, activations, slot, batch);
 #pragma unroll
             for (int tile = 0; tile < G::TILES; ++tile)
                 leave_sums<G>(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile], batch);
         }
+        if constexpr (ADAPTED)
+            if (held >= 0 && weights.adapters.has_share) {
+                // Rows of B came with the unit's first step, 2 * `steps` groups before the last.
+                if (is_last || 2 * steps < G::STAGES) wait_for_copies<0>();
+                else if (2 * steps == G::STAGES) wait_for_copies<G::STAGES - 1>();
+                __syncwarp();
+                weights.adapters.add_share(buffer ^ 1, weights.tile_column(held, weights.adapters.tile()));
+            }
         __syncthreads();
         if constexpr (ADAPTED) {
-            auto& adapters = weights.adapters;
-            if (held >= 0 && threadIdx.x < adapters.sharers(batch)) {  // others go on while these wait for products
-                if (adapters.has_share) {
-                    // The rows of B came with the unit's first step, 2 * `steps` groups ago.
-                    if (!is_last && 2 * steps >= G::STAGES) wait_for_copies<G::STAGES - 1>();
-                    else wait_for_copies<0>();
-                    __syncwarp();
-                    adapters.add_share(area, weights.tile_column(held, adapters.tile()));
-                }
-                area ^= 1;
-                asm volatile("bar.sync 1, %0;" ::"r"(adapters.sharers(batch)) : "memory");
-                if (exists(held)) {
+            if (exists(held)) {
 #pragma unroll
-                    for (int s = 0; s < G::SUMS; ++s) total[s] += adapters.of_all(own + s * G::HALVES * 64);
-                    write(held, total, before);
-                }
+                for (int s = 0; s < G::SUMS; ++s) total[s] += weights.adapters.of_all(buffer ^ 1, own + s * G::HALVES * 64);
+                write(held, total, before);
             }
             if (is_last) break;
         }
@@ -158,8 +155,8 @@ __device__ __forceinline__ void multiply_units(
                 weights.adapters.leave_products(unit, b, place, total);
             }
         }
-        held = unit;
-        buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
+        if (ADAPTED && unit < 0) __syncthreads();
+        else buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
     }
     wait_for_copies<0>();
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
@@ -68,9 +69,9 @@ class _Geometry:
 
     def ring_bytes(self, tiles: int, ranks: int = 0) -> int:
         """Shared memory of the ring, partial sums, and what LoRA adapters of so many `padded_ranks` need, for units of
-        `tiles` times 8 weight rows: for each place the sums that it adds, and twice its rows of B."""
+        `tiles` times 8 weight rows: for each place the sums that it adds and its rows of B, twice."""
         sums = tiles * self.rows * 8 * 4
-        return self.depth * THREADS * 16 + 2 * SLICES * sums + ranks // 16 * sums + 2 * ranks * tiles * 16
+        return self.depth * THREADS * 16 + 2 * SLICES * sums + 2 * (ranks // 16 * sums + ranks * tiles * 16)
 
     def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, ranks: int = 0) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
@@ -203,7 +204,7 @@ class CudaDecodeKernels:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
         shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
-        return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 8), shared, arguments)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.norm_gate_up`."""
@@ -220,7 +221,7 @@ class CudaDecodeKernels:
         geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
-        return self._launch(kernel, geometry, -(-rows // 8) + -(-linear.low_rows // 16), shared, arguments)
+        return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
     def linear_residual(
         self,
@@ -252,8 +253,7 @@ class CudaDecodeKernels:
         )
         shared = geometry.staged_bytes(batch, columns, ranks) if stage else geometry.streamed_bytes(batch, ranks)
         kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else "Narrow", linear)
-        unit = 8 * geometry.residual_tiles
-        return self._launch(kernel, geometry, -(-rows // unit) + -(-linear.low_rows // unit), shared, arguments)
+        return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
     def attention(
         self,
@@ -332,9 +332,21 @@ class CudaDecodeKernels:
         return linear_kernel(name, self._type, f"decode::{geometry}", *adapted)
 
     def _launch(
-        self, kernel: Kernel, geometry: _Geometry, units: int, shared_bytes: int, arguments: ctypes.Structure
+        self,
+        kernel: Kernel,
+        geometry: _Geometry,
+        tiles: int,
+        linear: LinearWeights,
+        shared_bytes: int,
+        arguments: Any,
     ) -> Launch:
-        blocks = min(units, self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        """With units of `tiles` times 8 weight rows."""
+        units, low_units = (-(-rows // (8 * tiles)) for rows in (linear.weight.shape[0], linear.low_rows))
+        blocks = min(units + low_units, self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        adapters = arguments.linear.adapters
+        # At most one block of a multiprocessor has such units: others wait for it, which may come before it otherwise.
+        adapters.low_units = low_units
+        adapters.low_blocks = min(low_units, -(-blocks // geometry.blocks_per_multiprocessor))
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
 
 

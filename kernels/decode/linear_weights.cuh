@@ -19,12 +19,12 @@ __device__ __forceinline__ void leave_sums(float* area, int tile, const float (&
 }
 
 // What a kernel has of adapters: nothing, or the warp's share of what is added to units: that of one tile and one
-// place. Rows of B come into shared memory with the unit's weights: two areas for each warp, which units take in turn.
+// place. Rows of B come into shared memory with the unit's weights. Units take two areas, of B and of shares, in turn.
 template <typename T, typename G, bool ADAPTED> struct OwnAdapters : NoAdapters {
     __device__ explicit OwnAdapters(const Linear& linear) : NoAdapters(linear.adapters, 0, 0) {}
 };
 template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T> {
-    float* added;  // by each place, in shared memory; the warps' areas of B are behind it
+    float* added;  // by each place, in shared memory, twice; the warps' areas of B are behind it
     unsigned areas, scales[G::HALVES], left[G::HALVES][2];  // scales of the lane's rows, as bits
     int known_module;  // whose products are in `left`, where one step of 16 is all of the rank
     bool has_share;
@@ -37,14 +37,10 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
     }
     __device__ static int tile() { return threadIdx.x / 32 % G::TILES; }
     __device__ static int place() { return threadIdx.x / 32 / G::TILES; }
-    // Threads of the first warps, which have the shares or write outputs.
-    __device__ int sharers(int batch) const {
-        return max(32 * G::TILES * this->given.places, (batch * G::UNIT + 31) / 32 * 32);
-    }
     __device__ int padded_rank() const { return (this->given.rank + 15) / 16 * 16; }
     __device__ void begin(float* shared) {
         added = shared;
-        areas = shared_address(added + this->given.places * G::PARTIALS) + threadIdx.x / 32 * 2 * padded_rank() * 16;
+        areas = shared_address(added_in(2)) + threadIdx.x / 32 * 2 * padded_rank() * 16;
         unsigned any = 0;
 #pragma unroll
         for (int half = 0; half < G::HALVES; ++half) {
@@ -52,10 +48,11 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
             any |= scales[half];
         }
         has_share = __any_sync(FULL_WARP, (any & 0x7fff) != 0);
-        if (!has_share && place() < this->given.places) leave_share({});
+        if (!has_share && place() < this->given.places) leave_share(0, {}), leave_share(1, {});
     }
-    __device__ void leave_share(const float (&share)[2 * G::HALVES]) const {
-        leave_sums<G>(added + place() * G::PARTIALS, tile(), share, this->batch);
+    __device__ float* added_in(int area) const { return added + area * this->given.places * G::PARTIALS; }
+    __device__ void leave_share(int area, const float (&share)[2 * G::HALVES]) const {
+        leave_sums<G>(added_in(area) + place() * G::PARTIALS, tile(), share, this->batch);
     }
     // Copies the rows of B of the columns from `column` on into an area, with the thread's next group.
     __device__ void copy_b(int area, int column) const {
@@ -79,11 +76,11 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
         }
     }
     // What all places add to an output, whose sums stand at `own`.
-    __device__ float of_all(int own) const {
+    __device__ float of_all(int area, int own) const {
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < MOST_PLACES; ++i)
-            if (i < this->given.places) sum += added[i * G::PARTIALS + own];
+            if (i < this->given.places) sum += added_in(area)[i * G::PARTIALS + own];
         return sum;
     }
     // Leaves what the warp adds to the columns from `column` on.
@@ -107,7 +104,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
             this->template multiply<G::HALVES>(sum, left, first, second);
         }
         known_module = module;
-        leave_share(sum);
+        leave_share(area, sum);
     }
 };
 
@@ -143,23 +140,24 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     __device__ void copy_b(int area, int own_unit) const {
         adapters.copy_b(area, tile_column(own_unit, adapters.tile()));
     }
-    __device__ int low_units() const {
-        if constexpr (ADAPTED) return (adapters.all_low_rows() + G::TILES * TILE_ROWS - 1) / (G::TILES * TILE_ROWS);
-        return 0;
-    }
-    __device__ static int low_blocks() { return (gridDim.x + G::BLOCKS - 1) / G::BLOCKS; }
     __device__ int first_own_unit() const {
-        if (!ADAPTED) return blockIdx.x;
-        const int own = blockIdx.x - min(low_units(), low_blocks());
-        return own < 0 ? own + gridDim.x : own;
+        if constexpr (!ADAPTED) return blockIdx.x;
+        else return blockIdx.x - given().low_blocks + (blockIdx.x < given().low_blocks ? gridDim.x : 0);
     }
-    __device__ int low_unit_from(int number) const { return number < low_units() ? ~number : first_own_unit(); }
     __device__ int first_unit() const {
-        return ADAPTED && blockIdx.x < low_blocks() ? low_unit_from(blockIdx.x) : first_own_unit();
+        if constexpr (ADAPTED)
+            if (blockIdx.x < given().low_blocks) return ~blockIdx.x;
+        return first_own_unit();
     }
     __device__ int unit_after(int before) const {
-        return ADAPTED && before < 0 ? low_unit_from(~before + low_blocks()) : before + gridDim.x;
+        if constexpr (ADAPTED)
+            if (__builtin_expect(before < 0, 0)) {
+                const int number = ~before + given().low_blocks;
+                return number < given().low_units ? ~number : first_own_unit();
+            }
+        return before + gridDim.x;
     }
+    __device__ const Adapters& given() const { return adapters.given; }
     // The first output column of a tile, in the whole weight.
     __device__ int tile_column(int unit, int tile) const {
         return unit * G::UNIT + tile * (G::PAIRED ? rows : TILE_ROWS);
