@@ -71,7 +71,7 @@ template <typename T, typename G> struct Weights {
     __device__ void copy(int stage) const {
         const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
 #pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
+        for (int tile = 0; tile < G::TILES; ++tile) stream_async_16(place(stage, tile), row[tile] + step * 32, exists);
     }
     __device__ void advance() {
         if (++step == steps) {
