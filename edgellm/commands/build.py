@@ -73,7 +73,7 @@ def build(
         int | None,
         typer.Option(
             rich_help_panel="Limits",
-            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 512].",
+            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048].",
         ),
     ] = None,
     kv_capacity: Annotated[

@@ -131,7 +131,8 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
 def _known_platforms(directory: EngineDirectory) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    for shape in directory.limits.all_engine_shapes():
+    shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", needless=True)
+    for shape in shapes:  # which are the same for all that have kernels
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
     present = present_platform()
@@ -139,10 +140,11 @@ def _known_platforms(directory: EngineDirectory) -> list[Platform]:
 
 
 def _platform_facts(directory: EngineDirectory, platform: Platform) -> dict[str, Any]:
-    needed = planned_shapes(directory.models, directory.limits, directory.dtype, platform.compute_capability)
+    models, limits, dtype = directory.models, directory.limits, directory.dtype
+    needed = planned_shapes(models, limits, dtype, platform.compute_capability)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
-    for shape in directory.limits.all_engine_shapes():
+    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, needless=True):
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:

@@ -7,7 +7,7 @@ CUDA stream, so a result is there only after `Readback.wait`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
+
+#: One of the kinds of `Array`.
+OneArray = TypeVar("OneArray", np.ndarray, DeviceArray, Array)
 
 
 class Engine(Protocol):
@@ -166,6 +169,19 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     array = backend.empty(values.shape, values.dtype.name)
     backend.upload(array, np.ascontiguousarray(values))
     return array
+
+
+def checked_bindings(
+    shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, OneArray]
+) -> Mapping[str, OneArray]:
+    """`bindings`, if an engine of a shape has all of these `tensors` in this shape and dtype; else EngineError."""
+    for name, array in bindings.items():
+        if name not in tensors:
+            raise EngineError(f"{shape.name} has no tensor {name!r}; it has {', '.join(tensors)}")
+        size, dtype = tensors[name]
+        if (array.shape, str(array.dtype)) != (size, dtype):
+            raise EngineError(f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}")
+    return bindings
 
 
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:

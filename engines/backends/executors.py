@@ -1,13 +1,18 @@
-"""Which executor runs an engine's shape on a GPU: hand-written kernels of few or of many rows, or TensorRT and why."""
+"""What runs an engine's shape on a GPU: hand-written kernels of few or of many rows, or TensorRT and why, whole or with
+kernels for its attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.prefill.contract import prefill_refusal
+from edgellm.kernels.prefill.launcher import attention_bytes
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
@@ -47,22 +52,54 @@ def kernel_executor(
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no executor by hand-written kernels runs a shape, None if one does."""
-    executor, reason = kernel_executor(config, shape, dtype, shared_limit)
+    """Why no executor by hand-written kernels runs a shape, or the whole that a segment is of; None if one does."""
+    executor, reason = kernel_executor(config, replace(shape, segment=None), dtype, shared_limit)
     return reason if executor is None else None
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
     """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
-    limit, gpu = SHARED_MEMORY.get(capability), find_gpu()
-    if limit is not None and gpu is not None and gpu.compute_capability == capability:
-        limit = gpu.shared_limit
+    limit = shared_limit_of(capability)
     return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
 
 
+def shared_limit_of(capability: str) -> int | None:
+    """The shared memory that a block may have on GPUs of a compute capability, of the one that is there by its own
+    word; None where no kernels are made for them."""
+    limit, gpu = SHARED_MEMORY.get(capability), find_gpu()
+    if limit is not None and gpu is not None and gpu.compute_capability == capability:
+        return gpu.shared_limit
+    return limit
+
+
+def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
+    """Why kernels do not compute the attention of a shape between TensorRT's engines (`SplitEngine`); None if they
+    do."""
+    if shape.phase not in ("prefill", "accept"):
+        return "attention between TensorRT's engines is that of tokens which see all before them"
+    if dtype not in ("float16", "bfloat16"):
+        return f"kernels compute in float16 and bfloat16, not {dtype}"
+    for heads, kv_heads, size in {step.heads for step in model_program(config, shape).attentions}:
+        refusal = prefill_refusal(heads, kv_heads, size)
+        if refusal is not None:
+            return refusal
+        needed = attention_bytes(size, 2 if size <= 128 else 1)
+        if needed > shared_limit:
+            return f"attention needs {needed} bytes of shared memory, a block of the GPU has {shared_limit}"
+    return None
+
+
 def planned_shapes(
-    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str
+    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str, needless: bool = False
 ) -> list[EngineShape]:
-    """The shapes that need plans on GPUs of a compute capability; `models` are those of `EngineShape.model`."""
-    shapes = limits.all_engine_shapes()
-    return [shape for shape in shapes if refusal_on(models[shape.model], shape, dtype, capability) is not None]
+    """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
+    compute. `models` are those of `EngineShape.model`; `needless`: also of shapes that kernels run whole."""
+    limit = shared_limit_of(capability)
+    found: dict[EngineShape, None] = {}
+    for shape in limits.all_engine_shapes():
+        config = models[shape.model]
+        if not needless and refusal_on(config, shape, dtype, capability) is None:
+            continue
+        splits = limit is not None and split_refusal(config, shape, dtype, limit) is None
+        found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
+    return list(found)

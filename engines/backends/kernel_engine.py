@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from edgellm.engines.backends.base import checked_bindings
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels, passes, scratch_of
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
@@ -88,16 +89,7 @@ class KernelEngine:
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
         self._launches, self._launches_by_layer = [], []
-        for name, array in bindings.items():
-            if name not in self._tensors:
-                raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
-            expected = self._tensors[name]
-            if (array.shape, str(array.dtype)) != expected:
-                raise EngineError(
-                    f"{self.shape.name}: {name} is {array.dtype} {array.shape}, "
-                    f"the engine expects {expected[1]} {expected[0]}"
-                )
-            self._bound[name] = array
+        self._bound |= checked_bindings(self.shape, self._tensors, bindings)
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""

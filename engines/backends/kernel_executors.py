@@ -27,7 +27,7 @@ from edgellm.engines.model.program import (
     Step,
 )
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.decode.attention import attention_partials, attention_shared_bytes
+from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
     MAX_ROWS,
@@ -97,7 +97,7 @@ class FewRows:
         shape = program.shape
         rows = shape.batch * shape.tokens
         if isinstance(step, Attention):
-            return attention_shared_bytes(shape.tokens, step.heads[2])
+            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated)
@@ -299,9 +299,10 @@ def scratch_of(program: Program) -> Edge:
     packed = 0
     for step in program.steps:
         if isinstance(step, Attention):
-            heads, kv_heads, size = step.heads
+            heads, _, size = step.heads
             found[step.output] = ((rows, heads * size), "compute")
-            found["partial"] = ((attention_partials(rows, heads, kv_heads, shape.kv_rows, size),), "float32")
+            own = AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
+            found["partial"] = ((attention_partials(own),), "float32")
             continue
         if isinstance(step, Scale):
             found[step.output] = ((rows, program.inputs[step.value][0][-1]), "float32")

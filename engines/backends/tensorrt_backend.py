@@ -10,10 +10,11 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.executors import kernel_executor, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -23,12 +24,15 @@ from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_p
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.programs import model_program
+from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.tree.launcher import CudaTree
 
@@ -67,7 +71,7 @@ class TensorRTBackend(CudaDevice):
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = gpu_platform(self.gpu, self._library)
         self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
-        self._engines: list[TensorRTEngine | KernelEngine] = []
+        self._engines: list[TensorRTEngine | KernelEngine | SplitEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many: CudaTiledKernels | None = None
         self._scratch = self.empty((0,), "uint8")
@@ -124,13 +128,17 @@ class TensorRTBackend(CudaDevice):
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
-        """True for the hand-written kernels."""
+        """True where hand-written kernels compute the attention."""
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
-        return kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
+        return (
+            kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
+            or split_refusal(config, shape, self.compute_dtype, limit) is None
+        )
 
     def load_engine(self, shape: EngineShape) -> Engine:
-        """The decode kernels where they take model and shape (they are faster), otherwise the plan of the shape."""
-        engine = self._kernel_engine(shape) or self._plan_engine(shape)
+        """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
+        attention, or of the whole where kernels do not take that."""
+        engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
         return engine
 
@@ -141,6 +149,17 @@ class TensorRTBackend(CudaDevice):
             logger.info("%s runs on TensorRT: %s", shape.name, reason)
             return None
         return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
+
+    def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
+        config, dtype = self._directory.model_config(shape.model), self.compute_dtype
+        refusal = split_refusal(config, shape, dtype, self._module.shared_limit)
+        if refusal is not None:
+            return None
+        program, kernels = model_program(config, shape), CudaPrefill(self._module)
+        for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads)
+        engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
+        return SplitEngine(kernels, program, engines, dtype)
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""

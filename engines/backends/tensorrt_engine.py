@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.backends.base import checked_bindings
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.platform import TensorRTLibrary
 from edgellm.engines.errors import EngineError, PlanError
@@ -71,15 +72,8 @@ class TensorRTEngine:
 
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
         """See `Engine.bind`."""
-        for name, array in bindings.items():
-            if name not in self._tensors:
-                raise EngineError(f"{self.shape.name} has no tensor {name!r}; it has {', '.join(self._tensors)}")
-            expected_shape, expected_dtype = self._tensors[name]
-            if array.shape != expected_shape or array.dtype != expected_dtype:
-                raise EngineError(
-                    f"{self.shape.name}: {name} is {array.dtype} {array.shape}, "
-                    f"the engine expects {expected_dtype} {expected_shape}"
-                )
+        fresh = {name: array for name, array in bindings.items() if self._keep.get(name) is not array}
+        for name, array in checked_bindings(self.shape, self._tensors, fresh).items():
             if not self._context.set_tensor_address(name, array.pointer):
                 raise EngineError(f"{self.shape.name}: TensorRT refused the address of {name}")
             self._keep[name] = array

@@ -194,9 +194,9 @@ def _choose_plans(
 ) -> dict[Platform, list[EngineShape]]:
     """What each platform gets plans for."""
     limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
-    if all_plans:
-        return dict.fromkeys(platforms, limits.all_engine_shapes())
-    return {each: planned_shapes(models, limits, report.dtype, each.compute_capability) for each in platforms}
+    return {
+        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans) for each in platforms
+    }
 
 
 def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:

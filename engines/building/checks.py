@@ -30,7 +30,7 @@ from edgellm.engines.model.vision import VisionConfig
 
 WEIGHT_MODES = ("copy", "link")
 PREFILL_CHUNK_STEP = 16
-DEFAULT_PREFILL_CHUNK = 512
+DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_KV_CAPACITY = 4096
 #: An image of a megapixel, for patches of 16 pixels.
 DEFAULT_MAX_IMAGE_PATCHES = 4096
@@ -269,7 +269,7 @@ def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
 def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], vision: VisionConfig | None = None) -> int:
     """A generous estimate of the size of the plans of all shapes, in bytes."""
     depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
-    layers = sum(depths[shape.model] for shape in shapes)
+    layers = sum(depths[shape.model] if shape.segment is None else 1 for shape in shapes)
     return len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER
 
 

@@ -26,6 +26,9 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+#: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
+#: the arithmetic of few tokens.
+_CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -120,6 +123,9 @@ class EngineShape:
     `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
     `base.decode-b1-t1-l1024.lora`.
 
+    Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
+    (see `segments.py`), whose number of key rows is no matter, as in `base.prefill-b1-t512-s2`.
+
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.
     """
@@ -133,13 +139,15 @@ class EngineShape:
     model: str = field(default="base", metadata=ADDED_LATER)
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
+    segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
 
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
         if self.model == "vision":
             return f"{self.model}.{self.phase}-p{self.tokens}"
-        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-l{self.key_range}"
+        end = f"l{self.key_range}" if self.segment is None else f"s{self.segment}"
+        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-{end}"
         return f"{name}.lora" if self.lora_slots else name
 
 
@@ -156,7 +164,7 @@ class EngineLimits:
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
-    prefill_chunk: int = field(default=512, metadata=bounded(LARGEST_PREFILL_CHUNK))
+    prefill_chunk: int = field(default=2048, metadata=bounded(LARGEST_PREFILL_CHUNK))
     kv_capacity: int = field(default=4096, metadata=bounded(LARGEST_CONTEXT))
     draft_top_k: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_top_k"][1], True))
     draft_steps: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_steps"][1], True))
@@ -194,12 +202,32 @@ class EngineLimits:
     @cached_property
     def kv_rows(self) -> int:
         """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
-        return self.kv_capacity + max(self.prefill_chunk, self.tree_rows)
+        step = self.prefill_chunks[0]
+        held = [sum(sizes) - step * number for number, sizes in enumerate(self._cheapest_chunks)]
+        return self.kv_capacity + max(step + max(held), self.tree_rows)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
-        """The chunk sizes that engines exist for, ascending; the largest is `prefill_chunk`."""
+        """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
         return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
+
+    def cheapest_chunks(self, count: int) -> tuple[int, ...]:
+        """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost;
+        descending."""
+        return self._cheapest_chunks[-(-count // self.prefill_chunks[0])]
+
+    @cached_property
+    def _cheapest_chunks(self) -> list[tuple[int, ...]]:
+        """By the number of smallest chunks that would hold the tokens."""
+        step = self.prefill_chunks[0]
+        best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        for rest in range(1, self.prefill_chunk // step + 1):
+            choices = []
+            for size in self.prefill_chunks:
+                cost, others = best[max(0, rest - size // step)]
+                choices.append((cost + max(size, _LEAST_CHUNK_COST) + _CHUNK_COST, (size, *others)))
+            best.append(min(choices))
+        return [tuple(sorted(sizes, reverse=True)) for _, sizes in best]
 
     @cached_property
     def key_ranges(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from edgellm.engines.model.program import (
     Program,
     Reshape,
     Scale,
+    SideBySide,
 )
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
@@ -56,6 +57,7 @@ class ProgramGraph(Generic[Tensor]):
             Prepend: self._prepend,
             DropFirst: self._drop_first,
             Reshape: self._reshape,
+            SideBySide: self._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
@@ -206,6 +208,10 @@ class ProgramGraph(Generic[Tensor]):
 
     def _reshape(self, step: Reshape) -> None:
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
+
+    def _side_by_side(self, step: SideBySide) -> None:
+        parts = [self._values[value] for value in step.values]
+        self._values[step.output] = self._operations.concatenate(parts, axis=2)
 
 
 def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:

@@ -43,21 +43,21 @@ def plan_memory(
     limits: EngineLimits,
     specs: Sequence[WeightSpec],
     dtype: str,
-    scratch: int = 0,
+    engines: Mapping[str, int] | None = None,
     draft: DraftConfig | None = None,
     adapters: bool = False,
     vision_memory: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
-    """Memory of weights, KV caches, step buffers and sampling state; `scratch` is what the engines share, in bytes.
+    """Memory of weights, KV caches, step buffers and sampling state.
 
-    With a `draft` its own are added, with `adapters` the places for LoRA adapters; `vision_memory` is what a vision
-    encoder takes, in bytes by name.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters; `engines` is what the engines share,
+    and `vision_memory` what a vision encoder takes, in bytes by name.
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
     caches = 2 * config.num_layers * math.prod(kv_cache_shape(config, limits)) * item
     tokens = max(limits.max_batch, limits.prefill_chunk)
-    step = tokens * ((config.hidden_size + config.rotary_dim) * item + max(limits.key_ranges) + ITEM_SIZES["int32"])
+    step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
         step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
@@ -74,7 +74,7 @@ def plan_memory(
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
-    return MemoryPlan(items | dict(vision_memory or {}) | {"engine scratch": scratch})
+    return MemoryPlan(items | dict(vision_memory or {}) | dict(engines or {}))
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

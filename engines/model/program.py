@@ -211,6 +211,13 @@ class Reshape(Step):
 
 
 @dataclass(frozen=True)
+class SideBySide(Step):
+    """output = the columns of several values, one behind the other."""
+
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """One engine: what it takes, its steps in their order, and what it gives out.
 

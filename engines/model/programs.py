@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgellm.engines.families.vision_encoders import vision_program, vision_weights
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_program, draft_weights
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.vision import VisionConfig
 
 #: What an engine of `EngineShape.model` "base", "draft" or "vision" is a program of.
@@ -17,6 +20,8 @@ _MODELS: dict[type, str] = {DecoderConfig: "base", DraftConfig: "draft", VisionC
 
 def model_program(config: ModelConfig, shape: EngineShape) -> Program:
     """The program of one engine; ValueError where `config` is not of the model that `shape` names."""
+    if shape.segment is not None:
+        return segments_of(model_program(config, replace(shape, segment=None)))[shape.segment].program
     if _MODELS.get(type(config)) != shape.model:
         raise ValueError(f"{shape.name} is no engine of a {type(config).__name__}")
     if isinstance(config, DraftConfig):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers
+from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
@@ -87,13 +87,14 @@ class BaseEngineRunner(AdaptedRunner):
         self.engines = LoadedEngines(
             backend, [shape for shape in shapes if shape.model == "base" and shape.phase in _PHASES]
         )
-        specs = decoder_weights(config)
+        specs, rows = decoder_weights(config), max(limits.max_batch, limits.prefill_chunk)
+        mask = self.engines.mask_size("base", rows, limits.key_ranges[-1])
         self.memory_plan = plan_memory(
             config,
             limits,
             specs,
             backend.compute_dtype,
-            backend.scratch_bytes(),
+            {"masks": mask, "engine scratch": backend.scratch_bytes()},
             draft,
             adapters is not None,
             vision_memory,
@@ -151,7 +152,7 @@ class BaseEngineRunner(AdaptedRunner):
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
-        for tokens, chunk in self._plan_chunks(count - reused):
+        for tokens, chunk in self._chunks(count - reused):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             if self._feature_user is not None:
                 self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
@@ -274,7 +275,7 @@ class BaseEngineRunner(AdaptedRunner):
     def _allocate_state(self) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
-        self._buffers = StepBuffers(backend, config, limits)
+        self._buffers = StepBuffers(backend, config, limits, self.engines)
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
@@ -285,15 +286,15 @@ class BaseEngineRunner(AdaptedRunner):
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
-    def _plan_chunks(self, count: int) -> list[tuple[int, int]]:
-        """Cut `count` prompt tokens into (tokens, engine's T): full largest chunks, then the smallest that fits."""
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        """Cut `count` prompt tokens into (tokens, engine's T), of which the last alone may be padded."""
         largest = self.limits.prefill_chunk
-        chunks = [(largest, largest)] * (count // largest)
+        sizes = [largest] * (count // largest)
         rest = count % largest
         if rest:
-            fits = min(size for size in self.limits.prefill_chunks if size >= rest)
-            chunks.append((rest, fits if self.backend.fixed_shapes else rest))
-        return chunks
+            sizes += self.limits.cheapest_chunks(rest) if self.backend.fixed_shapes else [rest]
+        ends = accumulate(sizes, initial=0)
+        return [(min(size, count - first), size) for first, size in zip(ends, sizes, strict=False)]
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
         """The decode engine of the largest key range."""
@@ -310,7 +311,8 @@ class BaseEngineRunner(AdaptedRunner):
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
-            bound = self.engine_weights() | self._step_inputs(shape)._asdict() | self._image_inputs.engine_inputs(shape)
+            inputs = bound_inputs(self._step_inputs(shape))
+            bound = self.engine_weights() | inputs | self._image_inputs.engine_inputs(shape)
             return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 
         keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
@@ -322,10 +324,10 @@ class BaseEngineRunner(AdaptedRunner):
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
-    def _step_inputs(self, shape: EngineShape, keys: int | None = None) -> StepInputs:
-        """What kernels write for an engine; `keys`: see `StepBuffers.inputs`."""
+    def _step_inputs(self, shape: EngineShape) -> StepInputs:
+        """What kernels write for an engine."""
         starts = self._state.kvcache_start_index[: shape.batch]
-        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts, keys)
+        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts)
 
     def tables(self, slots: slice) -> ModelTables:
         """What steps of the slots look rows up in."""
@@ -361,7 +363,7 @@ class BaseEngineRunner(AdaptedRunner):
         slots = slice(0, batch)
         shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
         engine = self._engine(shape, slots)
-        inputs = self._step_inputs(shape, None if engine.reads_attention_mask else 0)
+        inputs = self._step_inputs(shape)
         state = self.sequences(slots)
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), state.token_ids, inputs)
         sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)

@@ -164,6 +164,19 @@ class LoadedEngines:
                 self._slots[shape] = slots
         return engine
 
+    def reads_mask(self, shape: EngineShape) -> bool:
+        """Whether the engine of a shape reads its mask."""
+        engine = self._engines.get(shape)
+        return engine is None or engine.reads_attention_mask
+
+    def mask_size(self, model: str, most_rows: int, most_keys: int) -> int:
+        """Elements of the largest mask that an engine of "base" or "draft" reads; where shapes are free, one of so many
+        rows and keys."""
+        if not self._backend.fixed_shapes:
+            return most_rows * most_keys
+        shapes = [shape for shape in self._engines if shape.model == model and self.reads_mask(shape)]
+        return max((shape.batch * shape.tokens * shape.key_range for shape in shapes), default=0)
+
     @property
     def loaded(self) -> Mapping[EngineShape, Engine]:
         """The engines that are held, by shape."""

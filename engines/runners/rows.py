@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.sampling.contract import StepInputs
 
@@ -89,26 +90,28 @@ class StepBuffers:
     token `prefill_start` [1] int32, and the place of its last one `last_token_ids` [1, 1] int32.
     """
 
-    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits) -> None:
-        self._config = config
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, engines: LoadedEngines) -> None:
+        """`engines` are those of the steps."""
+        self._config, self._engines = config, engines
         rows = max(limits.max_batch, limits.prefill_chunk)
         self._feature_size = len(config.feature_layers) * config.hidden_size
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
-        self.mask = backend.zeros((rows * max(limits.key_ranges),), "bool")
+        self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
 
-    def inputs(self, shape: EngineShape, start: Array, keys: int | None = None) -> StepInputs:
-        """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. The mask has `keys` keys,
-        those of the shape without."""
+    def inputs(self, shape: EngineShape, start: Array) -> StepInputs:
+        """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. A mask that the shape's engine
+        does not read has no keys."""
         batch, tokens, config = shape.batch, shape.tokens, self._config
+        keys = shape.key_range if self._engines.reads_mask(shape) else 0
         return StepInputs(
             leading(self._embeds, (batch, tokens, config.hidden_size)),
             leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
-            leading(self.mask, (batch, 1, tokens, shape.key_range if keys is None else keys)),
+            leading(self.mask, (batch, 1, tokens, keys)),
             start,
         )
 
@@ -124,3 +127,8 @@ class StepBuffers:
         """The features [1, 1, F] of one row of the latest prefill."""
         size = self._feature_size
         return self._features[row * size : (row + 1) * size].reshape(1, 1, size)
+
+
+def bound_inputs(inputs: StepInputs) -> dict[str, Array]:
+    """What an engine is bound to, by name: all but a mask that it does not read."""
+    return {name: array for name, array in inputs._asdict().items() if name != "attention_mask" or array.size}

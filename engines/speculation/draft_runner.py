@@ -24,7 +24,7 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.rows import SlotRows
+from edgellm.engines.runners.rows import SlotRows, bound_inputs
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
@@ -248,7 +248,7 @@ class EagleDraftEngineRunner:
         rows = max(step_rows, limits.prefill_chunk)
         self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
-        mask = max(step_rows * max(limits.tree_key_ranges), limits.prefill_chunk * max(limits.key_ranges))
+        mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
         self._mask = backend.zeros((mask,), "bool")
         self._prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self._prefill_start = backend.zeros((1,), "int32")
@@ -274,7 +274,7 @@ class EagleDraftEngineRunner:
             inputs = StepInputs(
                 leading(self._embeds, (batch, tokens, draft.hidden_size)),
                 leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),
-                leading(self._mask, (batch, 1, tokens, shape.key_range)),
+                leading(self._mask, (batch, 1, tokens, shape.key_range if self._engines.reads_mask(shape) else 0)),
                 start,
             )
             if shape.phase != "prefill":  # prompts come in any length: not worth keeping
@@ -283,7 +283,7 @@ class EagleDraftEngineRunner:
 
     def _bindings(self, shape: EngineShape, slots: slice, inputs: StepInputs) -> dict[str, Array]:
         """Everything that all phases bind alike."""
-        bound = self._weights[shape.phase] | inputs._asdict()
+        bound = self._weights[shape.phase] | bound_inputs(inputs)
         bound["logits"] = self.logits(shape.batch, shape.selected)
         bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
         for name, cache in self.caches.items():

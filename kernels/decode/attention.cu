@@ -3,79 +3,82 @@
 // the new tokens that they see, on tensor cores (flash-decoding, Dao et al. 2023).
 //
 // The keys of a token are counted as if the new ones that it sees stood right behind the committed rows, as they do once
-// they are accepted. Tiles of 64 keys make spans, four spans a group, and where they begin depends on the number of the
-// token's keys alone: a token gets the same bits in every batch, in every tree, and in the decode step that comes to it
-// later. In a draft step, whose mask speaks of all rows (the nodes of earlier levels stand among them), every row counts
-// as a key, and the mask decides at each.
+// they are accepted. Tiles of 64 keys make spans, whose states are merged one after the other, and where they begin
+// depends on the number of the token's keys alone: a token gets the same bits in every batch, in every tree, and in the
+// decode step that comes to it later. In a draft step, whose mask speaks of all rows (the nodes of earlier levels stand
+// among them), every row counts as a key, and the mask decides at each.
 //
-// The 16 rows of an instruction are tokens times the query heads of one key-value head. Four warps, a team, compute a tile
-// for them: each the scores of 16 keys, then a quarter of the head. Where new keys stand, each token has keys of its own:
-// those 16 are then multiplied once for every token, whose rows alone are kept.
+// The 16 rows of an instruction are tokens times the query heads of one key-value head. A warp computes tiles for them by
+// itself: scores, weights and weighted values stay in its registers. Scores of new keys are computed once for all tokens
+// and then put where each token has the key; values of new keys are multiplied for each token by itself.
 #include "decode/attention_heads.cuh"
-#include "decode/attention_parts.cuh"
+#include "decode/attention_states.cuh"
 #include "decode/attention_tile.cuh"
 
 namespace decode {
 namespace keys_by_position {
 
-// STEPS: of 16 head elements (head size up to 16 * STEPS). Grid (groups of spans, key-value heads, sequences times
-// token_blocks of row_tiles * tile_tokens tokens). Block: 1, 2 or 4 teams; of its spans `slots` (1, 2 or 4) are computed at
-// once, and `stages` (1 or 2) tiles of each are in memory. tile_tokens: those whose `group` heads are 16 rows or fewer;
-// group_inverse: 65536 / group, rounded up. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
-// elements are rotated by; 0: none. offset is added to the norms' weights. mask [tokens of all sequences, keys]; null:
-// tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. partial [tokens of all sequences, query
-// heads, states, size + 4].
-template <typename T, int STEPS>
-__global__ void __launch_bounds__(MAX_TEAMS * TEAM * 32) attention(const __grid_constant__ Arguments<T> arguments) {
-    constexpr int PAIRS = STEPS / 4;
+// STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (2^split_bits blocks that
+// share the spans, key-value heads, sequences times token_blocks of row_tiles * tile_tokens tokens). Block: warps for
+// row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles have `stages` (1 to 3) places in memory.
+// tile_tokens: those whose `group` heads are 16 rows or fewer; group_inverse, tile_inverse: 65536 / group and / tile_tokens,
+// rounded up; inverse_size: 1 / size. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
+// elements are rotated by, a multiple of 4; 0: none. offset is added to the norms' weights. mask [tokens of all sequences,
+// keys]; null: tokens is 1. masks_all: the mask speaks of all rows, not of the new ones alone. in_cluster: the blocks that
+// share the spans are a cluster, else they leave states in partial [tokens of all sequences, query heads, states, size + 4].
+template <typename T, int STEPS, bool SHARES>
+__global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_constant__ Arguments<T> arguments) {
     extern __shared__ __align__(16) char shared[];
     __shared__ Tables tables;
-    Block<T> block{arguments};
+    Block<T, STEPS> block{arguments};
     block.find_place(shared, tables);
+    if (block.in_cluster) arrive_at_cluster();  // before anyone writes to another's memory, all must have begun
     launch_next_kernel();
     block.find_keys();
-    if (block.split >= block.blocks) {
+    if (block.split >= block.active) {
         wait_for_previous_kernel();
         return;
     }
-    load_tiles<T, STEPS>(block, 0, 0, block.least);
-
-    // Columns behind the heads' and rows of no token are zeros.
+    const bool has_new = block.division_of(block.least).has_new || block.division_of(block.most).has_new;
+    const bool is_clustered = block.in_cluster && block.active > 1;
+    bool is_ready = false;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (2 * block.tokens + block.row_tiles * ROWS) * block.stride / 8; i += blockDim.x)
-        reinterpret_cast<uint4*>(block.new_keys)[i] = make_uint4(0u, 0u, 0u, 0u);
-    list_keys(block);
-    // Where positions are new, the block needs all new keys. The one that has the first of them writes its tokens' rows.
-    const int rows_of_tiles = GROUP * KEY_TILE * block.least, behind = (block.split + 1) * rows_of_tiles;
-    const int new_keys = (block.split + 1) * GROUP * KEY_TILE * block.most > block.start ? block.tokens : 0;
-    list_heads(block, new_keys, behind - rows_of_tiles <= block.start && block.start < behind);
-    __syncthreads();
-
-    wait_for_previous_kernel();
-    if (block.q_norm != nullptr) {
-        compute_norms(block, new_keys + block.row_tiles * ROWS);
-        __syncthreads();
-    }
-    make_heads_ready(block, new_keys);
-    __syncthreads();
-
+    for (int bits = block.least; bits <= block.most; ++bits) {
+        const Division division = block.division_of(bits);
+        Whole<SHARES ? 0 : STEPS> whole;
+        Softmax softmax{};
+        Rows rows;
+        int loaded = 0, place = 0;  // rounds whose tiles are here or come, and the place in memory of the next
+        auto next_of = [&](int stage) { return stage + 1 < block.stages ? stage + 1 : 0; };
 #pragma unroll 1
-    for (int each = block.least; each <= block.most; ++each) {
-        compute_spans<T, STEPS>(block, each, each == block.least);
-        merge_spans<T, PAIRS>(block, each);
-        __syncthreads();
+        for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
+            if (is_ready) __syncthreads();
+#pragma unroll 1
+            for (; loaded < round + block.stages; ++loaded, place = next_of(place))
+                load_tiles(block, division, loaded, place);
+            if (!is_ready) {
+                NormWeights<STEPS> norms;
+                read_norms(norms, block);
+                list_keys(block);
+                wait_for_previous_kernel();
+                make_heads_ready(block, norms, has_new);
+                if (is_clustered) wait_for_cluster();
+                is_ready = true;
+            }
+            if (block.stages > 2) wait_for_copies<2>();
+            else if (block.stages > 1) wait_for_copies<1>();
+            else wait_for_copies<0>();
+            __syncthreads();
+            if (round == 0) rows = rows_of(block, division), clear(whole);
+            compute_tile(whole, softmax, block, rows, division, round, stage);
+        }
+        if constexpr (!SHARES) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (rows.length[half] > 0) write_row(block, whole, rows.row[half], half);
+        }
     }
-    if (block.blocks == 1) return;
-
-    if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
-        __threadfence();
-        // Wraps to 0, ready for the next layer.
-        const unsigned last = block.blocks - 1;
-        tables.is_last_block = atomicInc(block.counters + blockIdx.z * block.kv_heads + block.kv_head, last) == last;
-        __threadfence();
-    }
-    __syncthreads();
-    if (tables.is_last_block) merge_blocks<T, PAIRS>(block);
+    if constexpr (SHARES) merge_shares(block);
 }
 
 }  // namespace keys_by_position

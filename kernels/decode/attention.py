@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import ceil
+from typing import NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, decode_kernel
@@ -17,14 +21,29 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-_KEY_TILE, _GROUP, _ROWS = 64, 4, 16
-_TEAM_THREADS, _MOST_TEAMS, _MOST_ROW_TILES = 128, 4, 4
-#: Groups of spans that a sequence's keys are expected to fill, where its capacity has more: up to 1,280 keys.
-_USUAL_GROUPS = 5
-#: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and of what is made ready.
-_TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4 + 8 + 2 * 16 + 2 * 4) + 16
-#: Bytes that a team's warps leave each other: weights and maxima.
-_TEAM_BYTES = 4 * (32 * 16 + _ROWS * 4)
+_KEY_TILE, _ROWS = 64, 16
+#: The most warps of a block: as many as have the registers that they need.
+_MOST_WARPS = 8
+#: The most blocks of a cluster that every GPU with clusters takes.
+_MOST_IN_CLUSTER = 8
+#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys.
+_MOST_ROWS_IN_MEMORY = 16
+#: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and how many keys it has.
+_TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
+#: Keys that a sequence is expected to have, where its capacity has more.
+_USUAL_KEYS = 576
+#: Microseconds, fitted to times of an H200, whole and 16 multiprocessors of it: of a block's begin and end, and more
+#: for each warp; of each turn of its warps at its queries and new keys; of a new token's 64 elements.
+_BLOCK, _WARP, _HEADS, _NEW = 0.75, 0.06, 1.55, 0.07
+#: Microseconds of the states of a row that a warp merges, each 64 elements of a span, and what each block of a cluster,
+#: or global memory, adds to that.
+_MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
+#: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
+#: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
+_TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
+#: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
+#: first; what a cluster's block without spans takes of a block's room.
+_IN_REACH, _NO_ROOM, _IDLE = 16, 0.39, 0.5
 
 
 class _Attention(ctypes.Structure):
@@ -33,57 +52,120 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "size", "rotary", "kv_rows")),
-        *((name, ctypes.c_int) for name in ("tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")),
-        *((name, ctypes.c_int) for name in ("states", "slots", "row_tiles", "stages")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")
+        ),
+        *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
     ]
+
+
+class AttentionShape(NamedTuple):
+    """What attention works on: new tokens of `batch` sequences, heads of `size` elements, rows of the caches."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    size: int
+    kv_rows: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens whose query heads are the 16 rows of an instruction, or fewer."""
+        return _ROWS // self.group
+
+    @property
+    def span_bits(self) -> int:
+        """A token's keys are divided into 2 to this power spans, at most: by the model alone, as bits depend on it."""
+        return max(16, min(64, 256 // self.kv_heads)).bit_length() - 1
+
+    @property
+    def spans(self) -> int:
+        """The most that there can be of a sequence."""
+        return min(-(-self.kv_rows // _KEY_TILE), 1 << self.span_bits)
+
+    @property
+    def state(self) -> int:
+        """float32 values that a span leaves of a row."""
+        return self.size + 4
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """How attention.cu's blocks share the work, on which no bit of a result depends.
 
-    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head) and four spans of keys, of which
-    it computes `slots` at once (1, 2 or 4); `stages` (1 or 2) tiles of keys of each are in memory.
+    A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
+    once; each pair of them is a warp's. `stages` (1 to 3) tiles of keys of each slot have room in memory. `splits`
+    blocks share the spans, as a cluster or through global memory. Slots and splits are powers of two.
     """
 
+    splits: int
     slots: int
     row_tiles: int
     stages: int
+    in_cluster: bool = False
 
     @property
-    def teams(self) -> int:
-        """Teams of four warps, which take turns at the block's tiles."""
-        return min(_MOST_TEAMS, 1 << (self.slots * self.row_tiles - 1).bit_length())
+    def warps(self) -> int:
+        """Of a block."""
+        return self.slots * self.row_tiles
 
-    def shared_bytes(self, tokens: int, size: int) -> int:
+    @property
+    def shares(self) -> bool:
+        """Whether several warps have spans of a row."""
+        return self.splits * self.slots > 1
+
+    def shared_bytes(self, shape: AttentionShape) -> int:
         """Shared memory of a block, beside its own variables."""
-        rows = 2 * (self.slots * self.stages * _KEY_TILE + tokens) + self.row_tiles * _ROWS
-        spans = _GROUP * self.row_tiles * _ROWS
-        return (2 * rows + 4 * spans) * (-(-size // 16) * 16 + 8) + self.teams * _TEAM_BYTES
+        rows = 2 * (self.slots * self.stages * _KEY_TILE + shape.tokens) + self.row_tiles * _ROWS
+        new_scores = self.row_tiles * _ROWS * (-(-shape.tokens // 16) * 16 + 4)
+        unfinished = self.warps * _ROWS if shape.kv_rows > _KEY_TILE << shape.span_bits else 0
+        states = (unfinished + self._own_states(shape)) * shape.state
+        return 2 * rows * (-(-shape.size // 16) * 16 + 8) + 4 * (new_scores + states)
 
-    def fits(self, tokens: int, size: int, shared_limit: int) -> bool:
-        """Whether a block gets the memory that it needs."""
-        return self.shared_bytes(tokens, size) + _TABLES_BYTES <= shared_limit
+    def _own_states(self, shape: AttentionShape) -> int:
+        """States of rows that a block merges, by how many blocks share the spans that there are."""
+        if not self.shares or (self.splits > 1 and not self.in_cluster):
+            return 0
+        rows = min(shape.tokens, self.row_tiles * shape.tile_tokens) * shape.group
+
+        def states(active: int) -> int:
+            spans = shape.spans if active == self.splits else min(shape.spans, active * self.slots + 1)
+            return -(-rows // (1 << active.bit_length() - 1)) * spans
+
+        return max(map(states, range(1, self.splits + 1)))
+
+    def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
+        """Whether a block gets the warps and the memory that it needs."""
+        return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
-def attention_kernel(dtype: str, head_size: int) -> Kernel:
-    """The kernel for heads of so many elements (up to 64, 128 or 256)."""
+_SMALLEST = AttentionGeometry(1, 1, 1, 1)
+
+
+def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
+    """The kernel for heads of so many elements. `shares`: several warps have spans of a row."""
+    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 72, 1 << 20)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
-        ("HOST_MAX_ROW_TILES", _MOST_ROW_TILES),
-        ("HOST_MAX_TEAMS", _MOST_TEAMS),
-        ("HOST_TEAM_THREADS", _TEAM_THREADS),
+        ("HOST_MAX_WARPS", _MOST_WARPS),
         ("HOST_KEY_TILE", _KEY_TILE),
-        ("HOST_GROUP", _GROUP),
         ("HOST_ROWS", _ROWS),
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
-        ("HOST_BLOCK_BYTES", AttentionGeometry(2, 3, 2).shared_bytes(5, 80)),
+        ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
     )
-    steps = 4 if head_size <= 64 else 8 if head_size <= 128 else 16  # of 16 elements
-    expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}>"
+    expression = (
+        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
+    )
     return decode_kernel("attention.cu", expression, macros)
 
 
@@ -99,82 +181,97 @@ def attention_launch(
     """See `NumpyDecodeKernels.attention`. `geometry`: other than the fastest."""
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
-    heads = context.size // (batch * tokens * size)
-    group, rotary = heads // kv_heads, step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
+    heads, rotary = context.size // (batch * tokens * size), step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
     refusal = attention_refusal(heads, kv_heads, size)
     if refusal is not None:
         raise KernelError(refusal)
-    if tokens > MAX_TOKENS or rotary > size:
+    if tokens > MAX_TOKENS or rotary > size or rotary % 4:
         raise KernelError(
-            f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, found {tokens} "
-            f"tokens and {rotary} rotated elements of {size}"
+            f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
+            f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
         )
+    shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows)
     if geometry is None:
-        geometry = attention_geometry(
-            batch, tokens, group, size, kv_heads, kv_rows, module.shared_limit, module.multiprocessors
-        )
-    groups, tile_tokens = _groups(kv_heads, kv_rows), _ROWS // group
-    token_blocks = -(-tokens // (geometry.row_tiles * tile_tokens))
+        geometry = attention_geometry(shape, module)
+    group, splits = shape.group, geometry.splits
+    token_blocks = -(-tokens // (geometry.row_tiles * shape.tile_tokens))
     arguments = _Attention(
         *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
         *addresses(step.k_cache, step.v_cache, context, *scratch),
-        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634),
-        *(group, -(-65_536 // group), tile_tokens, size, rotary, kv_rows),
-        *(tokens, token_blocks, mask_keys, step.masks_all, _span_bits(kv_heads)),
-        *(groups, geometry.slots, geometry.row_tiles, geometry.stages),
+        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
+        *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
+        *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
+        *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
+        *(geometry.in_cluster, geometry.splits.bit_length() - 1),
     )
-    kernel = attention_kernel(step.k_cache.dtype, size)
-    grid, threads = (groups, kv_heads, batch * token_blocks), _TEAM_THREADS * geometry.teams
-    return Launch(module, kernel, grid, threads, geometry.shared_bytes(tokens, size), (arguments,))
+    kernel = attention_kernel(step.k_cache.dtype, size, geometry.shares)
+    grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
+    return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
 
-def attention_geometry(
-    batch: int,
-    tokens: int,
-    group: int,
-    size: int,
-    kv_heads: int,
-    kv_rows: int,
-    shared_limit: int,
-    multiprocessors: int,
-) -> AttentionGeometry:
-    """The fastest that fits, by times measured on an H200; the smallest if none does."""
-    tile_tokens = _ROWS // group
-    groups = min(_groups(kv_heads, kv_rows), _USUAL_GROUPS)
+def attention_geometry(shape: AttentionShape, gpu: KernelModule) -> AttentionGeometry:
+    """The fastest that fits, by estimate; the smallest if none does."""
+    return _fastest(shape, gpu.multiprocessors, gpu.shared_limit, gpu.has_clusters)
+
+
+@cache
+def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_clusters: bool) -> AttentionGeometry:
+    usual = min(shape.kv_rows, _USUAL_KEYS)
 
     def microseconds(geometry: AttentionGeometry) -> float:
-        blocks = groups * kv_heads * batch * -(-tokens // (geometry.row_tiles * tile_tokens))
-        two = geometry.teams <= 2 and 2 * (geometry.shared_bytes(tokens, size) + _TABLES_BYTES) <= shared_limit
-        waves = -(-blocks // (multiprocessors * (1 + two)))
-        return waves * (5 + 3.2 * geometry.row_tiles) * {4: 1, 2: 1.2, 1: 1.5}[geometry.slots]
+        often = _microseconds(geometry, shape, usual, multiprocessors, limit)
+        return often + _microseconds(geometry, shape, shape.kv_rows, multiprocessors, limit) / 8
 
-    for stages in range(2 if kv_rows > _KEY_TILE << _span_bits(kv_heads) else 1, 0, -1):
-        choices = [
-            AttentionGeometry(slots, row_tiles, stages)
-            for slots in (4, 2, 1)
-            for row_tiles in range(1, 1 + min(_MOST_ROW_TILES, -(-tokens // tile_tokens)))
-        ]
-        fitting = [choice for choice in choices if choice.fits(tokens, size, shared_limit)]
-        if fitting:
-            return min(fitting, key=microseconds)
-    return AttentionGeometry(1, 1, 1)
+    most = _MOST_IN_CLUSTER if has_clusters else shape.spans
+    if not has_clusters and shape.batch * shape.tokens > _MOST_ROWS_IN_MEMORY:
+        most = 1
+    every = (
+        AttentionGeometry(splits, slots, row_tiles, stages, has_clusters and splits > 1)
+        for splits, slots in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8))
+        for row_tiles, stages in product((1, 2, 3, 4, 6, 8), (1, 2, 3))
+        if splits <= most and row_tiles <= -(-shape.tokens // shape.tile_tokens)
+    )
+    return min((each for each in every if each.fits(shape, limit)), key=microseconds, default=_SMALLEST)
 
 
-def attention_shared_bytes(tokens: int, size: int) -> int:
+def _microseconds(
+    geometry: AttentionGeometry, shape: AttentionShape, keys: int, multiprocessors: int, limit: int
+) -> float:
+    """An estimate for a sequence of so many keys."""
+    tiles, sixty_fours = -(-keys // _KEY_TILE), -(-shape.size // 64)
+    tile_bits = (tiles - 1 >> shape.span_bits).bit_length()
+    spans = -(-tiles >> tile_bits)
+    rounds = -(-spans // (geometry.splits * geometry.slots)) << tile_bits
+    active = min(geometry.splits, -(-spans // geometry.slots))
+    own_tokens = min(shape.tokens, geometry.row_tiles * shape.tile_tokens)
+    blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
+
+    memory = geometry.shared_bytes(shape) + _TABLES_BYTES + 1024
+    resident = max(1, min(_MOST_WARPS // geometry.warps, (limit + 1024) // memory))
+    together = min(-(-blocks // multiprocessors), resident)
+    idle = _IDLE * blocks * (geometry.splits / active - 1) if geometry.in_cluster else 0
+    no_room = _NO_ROOM * (multiprocessors // _IN_REACH) * (geometry.splits - 1) if geometry.in_cluster else 0
+    waves = ceil((blocks + idle) / (multiprocessors * resident - no_room))
+
+    heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
+    begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
+    tile = max(_TILE + _TILE_64 * sixty_fours, _TILE_WORK * sixty_fours * together * geometry.warps)
+    wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
+    merge = 0.0
+    if geometry.shares:
+        mergers = geometry.warps * (active if geometry.in_cluster else 1)
+        merge = _MERGE * sixty_fours * spans * -(-own_tokens * shape.group // mergers)
+    if geometry.splits > 1:
+        merge += _MERGE_CLUSTER * geometry.splits if geometry.in_cluster else _MERGE_MEMORY
+    return waves * (begin + rounds * tile + (rounds - 1) * wait + merge)
+
+
+def attention_shared_bytes(shape: AttentionShape) -> int:
     """Shared memory of the smallest blocks."""
-    return AttentionGeometry(1, 1, 1).shared_bytes(tokens, size) + _TABLES_BYTES
+    return _SMALLEST.shared_bytes(shape) + _TABLES_BYTES
 
 
-def attention_partials(rows: int, heads: int, kv_heads: int, kv_rows: int, size: int) -> int:
-    """Number of float32 values that the blocks of an attention layer leave for the merge; `rows` tokens in a step."""
-    return rows * heads * _groups(kv_heads, kv_rows) * (size + 4)
-
-
-def _span_bits(kv_heads: int) -> int:
-    """A token's keys are divided into 2 to this power spans, at most: by the model alone, as bits depend on it."""
-    return max(16, min(128, 256 // kv_heads)).bit_length() - 1
-
-
-def _groups(kv_heads: int, kv_rows: int) -> int:
-    spans = min(-(-kv_rows // _KEY_TILE), 1 << _span_bits(kv_heads))
-    return -(-spans // _GROUP)
+def attention_partials(shape: AttentionShape) -> int:
+    """Number of float32 values that the blocks of an attention layer leave for the merge."""
+    rows = shape.batch * shape.tokens
+    return (rows if rows <= _MOST_ROWS_IN_MEMORY else 1) * shape.heads * shape.spans * shape.state

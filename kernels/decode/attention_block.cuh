@@ -1,17 +1,16 @@
-// What a block of the attention kernel works on: its arguments, its place in the grid, its memory.
+// What a block of the attention kernel works on: its arguments, its place in the grid, its keys, its memory.
 #pragma once
 #include "decode/common.cuh"
+#include "shared/clusters.cuh"
 
 namespace decode {
 namespace keys_by_position {
 
 constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of the instruction
-constexpr int TEAM = KEY_TILE / BLOCK;    // warps that compute a tile together
-constexpr int GROUP = 4;                  // spans that are merged by a block
-constexpr int MAX_TOKENS = HOST_MAX_TOKENS, MAX_ROW_TILES = HOST_MAX_ROW_TILES, MAX_TEAMS = HOST_MAX_TEAMS;
-constexpr int ROWS = 16;
-static_assert(TEAM * 32 == HOST_TEAM_THREADS, "the host launches as many");
-static_assert(KEY_TILE == HOST_KEY_TILE && GROUP == HOST_GROUP && ROWS == HOST_ROWS, "the host divides keys so");
+constexpr int BLOCKS = KEY_TILE / BLOCK;
+constexpr int ROWS = 16;  // of the instruction
+constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
+static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
 // 2^exponent; 0 for what lies below normal numbers.
 __device__ __forceinline__ float power_of_two(float exponent) {
@@ -20,26 +19,19 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     return result;
 }
 
-// How the keys of a token are divided: into tiles, and those into spans of `each`, at most 2^span_bits.
+// Tiles of so many keys, and the logarithm of the tiles of a span, for at most 2^span_bits spans.
 __device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
-__device__ __forceinline__ int each_of(int length, int span_bits) {
-    return (tiles_of(length) + (1 << span_bits) - 1) >> span_bits;
-}
-__device__ __forceinline__ int groups_of(int length, int each) {
-    return (tiles_of(length) + GROUP * each - 1) / (GROUP * each);
+__device__ __forceinline__ int tile_bits_of(int length, int span_bits) {
+    return 32 - __clz((tiles_of(length) - 1) >> span_bits);
 }
 
-// Of a block's tokens, and of the heads that it makes ready. In shared memory.
+// Of a block's tokens. In shared memory.
 struct Tables {
     unsigned char nodes[MAX_TOKENS][MAX_TOKENS];  // of each token: the new tokens that it sees
-    int lengths[MAX_TOKENS];                      // of each token: its keys,
-    int2 divisions[MAX_TOKENS];                   // how many tiles a span of them has, and their groups
-    int4 heads[2 * MAX_TOKENS];                   // where they come from and go to
-    float factors[2 * MAX_TOKENS];                // of their norms
+    int lengths[MAX_TOKENS];                      // of each token: its keys
     bool is_last_block;
 };
 static_assert(sizeof(Tables) == HOST_TABLES_BYTES, "the host counts them as shared memory of a block");
-static_assert(MAX_TOKENS + MAX_ROW_TILES * ROWS <= 2 * MAX_TOKENS, "a block has places for all new keys and its queries");
 
 // The kernel's arguments; attention.cu tells what they are.
 template <typename T> struct Arguments {
@@ -50,91 +42,136 @@ template <typename T> struct Arguments {
     T *k_cache, *v_cache, *context;
     float* partial;
     unsigned* counters;
-    float epsilon, offset, scale;
-    int group, group_inverse, tile_tokens, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all, span_bits;
-    int states, slots, row_tiles, stages;
+    float epsilon, offset, scale, inverse_size;
+    int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all;
+    int span_bits, states, slot_bits, row_tiles, stages, in_cluster, split_bits;
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 
-// Bytes that a team's warps leave each other, weights and maxima, and dynamic shared memory of a block.
-constexpr int TEAM_BYTES = TEAM * (32 * 16 + ROWS * 4);
-__device__ constexpr int stride_of(int size) { return ((size + 15) & ~15) + 8; }
-__device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int teams, int tokens, int size) {
-    const int rows = 2 * (slots * stages * KEY_TILE + tokens) + row_tiles * ROWS;
-    return (2 * rows + 4 * GROUP * row_tiles * ROWS) * stride_of(size) + teams * TEAM_BYTES;
+// Floats of a row of scores of new tokens, and of a span's state: largest score (log2), sum of weights, two unused, sums.
+__device__ constexpr int score_stride_of(int tokens) { return ((tokens + 15) & ~15) + 4; }
+__device__ constexpr int state_stride_of(int size) { return size + 4; }
+// Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
+__device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
+    const int rows = 2 * (slots * stages * KEY_TILE + tokens) + row_tiles * ROWS, stride = (size + 15) / 16 * 16 + 8;
+    return 2 * rows * stride + 4 * row_tiles * ROWS * (score_stride_of(tokens) + slots * state_stride_of(size));
 }
-static_assert(block_bytes(2, 3, 2, MAX_TEAMS, 5, 80) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
+static_assert(block_bytes(2, 3, 2, 5, 72) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
 
-template <typename T> struct Block : Arguments<T> {
+// Spans of `1 << tile_bits` tiles, by whose number keys are divided. The first `new_span` have committed rows alone; worker
+// w of all blocks' slots computes those from w on in steps of the workers. What follows, up to `spans`, has new keys too:
+// one worker computes it, so that one block makes them ready.
+struct Division {
+    int tile_bits, new_span, spans;
+    bool has_new;  // the block has the worker of the new keys
+    int rounds;    // the most tiles of a slot of the block
+};
+
+template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base = Arguments<T>;
-    using Base::context, Base::group, Base::group_inverse, Base::k_cache, Base::kv_rows, Base::mask, Base::mask_keys;
-    using Base::masks_all, Base::offset, Base::row_tiles, Base::size, Base::slots, Base::span_bits, Base::stages, Base::start_index;
-    using Base::tile_tokens, Base::token_blocks, Base::tokens, Base::v_cache;
+    using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
+    using Base::mask_keys, Base::masks_all, Base::partial, Base::row_tiles, Base::size, Base::slot_bits, Base::span_bits;
+    using Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
+    using Base::tokens, Base::v_cache;
 
-    // Its place: a group of spans, a key-value head, and tokens of a sequence from `first_token` on. Tokens without a word
-    // are counted from that one.
-    int warp, warps, split, kv_head, kv_heads, heads, sequence, first_token, own_count;
-    // Rows before `start` are committed. Spans have `least` to `most` tiles, as a token's keys are many.
-    int start, longest, least, most, blocks;
+    // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
+    // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans.
+    int warp, warps, slots, slot, row_tile, split, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
+    // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
+    // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
+    int start, longest, least, most, active, owner_bits, own_rows;
     T *cached_keys, *cached_values;
 
-    // Memory, rows of `stride` elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
-    // keys and values; queries [row_tiles, ROWS]; then [GROUP, row_tiles, ROWS, stride] float of spans; of each team weights,
-    // the lanes' fragments [TEAM, 32], and the largest scores of each warp's rows [TEAM, ROWS].
+    // Of a head: what its rows are padded to, and their distance in memory, free of bank conflicts.
+    static constexpr int PADDED = 16 * STEPS, STRIDE = PADDED + 8;
+
+    // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
+    // keys and values; queries [row_tiles, ROWS]. Then rows of floats: scores of the new tokens [row_tiles, ROWS]; states of
+    // the rows that the block merges [spans, own_rows]; sums of unfinished spans [warps, ROWS], where spans have several
+    // tiles.
     Tables* tables;
-    int padded, stride, ring;
-    T *rows, *new_keys, *queries;
-    float* spans;
+    int ring;
+    T *keys, *new_keys, *queries;
+    float *new_scores, *own_states, *unfinished;
 
     // What does not depend on the length of the sequence.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
-        warps = blockDim.x / 32;
+        warps = blockDim.x / 32, slots = 1 << slot_bits, slot = warp & (slots - 1), row_tile = warp >> slot_bits;
         split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
-        sequence = token_blocks == 1 ? blockIdx.z : blockIdx.z / token_blocks;
+        sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
         first_token = (blockIdx.z - sequence * token_blocks) * own_tokens;
-        own_count = min(own_tokens, tokens - first_token);
+        own_count = min(own_tokens, tokens - first_token), rows = own_count * group;
         const size_t cache = (static_cast<size_t>(sequence) * kv_heads + kv_head) * kv_rows * size;
         cached_keys = k_cache + cache, cached_values = v_cache + cache;
 
         tables = &own_tables;
-        stride = stride_of(size), padded = stride - 8, ring = stages * slots * KEY_TILE;
-        rows = reinterpret_cast<T*>(shared);
-        new_keys = rows + 2 * ring * stride;
-        queries = new_keys + 2 * tokens * stride;
-        spans = reinterpret_cast<float*>(queries + row_tiles * ROWS * stride);
+        ring = stages * slots * KEY_TILE;
+        keys = reinterpret_cast<T*>(shared);
+        new_keys = keys + 2 * ring * STRIDE;
+        queries = new_keys + 2 * tokens * STRIDE;
+        new_scores = reinterpret_cast<float*>(queries + row_tiles * ROWS * STRIDE);
+        unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
+        own_states = unfinished + (kv_rows > KEY_TILE << span_bits ? warps * ROWS * state_stride_of(size) : 0);
     }
 
-    // Reads the sequence's length. `blocks`: those that have a group of spans.
+    // Reads the sequence's length.
     __device__ __forceinline__ void find_keys() {
         start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
-        least = each_of(masks_all ? longest : start + 1, span_bits), most = each_of(longest, span_bits);
-        blocks = groups_of(longest, most);
-        if (least < most) blocks = max(blocks, (1 << span_bits) / GROUP);
+        least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
+        active = min(1 << split_bits, (start / KEY_TILE >> least + slot_bits) + 1);
+        owner_bits = 31 - __clz(active);
+        own_rows = (rows + (1 << owner_bits) - 1) >> owner_bits;
     }
 
-    // A norm's weight with what the model adds to it.
-    __device__ __forceinline__ float norm_weight(T weight) const {
-        return offset == 0.f ? to_float(weight) : to_float(weight) + offset;
+    __device__ __forceinline__ Division division_of(int tile_bits) const {
+        Division division{tile_bits, start / KEY_TILE >> tile_bits};
+        const int tiles = min(tiles_of(longest), 1 << (span_bits + tile_bits)), worker_bits = split_bits + slot_bits;
+        division.spans = (tiles + (1 << tile_bits) - 1) >> tile_bits;
+        const int whole = division.new_span >> worker_bits, first = split << slot_bits;
+        const int worker = division.new_span - (whole << worker_bits) - first;
+        division.has_new = worker >= 0 && worker < slots;
+        const bool more = division.has_new && division.new_span + 1 < division.spans;
+        division.rounds = (whole + (worker >= 0) + more) << tile_bits;
+        return division;
     }
 
-    __device__ __forceinline__ int bytes(int row) const { return row * stride * sizeof(T); }
+    // The tile of a slot in a round; -1: none.
+    __device__ __forceinline__ int tile_of(const Division& division, int of_slot, int round) const {
+        const int worker_bits = split_bits + slot_bits;
+        int span = (round >> division.tile_bits << worker_bits) + (split << slot_bits) + of_slot;
+        if (span > division.new_span) {
+            if (span != division.new_span + (1 << worker_bits) || division.new_span + 1 >= division.spans) return -1;
+            span = division.new_span + 1;
+        }
+        return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
+    }
 
-    // The token of a row; -1: none. And its query head among those of the key-value head.
-    __device__ __forceinline__ int token_of(int row) const {
-        const int t = row % ROWS * group_inverse >> 16, token = row / ROWS * tile_tokens + t;
-        return t < tile_tokens && token < own_count ? token : -1;
-    }
-    __device__ __forceinline__ int head_of(int row) const {
-        return row % ROWS - (row % ROWS * group_inverse >> 16) * group;
-    }
-    // The head of `context` and of `partial` that a row of token t is.
-    __device__ __forceinline__ size_t result_of(int row, int t) const {
-        return (sequence * tokens + first_token + t) * heads + kv_head * group + head_of(row);
+    static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
+
+    // Whether a head has the eight elements number n; all but the last it has at compile time.
+    __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }
+
+    // x / group, for rows.
+    __device__ __forceinline__ int token_of(int row) const { return row * group_inverse >> 16; }
+
+    // The row, among those of `context` and of `partial`, that a row of the block is.
+    __device__ __forceinline__ size_t result_of(int row) const {
+        const int token = token_of(row);
+        return (sequence * tokens + first_token + token) * heads + kv_head * group + row - token * group;
     }
     __device__ __forceinline__ const unsigned char* mask_of(int t) const {
         return mask + static_cast<size_t>(sequence * tokens + first_token + t) * mask_keys;
+    }
+
+    // Where the state that a span leaves of a row is merged: by the row's block of a cluster, or through global memory.
+    __device__ __forceinline__ float* state_of(int row, int span) const {
+        const int distance = state_stride_of(size);
+        if (split_bits > 0 && !in_cluster) return partial + (result_of(row) * states + span) * distance;
+        const int place = row >> owner_bits, owner = row - (place << owner_bits);
+        float* state = own_states + (span * own_rows + place) * distance;
+        return owner == split ? state : pointer_in_block(state, owner);
     }
 };
 

@@ -1,17 +1,41 @@
-// Which keys a block's tokens have, and their queries, keys and values made ready: norm, rotary embedding, KV rows.
+// What a block brings to shared memory: tiles of committed rows, which keys its tokens have, and the new tokens' queries,
+// keys and values made ready: norm, rotary embedding, KV rows.
 #pragma once
 #include "decode/attention_block.cuh"
 
 namespace decode {
 namespace keys_by_position {
 
-// Elements of a head that are rotated together; of those behind them, neighbours.
-__device__ __forceinline__ int2 places_of_pair(int pair, int rotary) {
-    return pair < rotary / 2 ? make_int2(pair, pair + rotary / 2) : make_int2(2 * pair, 2 * pair + 1);
+// Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
+// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
+// stands.
+template <typename T, int STEPS>
+__device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
+    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
+    const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int column = threadIdx.x % LANES_OF_ROW * 8;
+    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) {
+        const int tile = block.tile_of(division, slot, round);
+        if (tile < 0) continue;
+        const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
+        const int place = (stage * block.slots + slot) * KEY_TILE + first;
+        unsigned target = shared_address(block.keys + place * block.STRIDE + column);
+        int source = (tile * KEY_TILE + first) * block.size + column;
+#pragma unroll 4
+        for (int row = first; row < KEY_TILE; row += rows_at_once) {
+            const bool exists = row < exist;
+            copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
+            copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
+            source += rows_at_once * block.size, target += block.bytes(rows_at_once);
+        }
+    }
+    commit_copies();
 }
 
-// The new tokens that each token sees, and how its keys are divided.
-template <typename T> __device__ __forceinline__ void list_keys(const Block<T>& block) {
+// The new tokens that each token sees, and the number of its keys.
+template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int t = block.warp; t < block.own_count; t += block.warps) {
@@ -26,92 +50,154 @@ template <typename T> __device__ __forceinline__ void list_keys(const Block<T>& 
             if (sees) block.tables->nodes[t][count + __popc(bits & ((1u << lane) - 1))] = static_cast<unsigned char>(node);
             count += __popc(bits);
         }
-        if (lane == 0) {
-            const int length = block.start + count, each = each_of(length, block.span_bits);
-            block.tables->lengths[t] = length, block.tables->divisions[t] = make_int2(each, groups_of(length, each));
-        }
+        if (lane == 0) block.tables->lengths[t] = block.start + count;
     }
 }
 
-// The heads that a block makes ready, `keys` new keys (with their values) and then its queries: x, where it lies in qkv
-// (-1: nowhere); y, its row of cos_sin; z, where it goes to from new_keys on; w, where it goes to in the caches (-1: nowhere).
-template <typename T> __device__ __forceinline__ void list_heads(const Block<T>& block, int keys, bool writes) {
-#pragma unroll 1
-    for (int item = threadIdx.x; item < keys + block.row_tiles * ROWS; item += blockDim.x) {
-        const bool is_key = item < keys;
-        const int row = item - keys, t = is_key ? item - block.first_token : block.token_of(row);
-        const int token = block.sequence * block.tokens + block.first_token + t;
-        const int head = is_key ? block.heads + block.kv_head : block.kv_head * block.group + block.head_of(row);
-        const int source = is_key || t >= 0 ? (token * (block.heads + 2 * block.kv_heads) + head) * block.size : -1;
-        const bool caches = is_key && writes && t >= 0 && t < block.own_count;
-        block.tables->heads[item] =
-            make_int4(source, source < 0 ? 0 : token * block.rotary,
-                      (is_key ? item : 2 * block.tokens + row) * block.stride,
-                      caches ? (block.start + item) * block.size : -1);
-    }
+// How the lanes of a warp share heads: each has two elements and the two that they are rotated with, QUADS times.
+template <int STEPS> struct Lanes {
+    static constexpr int OF_HEAD = STEPS <= 4 ? 16 : 32, HEADS = 32 / OF_HEAD, QUADS = STEPS <= 8 ? 1 : 2;
+};
+
+// The first of two elements and of those that they are rotated with; of those behind the rotated ones, four neighbours.
+__device__ __forceinline__ int2 places_of(int quad, int rotary) {
+    return 4 * quad < rotary ? make_int2(2 * quad, 2 * quad + rotary / 2) : make_int2(4 * quad, 4 * quad + 2);
 }
 
-// The factors of the first `items` heads' norms.
-template <typename T> __device__ __forceinline__ void compute_norms(const Block<T>& block, int items) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int item = block.warp; item < items; item += block.warps) {
-        const float* source = block.qkv + max(block.tables->heads[item].x, 0);
-        float squares = 0.f;
-#pragma unroll 2
-        for (int d = lane; d < block.size; d += 32) {
-            const float value = __ldcg(source + d);
-            squares = fmaf(value, value, squares);
-        }
-        squares = warp_sum(squares);
-        if (lane == 0) block.tables->factors[item] = rsqrtf(squares / block.size + block.epsilon);
-    }
-}
+// What a lane's elements of normed queries and keys are multiplied by.
+template <int STEPS> struct NormWeights {
+    float2 query[Lanes<STEPS>::QUADS][2], key[Lanes<STEPS>::QUADS][2];
+};
 
-// Norm and rotary embedding of the heads as list_heads has them, to where they go.
-template <typename T> __device__ __forceinline__ void make_heads_ready(const Block<T>& block, int keys) {
-    constexpr int AT_ONCE = 4;
-    const int size = block.size, rotary = block.rotary, items = keys + block.row_tiles * ROWS;
-#pragma unroll 1
-    for (int pair = threadIdx.x % 32; pair < size / 2; pair += 32) {
-        const int2 place = places_of_pair(pair, rotary);
-        const bool rotates = pair < rotary / 2;
-#pragma unroll 1
-        for (int first = block.warp; first < items; first += block.warps * AT_ONCE) {
-            float low[AT_ONCE], high[AT_ONCE], cosine[AT_ONCE], sine[AT_ONCE];
-            float2 value[AT_ONCE];
+// They are constant: read before the previous kernel is done.
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Block<T, STEPS>& block) {
+    if (block.q_norm == nullptr) return;
+    auto read = [&](const T* weight, int place) {
+        const float2 two = unpack<T>(*reinterpret_cast<const unsigned*>(weight + place));
+        return make_float2(two.x + block.offset, two.y + block.offset);
+    };
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int item = first + i * block.warps;
-                const int4 head = block.tables->heads[min(item, items - 1)];
-                const float* source = block.qkv + max(head.x, 0);
-                const T* rotation = block.cos_sin + head.y + (rotates ? pair : 0);
-                low[i] = __ldcg(source + place.x), high[i] = __ldcg(source + place.y);
-                cosine[i] = to_float(__ldcg(rotation)), sine[i] = to_float(__ldcg(rotation + rotary / 2));
-                if (item < keys) value[i] = __ldcg(reinterpret_cast<const float2*>(source + block.kv_heads * size + 2 * pair));
-            }
+    for (int q = 0; q < Lanes<STEPS>::QUADS; ++q) {
+        const int quad = threadIdx.x % Lanes<STEPS>::OF_HEAD + 32 * q;
+        if (4 * quad >= block.size) continue;
+        const int2 place = places_of(quad, block.rotary);
+        norms.query[q][0] = read(block.q_norm, place.x), norms.query[q][1] = read(block.q_norm, place.y);
+        norms.key[q][0] = read(block.k_norm, place.x), norms.key[q][1] = read(block.k_norm, place.y);
+    }
+}
+
+// A head that is made ready: where it lies in qkv, its row of cos_sin, and where it goes to from new_keys on. `cached`: its
+// place in the caches (-1: nowhere).
+template <typename T> struct Head {
+    const float* source;
+    const T* rotation;
+    int target, cached;
+    bool is_key;
+};
+
+// Item number `item` of `keys` new keys (with their values) and then the queries.
+template <typename T, int STEPS>
+__device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int item, int keys) {
+    Head<T> head;
+    head.is_key = item < keys;
+    const int row = item - keys, t = head.is_key ? item - block.first_token : block.token_of(row);
+    const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
+    const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
+    head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
+    head.rotation = block.cos_sin + token * block.rotary;
+    const int tile = t * block.tile_inverse >> 16;
+    const int query = 2 * block.tokens + tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
+    head.target = (head.is_key ? item : query) * block.STRIDE;
+    head.cached = head.is_key && t >= 0 && t < block.own_count ? (block.start + item) * block.size : -1;
+    return head;
+}
+
+// Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
+// block's own tokens' keys and values to the caches too.
+template <typename T, int STEPS>
+__device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
+                                                 bool has_new) {
+    using Own = Lanes<STEPS>;
+    constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
+    const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
+    const int keys = has_new ? block.tokens : 0, items = keys + block.rows, group = threadIdx.x / Own::OF_HEAD;
+#pragma unroll 1
+    for (int first = block.warp * Own::HEADS; first < items; first += block.warps * Own::HEADS * AT_ONCE) {
+        Head<T> head[AT_ONCE];
+        float2 low[AT_ONCE][QUADS], high[AT_ONCE][QUADS];
+        float4 value[AT_ONCE][QUADS];
+        unsigned cosine[AT_ONCE][QUADS], sine[AT_ONCE][QUADS];
+        const int own = first - block.warp * Own::HEADS + group;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int item = first + i * block.warps;
-                const int4 head = block.tables->heads[min(item, items - 1)];
-                if (item >= items || head.x < 0) continue;
-                if (block.q_norm != nullptr) {
-                    const T* norm = item < keys ? block.k_norm : block.q_norm;
-                    const float factor = block.tables->factors[item];
-                    low[i] = low[i] * factor * block.norm_weight(norm[place.x]);
-                    high[i] = high[i] * factor * block.norm_weight(norm[place.y]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i * block.warps * Own::HEADS >= items) break;
+            head[i] = head_of(block, min(own + i * block.warps * Own::HEADS, items - 1), keys);
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+                const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
+                const int2 place = places_of(quad, rotary);
+                low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
+                high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
+                cosine[i][q] = sine[i][q] = 0u;
+                if (rotary > 0) {
+                    cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
+                    sine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned + rotary / 2));
                 }
-                const T first_half = from_float<T>(rotates ? fmaf(low[i], cosine[i], -high[i] * sine[i]) : low[i]);
-                const T second_half = from_float<T>(rotates ? fmaf(high[i], cosine[i], low[i] * sine[i]) : high[i]);
-                T* target = block.new_keys + head.z;
-                target[place.x] = first_half, target[place.y] = second_half;
-                if (item >= keys) continue;
-                const unsigned both = pack<T>(value[i].x, value[i].y);
-                *reinterpret_cast<unsigned*>(target + block.tokens * block.stride + 2 * pair) = both;
-                if (head.w < 0) continue;
-                block.cached_keys[head.w + place.x] = first_half, block.cached_keys[head.w + place.y] = second_half;
-                *reinterpret_cast<unsigned*>(block.cached_values + head.w + 2 * pair) = both;
+                const float* values = head[i].source + (head[i].is_key ? block.kv_heads * size : 0);
+                value[i][q] = __ldcg(reinterpret_cast<const float4*>(values + 4 * quad));
             }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i * block.warps * Own::HEADS >= items) break;
+            if (block.q_norm != nullptr) {
+                float squares = 0.f;
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    if (4 * (lane + 32 * q) >= size) continue;
+                    squares = fmaf(low[i][q].x, low[i][q].x, fmaf(low[i][q].y, low[i][q].y, squares));
+                    squares = fmaf(high[i][q].x, high[i][q].x, fmaf(high[i][q].y, high[i][q].y, squares));
+                }
+#pragma unroll
+                for (int other = Own::OF_HEAD / 2; other > 0; other /= 2)
+                    squares += __shfl_xor_sync(FULL_WARP, squares, other);
+                const float factor = rsqrtf(fmaf(squares, block.inverse_size, block.epsilon));
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    const float2 first_two = head[i].is_key ? norms.key[q][0] : norms.query[q][0];
+                    const float2 other_two = head[i].is_key ? norms.key[q][1] : norms.query[q][1];
+                    low[i][q].x = low[i][q].x * factor * first_two.x, low[i][q].y = low[i][q].y * factor * first_two.y;
+                    high[i][q].x = high[i][q].x * factor * other_two.x, high[i][q].y = high[i][q].y * factor * other_two.y;
+                }
+            }
+            if (own + i * block.warps * Own::HEADS >= items) continue;
+            T* target = block.new_keys + head[i].target;
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+                const int quad = lane + 32 * q;
+                if (4 * quad >= size) continue;
+                const int2 place = places_of(quad, rotary);
+                const bool rotates = 4 * quad < rotary;
+                const float2 c = rotates ? unpack<T>(cosine[i][q]) : make_float2(1.f, 1.f);
+                const float2 s = rotates ? unpack<T>(sine[i][q]) : make_float2(0.f, 0.f);
+                const float2 x = low[i][q], y = high[i][q];
+                const unsigned two = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
+                const unsigned other = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
+                *reinterpret_cast<unsigned*>(target + place.x) = two;
+                *reinterpret_cast<unsigned*>(target + place.y) = other;
+                if (!head[i].is_key) continue;
+                const float4 v = value[i][q];
+                const uint2 four = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+                *reinterpret_cast<uint2*>(target + block.tokens * block.STRIDE + 4 * quad) = four;
+                if (head[i].cached < 0) continue;
+                T* cached = block.cached_keys + head[i].cached;
+                *reinterpret_cast<unsigned*>(cached + place.x) = two;
+                *reinterpret_cast<unsigned*>(cached + place.y) = other;
+                *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four;
+            }
+            // Columns behind the head are multiplied too.
+            if (lane == 0 && size < block.PADDED) *reinterpret_cast<uint4*>(target + size) = make_uint4(0u, 0u, 0u, 0u);
         }
     }
 }

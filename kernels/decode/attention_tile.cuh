@@ -1,6 +1,6 @@
-// Attention of 16 rows over a tile of keys, on tensor cores: scores, softmax, weighted values.
+// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own: scores, softmax, weighted values.
 #pragma once
-#include "decode/attention_block.cuh"
+#include "decode/attention_states.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -34,283 +34,349 @@ template <typename T> struct Ones;
 template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; };
 template <> struct Ones<__nv_bfloat16> { static constexpr unsigned PAIR = 0x3f803f80u; };
 
-// A tile of keys for 16 rows, as a lane of a team sees it.
-struct Unit {
-    int begin, ring_row;         // the position of its first key, and that key's row in the ring
-    int first_token, end_token;  // of the rows
-    int token[2], length[2];     // of row lane / 4 and of the one 8 further: its token (-1: none), the token's keys
-
-    // Whether 16 keys are the same ones for all tokens.
-    template <typename T> __device__ __forceinline__ bool shares(const Block<T>& block, int keys) const {
-        return block.masks_all || begin + BLOCK * (keys + 1) <= block.start;
-    }
-    // Where 16 keys of a token lie: a lane names the row of one of them.
-    template <typename T> __device__ __forceinline__ int key_row(const Block<T>& block, int t, int keys) const {
-        const int key = BLOCK * keys + threadIdx.x % 16, position = begin + key;
-        return position < block.start || position >= block.tables->lengths[t]
-                   ? ring_row + key
-                   : 2 * block.ring + block.tables->nodes[t][position - block.start];
-    }
+// A lane's two rows, lane / 4 of the warp's tile and the one 8 further: the token (-1: none), the row among the block's,
+// and the token's keys (0: none here). And what all rows of the tile have: its tokens, the most keys, whether there are
+// more than 8.
+struct Rows {
+    int token[2], row[2], length[2];
+    int first_token, end_token, longest;
+    bool has_more;
 };
 
-// Begins to copy the tiles of some spans' iteration to the ring, from the span `first_span` of the block's group on. Rows
-// before `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them stand
-// zeros: a weight of 0 must meet the same value wherever a token stands.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_tiles(const Block<T>& block, int first_span, int iteration, int each) {
-    constexpr int LANES_OF_ROW = 2 * STEPS;
-    const int column = threadIdx.x % LANES_OF_ROW * 8, rows_at_once = blockDim.x / LANES_OF_ROW;
-    if (column < block.padded) {
-#pragma unroll 1
-        for (int slot = 0; slot < block.slots; ++slot) {
-            const int first_row = ((block.split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
-            if (first_row >= block.longest) break;
-            const int place = ((iteration & (block.stages - 1)) * block.slots + slot) * KEY_TILE;
-#pragma unroll 1
-            for (int row = threadIdx.x / LANES_OF_ROW; row < KEY_TILE; row += rows_at_once) {
-                const bool exists = first_row + row < block.start && column < block.size;
-                const size_t source = exists ? static_cast<size_t>(first_row + row) * block.size + column : 0;
-                const unsigned target = shared_address(block.rows + (place + row) * block.stride + column);
-                copy_async_16(target, block.cached_keys + source, exists);
-                copy_async_16(target + block.bytes(block.ring), block.cached_values + source, exists);
-            }
-        }
-    }
-    commit_copies();
-}
-
-// No rows, so no keys either, in a slot that the block does not have.
-template <typename T>
-__device__ __forceinline__ Unit unit_of(const Block<T>& block, int first_span, int slot, int tile_of_rows, int iteration,
-                                        int each) {
-    Unit unit;
-    unit.begin = ((block.split * GROUP + first_span + slot) * each + iteration) * KEY_TILE;
-    unit.ring_row = ((iteration & (block.stages - 1)) * block.slots + slot) * KEY_TILE;
-    unit.first_token = tile_of_rows * block.tile_tokens;
-    unit.end_token = min(unit.first_token + block.tile_tokens, block.own_count);
+__device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Division& division) {
+    Rows rows;
+    rows.first_token = block.row_tile * block.tile_tokens;
+    rows.end_token = min(rows.first_token + block.tile_tokens, block.own_count);
+    rows.has_more = (rows.end_token - rows.first_token) * block.group > 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = tile_of_rows * ROWS + threadIdx.x % 32 / 4 + 8 * half;
-        unit.token[half] = slot < block.slots ? block.token_of(row) : -1;
-        unit.length[half] = unit.token[half] < 0 ? 0 : block.tables->lengths[unit.token[half]];
+        const int row = threadIdx.x % 32 / 4 + 8 * half, token = rows.first_token + block.token_of(row);
+        const bool exists = token < rows.end_token;
+        rows.token[half] = exists ? token : -1, rows.row[half] = rows.first_token * block.group + row;
+        const int length = exists ? block.tables->lengths[token] : 0;
+        rows.length[half] = exists && tile_bits_of(length, block.span_bits) == division.tile_bits ? length : 0;
     }
-    return unit;
+    rows.longest = __reduce_max_sync(FULL_WARP, max(rows.length[0], rows.length[1]));
+    return rows;
 }
 
-// Products of 16 queries and 16 keys (number `keys` of the tile). A lane gets those of its two rows and keys
-// 2 (lane % 4), + 1, then of the keys 8 further.
+// A lane's place among the 16 rows of which it loads matrices: row lane % 16, columns of the lower half for lanes below 16.
+template <typename T, int STEPS> __device__ __forceinline__ unsigned lane_place(const Block<T, STEPS>& block) {
+    return block.bytes(threadIdx.x % 16) + threadIdx.x % 32 / 16 * 16;
+}
+
+// Products of the warp's 16 queries and COUNT times 16 keys. A lane gets, of its two rows, those of keys 2 (lane % 4) and
+// + 1 of each 8. What the next step multiplies is on its way meanwhile.
+template <int COUNT, typename T, int STEPS>
+__device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
+                                                 const T* keys) {
+    const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.STRIDE) + lane_place(block);
+    const unsigned key_row = shared_address(keys) + lane_place(block);
+    unsigned query[2][4], key[2][COUNT][4];
+    auto load = [&](int k) {
+        load_matrices(query[k % 2], query_row + 32 * k);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) load_matrices(key[k % 2][n], key_row + block.bytes(BLOCK * n) + 32 * k);
+    };
+    load(0);
+#pragma unroll
+    for (int n = 0; n < 2 * COUNT; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        if (k + 1 < STEPS) load(k + 1);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            multiply<T>(score[2 * n], query[k % 2], key[k % 2][n][0], key[k % 2][n][2]);
+            multiply<T>(score[2 * n + 1], query[k % 2], key[k % 2][n][1], key[k % 2][n][3]);
+        }
+    }
+}
+
+// Scores of the new tokens, which are the same wherever a token stands among a row's keys.
 template <typename T, int STEPS>
-__device__ __forceinline__ void compute_scores(float (&score)[2][4], const Block<T>& block, const Unit& unit, int keys,
-                                               unsigned queries, unsigned rows) {
-    const int lane = threadIdx.x % 32, first = unit.begin + BLOCK * keys;
-    const bool shares = unit.shares(block, keys);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) score[0][i] = score[1][i] = 0.f;
+__device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block, float* of_rows, int stride) {
 #pragma unroll 1
-    for (int t = unit.first_token; t < unit.end_token; ++t) {
-        if (first < block.tables->lengths[t]) {
-            const unsigned address = rows + block.bytes(unit.key_row(block, t, keys));
-            float sum[2][4] = {};
+    for (int first = 0; first < block.tokens; first += BLOCK) {
+        float score[2][4];
+        multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
-            for (int k = 0; k < STEPS; ++k) {
-                if (16 * k >= block.size) continue;
-                unsigned key[4], query[4];
-                load_matrices(query, queries + 32 * k);
-                load_matrices(key, address + 32 * k);
-                multiply<T>(sum[0], query, key[0], key[2]);
-                multiply<T>(sum[1], query, key[1], key[3]);
+        for (int n = 0; n < 2; ++n) {
+            float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
+            *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
+            *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
+        }
+    }
+    __syncwarp();
+}
+
+// Of a lane's two rows, whether the keys of a tile are seen in a step whose mask speaks of all rows: bit 8 n + i for key
+// 8 n + 2 (lane % 4) + i.
+template <typename T, int STEPS>
+__device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const Block<T, STEPS>& block, const Rows& rows,
+                                          int begin) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int t = rows.first_token; t < rows.end_token; ++t) {
+        const unsigned char* mask = block.mask_of(t);
+        unsigned bits[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = begin + 32 * half + lane;
+            const bool masks = __ldcg(mask + min(key, block.mask_keys - 1)) != 0 && key < block.mask_keys;
+            bits[half] = __ballot_sync(FULL_WARP, masks || key == block.start + block.first_token + t);
+        }
+        const unsigned long long both = (static_cast<unsigned long long>(bits[1]) << 32 | bits[0]) >> 2 * (lane % 4);
+        if (rows.token[0] == t) sees[0] = both;
+        if (rows.token[1] == t) sees[1] = both;
+    }
+}
+
+// Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring.
+template <typename T, int STEPS>
+__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
+                                               const Rows& rows, int begin, int ring_row) {
+    const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
+    const bool has_new = begin + KEY_TILE > block.start;
+    float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
+    if (has_new && begin <= block.start) compute_new_scores(block, of_rows, stride);
+    multiply_queries<BLOCKS>(score, block, block.keys + ring_row * block.STRIDE);
+    if (has_new) {
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+            if (begin + 8 * n + 8 <= block.start) continue;
+            if (begin + 8 * n >= rows.longest) {
+                score[n][0] = score[n][1] = score[n][2] = score[n][3] = no_score();
+                continue;
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (shares || unit.token[i / 2] == t) score[0][i] = sum[0][i], score[1][i] = sum[1][i];
-        }
-        if (shares) break;
-    }
-    if (!shares || block.masks_all) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = first + 2 * (lane % 4) + i % 2;
-            if (key >= unit.length[i / 2]) score[0][i] = no_score();
-            if (key + 8 >= unit.length[i / 2]) score[1][i] = no_score();
+            for (int i = 0; i < 4; ++i) {
+                const int half = i / 2, position = begin + 8 * n + 2 * (lane % 4) + i % 2, place = position - block.start;
+                const unsigned char* nodes = block.tables->nodes[max(rows.token[half], 0)];
+                const int node = nodes[min(max(place, 0), block.tokens - 1)];
+                const bool exists = position < rows.length[half];
+                const float of_node = of_rows[8 * half * stride + (place >= 0 && exists ? node : 0)];
+                score[n][i] = !exists ? no_score() : place < 0 ? score[n][i] : of_node;
+            }
         }
     }
     if (block.masks_all) {
-        unsigned sees[2] = {};
-#pragma unroll 1
-        for (int t = unit.first_token; t < unit.end_token; ++t) {
-            const int key = first + lane % 16;
-            const unsigned char* seen = block.mask_of(t);
-            const unsigned bits = __ballot_sync(FULL_WARP, key == block.start + block.first_token + t ||
-                                                               (key < block.mask_keys && __ldcg(seen + key) != 0));
-            if (unit.token[0] == t) sees[0] = bits >> 2 * (lane % 4);
-            if (unit.token[1] == t) sees[1] = bits >> 2 * (lane % 4);
-        }
+        unsigned long long sees[2] = {};
+        read_mask(sees, block, rows, begin);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if ((sees[i / 2] >> (i % 2) & 1) == 0) score[0][i] = no_score();
-            if ((sees[i / 2] >> (8 + i % 2) & 1) == 0) score[1][i] = no_score();
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if ((sees[i / 2] >> (8 * n + i % 2) & 1) == 0) score[n][i] = no_score();
         }
     }
 }
 
-// The largest score of each row among a warp's keys, to the row's place in `maxima`.
-__device__ __forceinline__ void write_largest(float* maxima, const float (&score)[2][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float largest = fmaxf(fmaxf(score[0][2 * half], score[0][2 * half + 1]),
-                              fmaxf(score[1][2 * half], score[1][2 * half + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-        if (threadIdx.x % 4 == 0) maxima[8 * half] = largest;
-    }
-}
-
-// Softmax of a lane's two rows so far: largest score (log2), what sums of earlier tiles are multiplied by, and totals as
-// tensor cores hold them, each twice.
+// Of a lane's two rows, the softmax of a span so far: largest score (log2), sum of weights; and what sums of the span's
+// earlier tiles are multiplied by.
 struct Softmax {
-    float maximum[2], correction[2], total[4];
+    float maximum[2], total[2], correction[2];
 };
 
-// The softmax after a tile whose largest scores are in `maxima` [TEAM, ROWS]; `before`: as the span has it, if it has any.
-__device__ __forceinline__ Softmax next_softmax(const float* maxima, const float* before, int distance, bool exists,
-                                                float scale) {
-    Softmax softmax;
+// Makes weights of the scores of a lane's row number HALF, as the next product takes them; `total` begins with the span's.
+template <int HALF, typename T>
+__device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], float (&total)[4], Softmax& softmax,
+                                                const float (&score)[2 * BLOCKS][4], float scale, bool is_first) {
+    float largest = fmaxf(score[0][2 * HALF], score[0][2 * HALF + 1]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float* of_row = maxima + 8 * half;
-        const float largest = fmaxf(fmaxf(of_row[0], of_row[ROWS]), fmaxf(of_row[2 * ROWS], of_row[3 * ROWS]));
-        float2 state = make_float2(LOWEST, 0.f);
-        if (exists) state = *reinterpret_cast<const float2*>(before + half * distance);
-        softmax.maximum[half] = fmaxf(state.x, largest * scale);
-        softmax.correction[half] = power_of_two(state.x - softmax.maximum[half]);
-        softmax.total[2 * half] = softmax.total[2 * half + 1] = state.y * softmax.correction[half];
-    }
-    return softmax;
+    for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * HALF], score[n][2 * HALF + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+    const float before = is_first ? LOWEST : softmax.maximum[HALF], maximum = fmaxf(before, largest * scale);
+    softmax.maximum[HALF] = maximum;
+    softmax.correction[HALF] = power_of_two(before - maximum);
+    total[2 * HALF] = total[2 * HALF + 1] = is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
+#pragma unroll
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(power_of_two(fmaf(score[n][2 * HALF], scale, -maximum)),
+                                                    power_of_two(fmaf(score[n][2 * HALF + 1], scale, -maximum)));
 }
 
-// Weights of a lane's scores, as the next product takes them.
-template <typename T>
-__device__ __forceinline__ uint4 weights_of(const float (&score)[2][4], const Softmax& softmax, float scale) {
-    auto pair = [&](int i) {
-        const float* two = &score[i / 2][2 * (i % 2)];
-        return pack<T>(power_of_two(fmaf(two[0], scale, -softmax.maximum[i % 2])),
-                       power_of_two(fmaf(two[1], scale, -softmax.maximum[i % 2])));
+// Adds to `sum` the values of a tile, so weighted, and to `total` the weights: columns from 64 * CHUNK on. The keys are the
+// same for all rows.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+                                           const Block<T, STEPS>& block, int begin, int ring_row) {
+    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;  // of 16
+    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
+    unsigned value[2][COLUMNS][4];
+    auto load = [&](int n) {
+        const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
+        const bool is_new = node >= 0 && node < block.tokens;
+        const int row = is_new ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
+#pragma unroll
+        for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
     };
-    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+    load(0);
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) {
+        if (n + 1 < BLOCKS) load(n + 1);
+        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+#pragma unroll
+        for (int d = 0; d < COLUMNS; ++d) {
+            multiply<T>(sum[2 * d], weight[n], value[n % 2][d][0], value[n % 2][d][1]);
+            multiply<T>(sum[2 * d + 1], weight[n], value[n % 2][d][2], value[n % 2][d][3]);
+        }
+    }
 }
 
-// Adds a tile's weights, and its values so weighted, to a span's rows; a warp has every fourth 16 columns, from `part` on.
-template <typename T, int STEPS>
-__device__ __forceinline__ void add_values(float* span, Softmax& softmax, const uint4* weights, bool has_sums,
-                                           const Block<T>& block, const Unit& unit, int part, unsigned rows) {
-    constexpr int COLUMNS = STEPS / TEAM;  // of 16 head elements
-    const int lane = threadIdx.x % 32;
-    auto column_of = [&](int n) { return 16 * (part + TEAM * (n / 2)) + 8 * (n % 2) + 2 * (lane % 4); };
-    float sum[2 * COLUMNS][4];
+// The same where tokens have new keys of their own: the weights of a token's rows alone meet its values.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
+                                               const Block<T, STEPS>& block, const Rows& rows, int begin, int ring_row) {
+    constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;
+    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
 #pragma unroll
-    for (int n = 0; n < 2 * COLUMNS; ++n) {
+    for (int n = 0; n < BLOCKS; ++n) {
+        const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
+        const bool is_shared = first + BLOCK <= block.start || first >= rows.longest;
+        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        auto row_of = [&](int t) {
+            const int place = min(max(node, 0), block.tokens - 1), own = block.tables->nodes[t][place];
+            const bool is_new = node >= 0 && begin + key < block.tables->lengths[t];
+            return is_new ? 2 * block.ring + block.tokens + own : block.ring + ring_row + key;
+        };
+        const int last = is_shared ? rows.first_token : rows.end_token - 1;
+        int next = row_of(rows.first_token);
+#pragma unroll 1
+        for (int t = rows.first_token; t <= last; ++t) {
+            unsigned own[4], value[COLUMNS][4];
+#pragma unroll
+            for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + 32 * d);
+            next = row_of(min(t + 1, last));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;
+#pragma unroll
+            for (int d = 0; d < COLUMNS; ++d) {
+                multiply<T>(sum[2 * d], own, value[d][0], value[d][1]);
+                multiply<T>(sum[2 * d + 1], own, value[d][2], value[d][3]);
+            }
+        }
+    }
+}
+
+// Where a lane leaves the sums of a span's tiles for the next one of them.
+template <typename T, int STEPS> __device__ __forceinline__ float* unfinished_of(const Block<T, STEPS>& block, int half) {
+    return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
+}
+
+// A warp's tile of a round: what it is of its span, its place in the ring, and its weights.
+struct Tile {
+    int begin, ring_row;
+    bool is_first, is_last;
+    unsigned weight[BLOCKS][4];
+};
+
+// The sums of a span with a tile: columns from 64 * CHUNK on.
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[4], const Block<T, STEPS>& block,
+                                             const Rows& rows, const Softmax& softmax, const Tile& tile) {
+#pragma unroll
+    for (int d = 0; d < 8; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
+    if (!tile.is_first) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float2 before = make_float2(0.f, 0.f);
-            if (has_sums && column_of(n) < block.size)
-                before = *reinterpret_cast<const float2*>(span + 8 * half * block.stride + column_of(n));
-            sum[n][2 * half] = before.x * softmax.correction[half];
-            sum[n][2 * half + 1] = before.y * softmax.correction[half];
-        }
-    }
+            const float* before = unfinished_of(block, half) + 64 * CHUNK + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int keys = 0; keys < TEAM; ++keys) {
-        const uint4 four = weights[keys * 32];
-        const unsigned weight[4] = {four.x, four.y, four.z, four.w};
-        multiply<T>(softmax.total, weight, Ones<T>::PAIR, Ones<T>::PAIR);
-        const bool shares = unit.shares(block, keys);
-#pragma unroll 1
-        for (int t = unit.first_token; t < unit.end_token; ++t) {
-            if (unit.begin + BLOCK * keys < block.tables->lengths[t]) {
-                const int row = unit.key_row(block, t, keys);
-                const unsigned address = rows + block.bytes(row + (row < block.ring ? block.ring : block.tokens));
-#pragma unroll
-                for (int d = 0; d < COLUMNS; ++d) {
-                    if (16 * (part + TEAM * d) >= block.size) continue;
-                    unsigned value[4];
-                    load_transposed_matrices(value, address + 32 * (part + TEAM * d));
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        float next[4];
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) next[i] = sum[2 * d + n][i];
-                        multiply<T>(next, weight, value[2 * n], value[2 * n + 1]);
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (shares || unit.token[i / 2] == t) sum[2 * d + n][i] = next[i];
-                    }
-                }
+            for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
+                if (!block.has_eight(8 * CHUNK + d)) continue;
+                const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
+                sum[d][2 * half] = two.x * softmax.correction[half];
+                sum[d][2 * half + 1] = two.y * softmax.correction[half];
             }
-            if (shares) break;
         }
     }
+    if (tile.begin + KEY_TILE <= block.start || block.masks_all || block.tokens == 1)
+        add_values<CHUNK>(sum, total, tile.weight, block, tile.begin, tile.ring_row);
+    else add_own_values<CHUNK>(sum, total, tile.weight, block, rows, tile.begin, tile.ring_row);
+}
+
+// Adds the sums of a span that is complete to the row's, where the warp has all spans of its rows.
+template <int CHUNK, int STEPS>
+__device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)[8][4], const float2 (&factors)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float* row = span + 8 * half * block.stride;
-        if (part == 0 && lane % 4 == 0)
-            *reinterpret_cast<float2*>(row + block.padded) = make_float2(softmax.maximum[half], softmax.total[2 * half]);
+    for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
 #pragma unroll
-        for (int n = 0; n < 2 * COLUMNS; ++n) {
-            if (column_of(n) < block.size)
-                *reinterpret_cast<float2*>(row + column_of(n)) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
-        }
+        for (int i = 0; i < 4; ++i) add_part(whole.sum[8 * CHUNK + d][i], sum[d][i], factors[i / 2]);
     }
 }
 
-// All tiles of a block's spans of `each` tiles; `is_loading`: the first tile of the first slots is under way.
-template <typename T, int STEPS>
-__device__ __forceinline__ void compute_spans(const Block<T>& block, int each, bool is_loading) {
-    const int lane = threadIdx.x % 32, team = block.warp / TEAM, part = block.warp % TEAM, teams = block.warps / TEAM;
-    const int slots = block.slots, row_tiles = block.row_tiles, stages = block.stages, stride = block.stride;
-    float* behind_spans = block.spans + GROUP * row_tiles * ROWS * stride;
-    uint4* weights = reinterpret_cast<uint4*>(behind_spans) + team * TEAM * 32 + lane;
-    float* maxima = behind_spans + teams * TEAM * 32 * 4 + team * TEAM * ROWS + lane / 4;
-    // Lane i reads row i % 16 of 16, columns of its lower half for i < 16.
-    const unsigned rows = shared_address(block.rows) + lane / 16 * 16;
-    const unsigned queries = shared_address(block.queries + lane % 16 * stride) + lane / 16 * 16;
-#pragma unroll 1
-    for (int first_span = 0; first_span < GROUP; first_span += slots) {
-        int loaded = is_loading && first_span == 0;  // iterations whose tiles are here or come
-#pragma unroll 1
-        for (int iteration = 0; iteration < each; ++iteration) {
-#pragma unroll 1
-            for (; loaded < min(iteration + stages, each); ++loaded)
-                load_tiles<T, STEPS>(block, first_span, loaded, each);
-            if (loaded > iteration + 1) wait_for_copies<1>();
-            else wait_for_copies<0>();
-            __syncthreads();
-            // Teams keep step. Those with new keys take longer: units of one slot are computed together.
-#pragma unroll 1
-            for (int first_unit = 0; first_unit < slots * row_tiles; first_unit += teams) {
-                const int slot = (first_unit + team) / row_tiles, tile_of_rows = first_unit + team - slot * row_tiles;
-                const Unit unit = unit_of(block, first_span, slot, tile_of_rows, iteration, each);
-                float* span = block.spans + ((first_span + slot) * row_tiles * ROWS + tile_of_rows * ROWS + lane / 4) * stride;
-                const bool computes = unit.begin < __reduce_max_sync(FULL_WARP, max(unit.length[0], unit.length[1]));
-                float score[2][4];
-                Softmax softmax;
-                if (computes) {
-                    const unsigned own_queries = queries + block.bytes(tile_of_rows * ROWS);
-                    compute_scores<T, STEPS>(score, block, unit, part, own_queries, rows);
-                    write_largest(maxima + part * ROWS, score);
-                } else if (slot < slots && iteration == 0 && part == 0 && lane % 4 == 0) {
-                    *reinterpret_cast<float2*>(span + block.padded) = make_float2(LOWEST, 0.f);
-                    *reinterpret_cast<float2*>(span + 8 * stride + block.padded) = make_float2(LOWEST, 0.f);
-                }
-                __syncthreads();
-                if (computes) {
-                    softmax = next_softmax(maxima, span + block.padded, 8 * stride, iteration > 0, block.scale);
-                    weights[part * 32] = weights_of<T>(score, softmax, block.scale);
-                }
-                __syncthreads();
-                if (computes) add_values<T, STEPS>(span, softmax, weights, iteration > 0, block, unit, part, rows);
-            }
-            __syncthreads();
-        }
+// Leaves the sums at a lane's two rows' targets (null: nowhere).
+template <int CHUNK, typename T, int STEPS>
+__device__ __forceinline__ void write_sums(float* const (&targets)[2], const float (&sum)[8][4],
+                                           const Block<T, STEPS>& block) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (targets[half] == nullptr) continue;
+        float* target = targets[half] + 64 * CHUNK + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
+            if (block.has_eight(8 * CHUNK + d))
+                *reinterpret_cast<float2*>(target + 8 * d) = make_float2(sum[d][2 * half], sum[d][2 * half + 1]);
+    }
+}
+
+// The sums of all columns from 64 * CHUNK on: to `whole` (of a span that is complete, where the warp has all of them) or to
+// the targets.
+template <int CHUNK, typename T, int STEPS, typename Sums>
+__device__ __forceinline__ void compute_chunks(Sums& whole, float (&total)[4], float* const (&targets)[2],
+                                               const float2 (&factors)[2], const Block<T, STEPS>& block, const Rows& rows,
+                                               const Softmax& softmax, const Tile& tile) {
+    float sum[8][4];
+    compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
+    if constexpr (sizeof(Sums) == sizeof(Whole<STEPS>)) {
+        if (tile.is_last) add_sums<CHUNK>(whole, sum, factors);
+        else write_sums<CHUNK>(targets, sum, block);
+    } else {
+        write_sums<CHUNK>(targets, sum, block);
+    }
+    if constexpr (4 * (CHUNK + 1) < STEPS)
+        compute_chunks<CHUNK + 1>(whole, total, targets, factors, block, rows, softmax, tile);
+}
+
+// The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
+// where the warp has all spans of its rows, else it is left where they are merged.
+template <typename T, int STEPS, typename Sums>
+__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block,
+                                             const Rows& rows, const Division& division, int round, int stage) {
+    constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
+    const int number = block.tile_of(division, block.slot, round);
+    const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
+    Tile tile{number * KEY_TILE, (stage * block.slots + block.slot) * KEY_TILE};
+    if (number < 0 || tile.begin >= rows.longest) return;
+    tile.is_first = of_span == 0;
+    tile.is_last = of_span + 1 == 1 << division.tile_bits || tile.begin + KEY_TILE >= rows.longest;
+    float total[4] = {};
+    {
+        float score[2 * BLOCKS][4];
+        compute_scores(score, block, rows, tile.begin, tile.ring_row);
+#pragma unroll
+        for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
+        compute_weights<0, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
+        if (rows.has_more) compute_weights<1, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
+    }
+    float* targets[2] = {};
+    float2 factors[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (!tile.is_last) targets[half] = unfinished_of(block, half);
+        else if constexpr (!SHARES) factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
+        else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
+            targets[half] = block.state_of(rows.row[half], span) + 4;
+    }
+    compute_chunks<0>(whole, total, targets, factors, block, rows, softmax, tile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        softmax.total[half] = total[2 * half];
+        if (!tile.is_last) continue;
+        if constexpr (!SHARES) add_part(whole.total[half], total[2 * half], factors[half]);
+        else if (targets[half] != nullptr && threadIdx.x % 4 == 0)
+            *reinterpret_cast<float2*>(targets[half] - 4) = make_float2(softmax.maximum[half], total[2 * half]);
     }
 }
 

@@ -8,6 +8,26 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+// The same in two halves, between which other work is done; every thread of a cluster does both, or ends.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where, in block `rank` of the cluster, lies what the pointer names in the own shared memory.
+template <typename T> __device__ __forceinline__ T* pointer_in_block(T* pointer, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mapa.u64 %0, %0, %1;" : "+l"(pointer) : "r"(rank));
+#endif
+    return pointer;
+}
+
 // The address, in block `rank` of the cluster, of what lies at `address` in the own shared memory.
 __device__ __forceinline__ unsigned address_in_block(unsigned address, int rank) {
 #if __CUDA_ARCH__ >= 900

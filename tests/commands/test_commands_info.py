@@ -43,7 +43,7 @@ def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, l
     assert said["limits"] == {"max_batch": 1, "prefill_chunk": 16, "kv_capacity": 128}
     assert said["config"]["eos_token_ids"] == [1]
     (platform,) = [entry for entry in said["plans"] if entry["platform"].startswith("sm_86-rtx-")]
-    assert [platform[name] for name in ("plans", "expected", "needless", "problems")] == [1, 1, 1, []]
+    assert [platform[name] for name in ("plans", "expected", "needless", "problems")] == [3, 3, 1, []]
     kernels, planned = said["executors"]["sm_86"]
     assert kernels == {"name": "kernels", "shapes": "base decode 1", "reason": None}
     assert (planned["name"], planned["shapes"]) == ("TensorRT", "base prefill 16")
@@ -55,7 +55,7 @@ def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, l
 def test_text_names_what_matters(built_directory: Path) -> None:
     result = info(built_directory)
     assert result.exit_code == 0, result.output
-    plans = "1 of 1 and 1 that kernels make needless"
+    plans = "3 of 3 and 1 that kernels make needless"
     for words in ("llama", "float16", "context 128", "end of sequence 1", "sm_86-rtx-", plans, "KV caches"):
         assert words in result.stdout
 

@@ -18,6 +18,8 @@ from edgellm.kernels.decode.tiled_linear import tiled_kernel
 from edgellm.kernels.decode.tilings import Tiling
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
+from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
@@ -62,7 +64,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
-    kernels += [attention_kernel(dtype, size) for size in (64, 128, 256)]
+    kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     tilings = [Tiling(rows, weight_rows, 1) for rows in (32, 64) for weight_rows in (64, 128)]
     names = ("linear", "gate_up", "linear_residual")
     kernels += [tiled_kernel(name, dtype, tiling) for name in names for tiling in tilings]
@@ -72,7 +74,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
-    return drawing + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+    prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
+    return drawing + prefill + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
 
 
 def every_source() -> list[ModuleSource]:

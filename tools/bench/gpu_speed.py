@@ -176,7 +176,7 @@ def loop_milliseconds(runner: BaseEngineRunner, tokens: int, steps: int) -> floa
 
 def measure_prefill(work: Path, shape: str, prompts: list[int]) -> dict[str, Any]:
     """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
-    directory, found = shape_directory(work, shape, EngineLimits(1, 512, max(prompts) + 64)), dict[str, Any]()
+    directory, found = shape_directory(work, shape, EngineLimits(1, 2048, max(prompts) + 64)), dict[str, Any]()
     config = directory.config
     with random_runner(directory) as runner:
         for count in prompts:

@@ -34,7 +34,7 @@ from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.programs import model_program
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.attention import attention_partials
+from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     MAX_ROWS,
     AttentionScratch,
@@ -178,7 +178,8 @@ def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
         qkv = bench.array((rows, (heads + 2 * kv_heads) * size), "float32", 50)
         rotations = bench.array((1, rows, size), scale=50)
         context = bench.device.empty((rows, heads * size), "float16")
-        partial = bench.device.empty((attention_partials(rows, heads, kv_heads, KV_ROWS, size),), "float32")
+        partials = attention_partials(AttentionShape(1, rows, heads, kv_heads, size, KV_ROWS))
+        partial = bench.device.empty((partials,), "float32")
         counters = bench.device.zeros((rows, kv_heads), "uint32")
         layer = AttentionWeights(None, None, EPSILON, 0.0, size**-0.5)
         before, scratch = (rotations, start, mask if rows > 1 else None), AttentionScratch(partial, counters)

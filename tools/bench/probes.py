@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
@@ -15,7 +16,10 @@ from edgellm.kernels.arrays import ITEM_SIZES
 
 
 def executor_name(engine: Any) -> str:
-    """What runs an engine's steps: hand-written kernels of few or many rows, or TensorRT."""
+    """What runs an engine's steps: hand-written kernels of few or many rows, TensorRT, or TensorRT around attention by
+    kernels."""
+    if isinstance(engine, SplitEngine):
+        return "TensorRT, attention by kernels"
     return engine.executor.name if isinstance(engine, KernelEngine) else "TensorRT"
 
 
@@ -29,13 +33,19 @@ def weight_bytes(config: ModelConfig, shape: EngineShape, dtype: str) -> int:
 def enqueue_replaced(replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
     """Meanwhile engines are listed as they are enqueued; with a `replacement` that is called instead of them."""
     listed: list[Any] = []
-    kinds = (TensorRTEngine, KernelEngine)
+    kinds = (TensorRTEngine, KernelEngine, SplitEngine)
+    running: list[Any] = []  # engines that a split one enqueues are not listed themselves
     originals = {kind: kind.enqueue for kind in kinds}
 
     def patched(kind: type) -> Callable[[Any], None]:
         def enqueue(engine: Any) -> None:
-            listed.append(engine)
-            (replacement or originals[kind])(engine)
+            if not running:
+                listed.append(engine)
+            running.append(engine)
+            try:
+                (replacement or originals[kind])(engine)
+            finally:
+                running.pop()
 
         return enqueue
 

@@ -35,6 +35,7 @@ FILES = (
     "tests/kernels/decode/test_decode_attention_gpu.py",
     "tests/kernels/decode/test_decode_parameters_gpu.py",
     "tests/kernels/decode/test_tiled_linear_gpu.py",
+    "tests/kernels/prefill/test_prefill_attention_gpu.py",
     "tests/engines/backends/test_kernel_engine_gpu.py",
     "tests/engines/backends/test_kernel_trees_gpu.py",
 )

@@ -14,6 +14,7 @@ import pytest
 from build_folders import names_in, run_python
 from safetensors.numpy import load_file, save_file
 
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.directories.digests import recall_digest
@@ -43,20 +44,22 @@ def test_each_gpu_gets_the_plans_that_it_needs(checkpoint: Path, limits: EngineL
     )
     library = load_tensorrt()
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    decode, prefill = limits.engine_shapes()
+    decode, *prefill = planned_shapes(directory.models, limits, directory.dtype, "sm_80", needless=True)
     for target in ("sm_86", "sm_120"):
         platform = Platform(target, library.flavour, library.version)
-        plan, was_built = load_or_build_plan(directory, prefill, platform)
-        (entry,) = [built for built in report.plans if built.platform == platform]
-        assert not was_built and entry.shape == prefill
-        assert entry.size == len(plan) > 10_000
-        assert entry.seconds > 0
+        entries = {built.shape: built for built in report.plans if built.platform == platform}
+        assert entries.keys() == set(prefill)
+        for part in prefill:
+            plan, was_built = load_or_build_plan(directory, part, platform)
+            assert not was_built
+            assert entries[part].size == len(plan) > 10_000
+            assert entries[part].seconds > 0
         with pytest.raises(PlanError, match=f"no plan {decode.name} .* --refresh-plans"):
             load_or_build_plan(directory, decode, platform)
-    assert len(report.plans) == 2
+    assert len(report.plans) == 2 * len(prefill)
     assert report.targets == ["sm_86", "sm_80", "sm_120"]
     every = refresh_plans(tmp_path / "engines", ["sm_80"], all_plans=True)
-    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, prefill}  # two processes, in no order
+    assert {plan.shape for plan in every.plans if plan.seconds} == {decode, *prefill}  # two processes, in no order
     assert names_in(tmp_path) == {"engines"}
     weights = (checkpoint / "model.safetensors").stat().st_size
     assert stages["weights"][-1] == (weights, weights)
@@ -284,11 +287,12 @@ def test_refreshing_builds_only_what_is_missing_or_refused(
     first, second, *_ = sorted((target / "plans").rglob("*.engine"))
     first.unlink()
     second.write_bytes(b"damaged")
-    assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-l128")
+    assert (first.stem, second.stem) == ("base.decode-b1-t1-l128", "base.prefill-b1-t16-s0")
     report = refresh_plans(target, ["sm_86"])
-    assert [plan.shape.name for plan in report.plans] == [second.stem]  # kernels decode on sm_86
-    assert report.plans[0].seconds
+    seconds = {plan.shape.name: plan.seconds for plan in report.plans}
+    assert seconds.keys() == {f"base.prefill-b1-t16-s{number}" for number in range(3)}  # kernels decode on sm_86
+    assert [name for name, spent in seconds.items() if spent] == [second.stem]
     report = refresh_plans(target, ["sm_86"], all_plans=True)
     assert [plan.shape.name for plan in report.plans if plan.seconds] == [first.stem]
-    assert len(report.plans) == len(limits.engine_shapes())
+    assert len(report.plans) == 1 + len(seconds)
     EngineDirectory.open(target, verify=True)

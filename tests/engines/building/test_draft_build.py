@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_limits
@@ -22,7 +23,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import plan_memory
@@ -60,13 +61,18 @@ def test_default_limits_are_the_usual_tree(tiny_checkpoint: Path) -> None:
     assert (limits.draft_top_k, limits.draft_steps, limits.verify_tree_size) == (10, 6, 60)
 
 
+def planned(directory: EngineDirectory) -> list[EngineShape]:
+    """All plans of a directory on sm_86."""
+    return planned_shapes(directory.models, directory.limits, directory.dtype, "sm_86", needless=True)
+
+
 @pytest.fixture(scope="module")
 def built(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine directory with the plans of base and draft for sm_86, not to be changed."""
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path_factory.mktemp("built") / "engines"
     report = build_engine_directory(tiny_checkpoint, target, LIMITS, ["sm_86"], draft=tiny_draft, all_plans=True)
-    assert len(report.plans) == len(LIMITS.engine_shapes())
+    assert {plan.shape for plan in report.plans} == set(planned(EngineDirectory.open(target)))
     assert report.weight_bytes == sum(
         (path / "model.safetensors").stat().st_size for path in (tiny_checkpoint, tiny_draft)
     )
@@ -81,7 +87,7 @@ def test_build_makes_every_plan(built: Path, tiny_draft: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         assert (built / "draft" / name).read_bytes() == (tiny_draft / name).read_bytes()
     library = load_tensorrt()
-    for shape in LIMITS.engine_shapes():
+    for shape in planned(directory):
         plan, was_built = load_or_build_plan(directory, shape, Platform("sm_86", library.flavour, library.version))
         assert not was_built
         assert len(plan) > 1000
@@ -91,11 +97,11 @@ def test_build_makes_every_plan(built: Path, tiny_draft: Path) -> None:
 
 def test_refresh_builds_only_what_is_missing(built: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(built, tmp_path / "copy"))
-    lost = [next((copy / "plans").rglob(f"{name}.engine")) for name in ("draft.propose-b1-t4-*", "draft.prefill-*")]
+    lost = [next((copy / "plans").rglob(f"{name}.engine")) for name in ("draft.propose-b1-t4-*", "draft.prefill-*-s1")]
     for plan in lost:
         plan.unlink()
     report = refresh_plans(copy, ["sm_86"])
-    assert [built.shape.name for built in report.plans if built.seconds] == ["draft.prefill-b1-t16-l96"]
+    assert [built.shape.name for built in report.plans if built.seconds] == ["draft.prefill-b1-t16-s1"]
     assert [plan.exists() for plan in lost] == [False, True]
 
 
@@ -118,7 +124,7 @@ def test_info_shows_the_draft(built: Path) -> None:
         "layers 1, 2",
         "shares the base's embedding",
         "trees up to 4 wide",
-        "2 of 2 and 6 that kernels make needless",
+        "6 of 6 and 7 that kernels make needless",
         "kernels: base decode 1; base verify 8, 16; draft accept 4; draft propose 1, 4",
         "TensorRT: base prefill 16 (kernels of many rows cannot run the linear layer model.layers.2.self_attn.o_proj: ",
         "TensorRT: draft prefill 16 (kernels of many rows cannot run the linear layer layers.0.self_attn.o_proj: ",
@@ -281,8 +287,8 @@ def test_memory_of_a_draft_is_planned(tiny_draft_engines: Path) -> None:
     directory = EngineDirectory.open(tiny_draft_engines)
     assert directory.draft is not None
     specs, draft = decoder_weights(directory.config), directory.draft.config
-    plain = plan_memory(directory.config, directory.limits, specs, "float16", 1000)
-    plan = plan_memory(directory.config, directory.limits, specs, "float16", 1000, draft)
+    plain = plan_memory(directory.config, directory.limits, specs, "float16", {"engine scratch": 1000})
+    plan = plan_memory(directory.config, directory.limits, specs, "float16", {"engine scratch": 1000}, draft)
     names = ["weights", "KV caches", "step buffers", "logits and sampling", "slot exchange", "engine scratch"]
     assert list(plain.items) == names and directory.limits.max_batch == 2
     assert plain.items["slot exchange"] == plain.items["KV caches"] // (2 * directory.config.num_layers) // 2

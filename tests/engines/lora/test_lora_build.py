@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
-from edgellm.engines.backends.executors import kernel_refusal
+from edgellm.engines.backends.executors import kernel_refusal, planned_shapes
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
@@ -143,7 +143,9 @@ def test_a_build_from_the_command_line(
         assert read.digest == adapter.digest == LoraAdapter.read(tiny_adapters[name], tiny_config).digest
     library = load_tensorrt()
     platform = Platform("sm_86", library.flavour, library.version)
-    for shape in directory.limits.adapter_engine_shapes():
+    planned = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_86")
+    assert [shape.lora_slots for shape in planned] == [0] * 4 + [3] * 5
+    for shape in planned:
         plan, was_built = load_or_build_plan(directory, shape, platform)
         assert len(plan) > 10_000
         assert not was_built
@@ -153,7 +155,7 @@ def test_a_build_from_the_command_line(
         assert words in result.output
     listed = edgellm("info", target, "--verify")
     assert listed.exit_code == 0, listed.output
-    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "3 of 3"):
+    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "9 of 9"):
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest

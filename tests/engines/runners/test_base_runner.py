@@ -164,3 +164,29 @@ def test_a_failure_at_the_end_leaves_nothing_open(directory: EngineDirectory, mo
         monkeypatch.setattr(runner.backend, "close", lambda: log.append("closed"))
     assert log == ["closed"]
     assert not (runner.caches or runner.weights or runner.engines.loaded)
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [
+        (1, (16,)),
+        (17, (128,)),
+        (130, (512,)),
+        (600, (512, 128)),
+        (640, (512, 128)),
+        (641, (512, 512)),
+        (1600, (512, 512, 512, 128)),
+        (1904, (2048,)),
+    ],
+)
+def test_a_prompt_is_cut_into_the_cheapest_chunks(count: int, sizes: tuple[int, ...]) -> None:
+    limits = EngineLimits(prefill_chunk=2048)
+    assert limits.cheapest_chunks(count) == sizes
+    assert sum(sizes[:-1]) < count <= sum(sizes)
+
+
+@pytest.mark.parametrize("chunk", [16, 112, 512, 2048])
+def test_caches_have_room_for_the_padding_of_every_prompt(chunk: int) -> None:
+    limits = EngineLimits(prefill_chunk=chunk, kv_capacity=4096)
+    padding = max(sum(limits.cheapest_chunks(count)) - count for count in range(1, chunk))
+    assert limits.kv_capacity + padding < limits.kv_rows <= limits.kv_capacity + padding + 1

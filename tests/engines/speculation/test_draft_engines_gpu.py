@@ -38,7 +38,7 @@ class Engines:
         shapes = directory.limits.engine_shapes()
         self.engines: dict[EngineShape, Engine] = {shape: backend.load_engine(shape) for shape in shapes}
         specs = decoder_weights(directory.config)
-        plan = plan_memory(directory.config, directory.limits, specs, backend.compute_dtype, 0, self.draft)
+        plan = plan_memory(directory.config, directory.limits, specs, backend.compute_dtype, None, self.draft)
         backend.check_memory(plan)
         with directory.checkpoint() as checkpoint:
             base = backend.load_weights(checkpoint, specs)

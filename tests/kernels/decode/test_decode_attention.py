@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from edgellm.kernels.decode.attention import (
     AttentionGeometry,
+    AttentionShape,
     attention_geometry,
     attention_partials,
     attention_shared_bytes,
 )
+from edgellm.kernels.decode.contract import MAX_GROUP
 
-#: Shared memory of a block on an H200, a Jetson Orin and an RTX PC.
-LIMITS = (232_448, 166_912, 101_376)
+#: By name: multiprocessors, shared memory of a block, whether there are clusters.
+DEVICES = {
+    "h200": (132, 232_448, True),
+    "thor": (20, 232_448, True),
+    "orin": (16, 166_912, False),
+    "rtx_3090": (82, 101_376, False),
+    "rtx_5090": (170, 101_376, True),
+}
+LLAMA_1B, LLAMA_8B, QWEN_05B, QWEN_17B = (32, 8, 64), (32, 8, 128), (14, 2, 64), (16, 8, 128)
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+def device(name: str) -> SimpleNamespace:
+    multiprocessors, shared_limit, has_clusters = DEVICES[name]
+    return SimpleNamespace(multiprocessors=multiprocessors, shared_limit=shared_limit, has_clusters=has_clusters)
+
+
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("size", [64, 80, 128])
-@pytest.mark.parametrize("tokens", [1, 10, 32])
-def test_blocks_of_real_heads_fit(limit: int, size: int, tokens: int) -> None:
-    for group in (1, 4, 7, 16):
-        for rows in (1088, 40_000):
-            geometry = attention_geometry(1, tokens, group, size, 8, rows, limit, 132)
-            assert geometry.fits(tokens, size, limit)
+@pytest.mark.parametrize("kv_rows", [1088, 40_000])
+def test_every_step_fits_every_device(name: str, size: int, kv_rows: int) -> None:
+    """Decode, propose of 1 to 10 nodes, accept, prefill of 16, a static tree's 60 nodes, verify of up to 64."""
+    gpu = device(name)
+    for group in (1, 2, 3, 4, 7, 8, MAX_GROUP):
+        for tokens in (*range(1, 11), 16, 32, 60, 64):
+            shape = AttentionShape(1, tokens, 8 * group, 8, size, kv_rows)
+            assert attention_shared_bytes(shape) <= gpu.shared_limit
+            geometry = attention_geometry(shape, gpu)
+            assert geometry.fits(shape, gpu.shared_limit)
             assert geometry.row_tiles <= -(-tokens // (16 // group))
-    assert attention_shared_bytes(tokens, size) <= limit
+            assert gpu.has_clusters or not geometry.in_cluster
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens", "slots", "row_tiles"), [(1, 1, 4, 1), (8, 1, 2, 1), (1, 10, 4, 1), (1, 32, 4, 3), (1, 64, 4, 3)]
-)
-def test_steps_of_llama_1b_have_the_blocks_that_were_fastest(
-    batch: int, tokens: int, slots: int, row_tiles: int
-) -> None:
-    found = attention_geometry(batch, tokens, 4, 64, 8, 1088, LIMITS[0], 132)
-    assert found == AttentionGeometry(slots, row_tiles, 1)
+@pytest.mark.parametrize(("name", "tokens"), [("h200", 64), ("orin", 32), ("rtx_3090", 3)])
+def test_so_many_tokens_of_heads_of_256_fit(name: str, tokens: int) -> None:
+    for group in (1, 4, 8, 16):
+        shape = AttentionShape(1, tokens, 4 * group, 4, 256, 4096)
+        assert attention_geometry(shape, device(name)).fits(shape, device(name).shared_limit)
 
 
 def test_where_nothing_fits_the_smallest_blocks_tell_what_they_need() -> None:
-    assert attention_geometry(1, 64, 4, 128, 8, 1088, 101_376, 128) == AttentionGeometry(1, 1, 1)
-    assert 101_376 < attention_shared_bytes(64, 128) < 166_912
+    shape = AttentionShape(1, 64, 16, 4, 256, 4096)
+    assert attention_geometry(shape, device("rtx_3090")) == AttentionGeometry(1, 1, 1, 1)
+    assert attention_shared_bytes(shape) > 101_376
 
 
-def test_long_caches_have_two_tiles_of_a_span_in_memory() -> None:
-    assert attention_geometry(1, 32, 4, 64, 8, 2048, LIMITS[0], 132).stages == 1
-    assert attention_geometry(1, 32, 4, 64, 8, 2049, LIMITS[0], 132).stages == 2
+@pytest.mark.parametrize("sizes", [LLAMA_1B, LLAMA_8B, QWEN_05B, QWEN_17B], ids=str)
+def test_few_multiprocessors_leave_the_keys_of_many_rows_to_a_warp(sizes: tuple[int, int, int]) -> None:
+    """Where blocks of many rows fill them, so that no states are merged."""
+    assert not attention_geometry(AttentionShape(1, 64, *sizes, 1088), device("orin")).shares
 
 
-def test_what_is_left_for_the_merge_grows_with_the_rows_up_to_a_bound() -> None:
-    assert attention_partials(3, 32, 8, 1088, 64) == 3 * 32 * 5 * 68
-    assert attention_partials(1, 32, 8, 100_000, 64) == 32 * 8 * 68
-    assert attention_partials(1, 12, 2, 100_000, 128) == 12 * 32 * 132
+def test_blocks_that_are_no_cluster_leave_states_of_few_rows_alone() -> None:
+    many, few = AttentionShape(1, 17, *LLAMA_1B, 40_000), AttentionShape(1, 16, *LLAMA_1B, 40_000)
+    assert attention_geometry(many, device("rtx_3090")).splits == 1
+    assert attention_geometry(few._replace(tokens=1), device("rtx_3090")).splits > 1
+    assert attention_partials(many) < attention_partials(few) == 16 * 32 * 32 * 68
+
+
+def test_the_keys_are_divided_by_the_model_and_their_number_alone() -> None:
+    spans = {kv_heads: AttentionShape(1, 1, 32, kv_heads, 64, 40_000).spans for kv_heads in (1, 2, 4, 8, 32)}
+    assert spans == {1: 64, 2: 64, 4: 64, 8: 32, 32: 16}
+    assert AttentionShape(1, 1, 32, 8, 64, 1088).spans == 17
+
+
+def test_states_have_room_however_many_blocks_have_spans() -> None:
+    """A cluster of 8 with 2 slots, 4 rows: of 7 blocks that have 15 spans, 4 have a row each; all 8 have 17 spans."""
+    shape = AttentionShape(1, 1, *LLAMA_1B, 1088)
+    geometry, without = AttentionGeometry(8, 2, 1, 1, True), AttentionGeometry(8, 2, 1, 1, False)
+    places = (geometry.shared_bytes(shape) - without.shared_bytes(shape)) // (4 * shape.state)
+    assert places == max(4 * 3, 2 * 5, 2 * 7, 1 * 15, 1 * 17)

@@ -9,7 +9,7 @@ import pytest
 from decode_models import ancestors, from_bits, random_parents, relative, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import AttentionGeometry, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 
@@ -38,6 +38,11 @@ class Case:
     rotates: bool = True
     scale: float | None = None
     offset: float = 0.0
+
+    @property
+    def shape(self) -> AttentionShape:
+        heads = self.kv_heads * self.group
+        return AttentionShape(len(self.starts), self.tokens, heads, self.kv_heads, self.size, self.rows)
 
     def bundles(self, arrays: dict, caches: tuple) -> tuple[AttentionWeights, AttentionStep]:
         """The arguments as the kernels and their twins take them."""
@@ -89,12 +94,13 @@ class Attention:
     def __init__(
         self, gpu, case: Case, arrays: dict[str, np.ndarray], geometry: AttentionGeometry | None = None
     ) -> None:
-        self.gpu, rows, heads = gpu, len(arrays["qkv"]), case.kv_heads * case.group
+        self.gpu, rows, heads, shape = gpu, len(arrays["qkv"]), case.kv_heads * case.group, case.shape
+        partials = attention_partials(shape) if geometry is None else rows * heads * shape.spans * shape.state
         self.arrays = {name: device_copy(gpu, array) for name, array in arrays.items()}
         kind = self.arrays["k_cache"].dtype
         self.arrays["context"] = gpu.empty((rows, heads * case.size), kind)
         gpu.upload(self.arrays["context"], _as_held(np.full((rows, heads * case.size), 0xFFFF, np.uint16), kind))
-        self.partial = gpu.zeros((attention_partials(rows, heads, case.kv_heads, case.rows, case.size),), "float32")
+        self.partial = gpu.zeros((partials,), "float32")
         self.counters = gpu.zeros((rows, case.kv_heads), "uint32")
         weights, step = case.bundles(self.arrays, (self.arrays["k_cache"], self.arrays["v_cache"]))
         scratch = AttentionScratch(self.partial, self.counters)
@@ -162,13 +168,14 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     case = CASES[name]
     arrays = case.arrays(dtype)
     expected = Attention(gpu, case, arrays).bits("context")
-    limit, tried = gpu.kernel_module.shared_limit, 0
+    limit, clusters, tried = gpu.kernel_module.shared_limit, gpu.kernel_module.has_clusters, 0
     most_tiles = -(-case.tokens // (16 // case.group))
-    for slots in (1, 2, 4):
-        for row_tiles in {min(tiles, most_tiles) for tiles in (1, 2, 3, 4)}:
-            for stages in (1, 2):
-                geometry = AttentionGeometry(slots, row_tiles, stages)
-                if geometry.fits(case.tokens, case.size, limit):
+    shapes = {(min(tiles, most_tiles), stages) for tiles, stages in ((1, 1), (2, 3), (3, 1), (5, 2))}
+    for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False)):
+        for slots in (1, 2, 4, 8):
+            for row_tiles, stages in shapes:
+                geometry = AttentionGeometry(splits, slots, row_tiles, stages, in_cluster)
+                if geometry.fits(case.shape, limit) and (clusters or not in_cluster):
                     found = Attention(gpu, case, arrays, geometry).bits("context")
                     np.testing.assert_array_equal(found, expected, err_msg=str(geometry))
                     tried += 1

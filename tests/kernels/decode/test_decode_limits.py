@@ -115,5 +115,14 @@ def test_more_tokens_than_attention_takes_are_refused():
     step = AttentionStep(array(1, 65, 64), array(1), array(1, 1, 65, 128), *[array(1, 2, 128, 64)] * 2)
     scratch = AttentionScratch(array(1), array(1))
     plain = AttentionWeights(None, None, 1e-5, 0.0, 0.125)
-    with pytest.raises(KernelError, match=r"up to 64 tokens a sequence and rotates at most a head, found 65 tokens"):
+    reason = r"up to 64 tokens a sequence and rotates at most a head, by fours of elements, found 65 tokens"
+    with pytest.raises(KernelError, match=reason):
         attention_launch(module(), array(65, 512), plain, step, scratch, array(65, 256))
+
+
+@pytest.mark.parametrize("rotary", [68, 6])
+def test_rotated_elements_that_attention_does_not_take_are_refused(rotary: int) -> None:
+    step = AttentionStep(array(1, 1, rotary), array(1), None, *[array(1, 2, 128, 64)] * 2)
+    plain = AttentionWeights(None, None, 1e-5, 0.0, 0.125)
+    with pytest.raises(KernelError, match=rf"{rotary} rotated elements of 64"):
+        attention_launch(module(), array(1, 512), plain, step, AttentionScratch(array(1), array(1)), array(1, 256))

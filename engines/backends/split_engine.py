@@ -1,0 +1,176 @@
+"""Engines of steps of many tokens: TensorRT's between attention, and kernels that compute it without scores in memory.
+
+A token sees the rows before its own, and itself: there is no mask to read. A program is cut at its attention
+(`segments.py`); equal segments share an engine, whose weights are bound anew for each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from edgellm.engines.backends.base import checked_bindings
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.program import Attention, Program
+from edgellm.engines.model.segments import segments_of
+from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels
+
+_ALIGNMENT = 256
+
+#: Offset, shape and dtype of a value in the scratch buffer.
+_Place = tuple[int, tuple[int, ...], str]
+
+
+class SegmentEngine(Protocol):
+    """What runs a segment, bound and attached as any other engine is."""
+
+    scratch_bytes: int
+
+    def attach(self, device: Any, scratch: Any) -> None:
+        """Use `scratch` and the device's stream."""
+
+    def bind(self, bindings: Mapping[str, Any]) -> None:
+        """Give memory to inputs and outputs, by name."""
+
+    def enqueue(self) -> None:
+        """Run on the bound memory."""
+
+
+class SplitEngine:
+    """Enqueues a program's segments, and the attention between them.
+
+    Not thread-safe: enqueue from the thread that owns the stream.
+    """
+
+    reads_attention_mask = False
+
+    def __init__(
+        self, kernels: PrefillKernels, program: Program, engines: Mapping[int, SegmentEngine], dtype: str
+    ) -> None:
+        """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes."""
+        self.shape = program.shape
+        self._kernels, self._program, self._engines, self._dtype = kernels, program, engines, dtype
+        self._segments = segments_of(program)
+        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
+        self._layout: dict[str, _Place] = {}
+        #: Of each segment, the places of its engine's tensors; of the attention behind it, where it reads and writes.
+        self._wiring: list[dict[str, str]] = []
+        self._own_bytes = self._lay_out()
+        self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
+        self._bound: dict[str, Array] = {}
+        self._scratch: dict[str, Array] = {}
+        self._steps: list[tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]] = []
+
+    def _own(self, kind: str) -> str:
+        return self._dtype if kind == "compute" else kind
+
+    def _lay_out(self) -> int:
+        """Find a place for each value between segments; the bytes of all."""
+        offset, places = 0, dict[str, str]()
+        for segment in self._segments:
+            wiring = {}
+            for name in segment.program.edge:
+                whole = segment.name_in_whole(name)
+                if name not in segment.program.outputs:
+                    wiring[name] = places.get(whole, whole)
+            for name, (size, kind) in segment.program.outputs.items():
+                whole = segment.name_in_whole(name)
+                if whole in self._program.outputs:
+                    wiring[name] = whole
+                    continue
+                if name == whole:
+                    place = f"{whole} (1)"
+                else:  # who reads a value and writes it anew has both at once
+                    place = f"{whole} (2)" if places.get(whole) == f"{whole} (1)" else f"{whole} (1)"
+                wiring[name] = places[whole] = place
+                offset = self._add(place, size, self._own(kind), offset)
+            attention = segment.attention
+            if attention is not None:
+                shape, (heads, _, width) = self.shape, attention.heads
+                place = wiring[attention.output] = places[attention.output] = f"{attention.output} (1)"
+                offset = self._add(place, (shape.batch, shape.tokens, heads * width), self._dtype, offset)
+            self._wiring.append(wiring)
+        return offset
+
+    def _add(self, place: str, size: tuple[int, ...], dtype: str, offset: int) -> int:
+        """Put a value behind the others, if it is new; the bytes of all."""
+        if place in self._layout:
+            return offset
+        self._layout[place] = (offset, size, dtype)
+        nbytes = math.prod(size) * ITEM_SIZES[dtype]
+        return offset + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all inputs and outputs."""
+        return tuple(self._tensors)
+
+    def attach(self, device: Any, scratch: Array) -> None:
+        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
+        if scratch.nbytes < self.scratch_bytes:
+            raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
+        self._scratch = {name: device.part(scratch, *place) for name, place in self._layout.items()}
+        for engine in self._engines.values():
+            engine.attach(device, scratch[self._own_bytes :])
+        self._steps = []
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`."""
+        self._bound |= checked_bindings(self.shape, self._tensors, bindings)
+        self._steps = []
+
+    def enqueue(self) -> None:
+        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
+        self.enqueue_by_layer(lambda index: None)
+
+    def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
+        """As `enqueue`; `before_layer` is called before what touches each layer's KV rows is enqueued, and can let that
+        wait."""
+        if not self._steps:
+            self._prepare()
+        for engine, bindings, layer, launches in self._steps:
+            engine.bind(bindings)
+            engine.enqueue()
+            if launches:
+                before_layer(layer)
+            for launch in launches:
+                launch()
+
+    def _prepare(self) -> None:
+        self._check_bound()
+        arrays = self._bound | self._scratch
+        for segment, wiring in zip(self._segments, self._wiring, strict=True):
+            bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
+            attention, launches = segment.attention, []
+            if attention is not None:
+                context = arrays[wiring[attention.output]]
+                launches = self._launches(attention, arrays[wiring[attention.value]], context)
+            layer = 0 if attention is None else attention.index
+            self._steps.append((self._engines[segment.number], bindings, layer, launches))
+
+    def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
+        """Those of one layer's attention."""
+        bound, norms = self._bound, None
+        if step.q_norm is not None and step.k_norm is not None:
+            query, key = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
+            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
+        rotary = bound["rope_rotary_cos_sin"] if step.rotary else None
+        keys, values = (bound[name] for name in step.caches)
+        rows = KeyValueRows(keys, values, bound["kvcache_start_index"])
+        return [
+            self._kernels.prepare_heads(qkv, norms, rotary, rows),
+            self._kernels.causal_attention(qkv, rows, step.scale, context),
+        ]
+
+    def _check_bound(self) -> None:
+        unbound = self._tensors.keys() - self._bound.keys() - {"attention_mask"}
+        if unbound:
+            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
+        if not self._scratch:
+            raise EngineError(f"{self.shape.name}: attach was not called")
+        for name in self._program.caches:
+            present, cache = self._bound[f"present_{name}"], self._bound[name]
+            if present is not cache and getattr(present, "pointer", 0) != getattr(cache, "pointer", 1):
+                raise EngineError(f"{self.shape.name}: present_{name} must be bound to the memory of its cache")

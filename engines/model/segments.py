@@ -1,0 +1,203 @@
+"""A program cut at its attention: what stands between is run by an engine of its own, a segment each.
+
+Segments that do the same in different layers are one program, whose layers are counted from the segment's first: all
+middle layers of a model share one plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.program import (
+    Add,
+    Attention,
+    Edge,
+    Keep,
+    LinearResidual,
+    NormLinear,
+    Program,
+    Reshape,
+    Scale,
+    SideBySide,
+    Step,
+)
+
+#: The names that have the number of a layer.
+_LAYER = re.compile(r"((?:model\.layers\.|deepstack_features_))(\d+)")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of a cut program: `program` with layers counted from `first_layer`, and the attention behind it, if
+    any. `number` is that of the first segment with the same program.
+
+    The values `program.inputs` and `outputs` are named as in the whole, but for an output `next_NAME`, which becomes
+    the value NAME, and what `kept` has, which is the value of that name.
+    """
+
+    number: int
+    program: Program
+    first_layer: int
+    kept: dict[str, str]
+    attention: Attention | None
+
+    def name_in_whole(self, name: str) -> str:
+        """What a tensor at the segment's edge is called in the whole program."""
+        name = self.kept.get(name, name.removeprefix("next_"))
+        return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + self.first_layer}", name)
+
+
+def segments_of(program: Program) -> tuple[Segment, ...]:
+    """The segments of a program in their order: one more than it has attention steps."""
+    kinds = _kinds(program)
+    parts = _parts(program)
+    needed = set(program.outputs)
+    found: list[Segment] = []
+    made: dict[tuple[str, frozenset[str]], Segment] = {}  # by steps as they print, but for the number of their layer
+    for part in reversed(parts):
+        steps = [step for step in part if not isinstance(step, Attention)]
+        attention = part[-1] if isinstance(part[-1], Attention) else None
+        if attention is not None:
+            needed = (needed - {attention.output}) | {attention.value}
+        written = {name for step in steps for name in _writes(step)}
+        text = repr(steps)
+        first = min((int(match[2]) for match in _LAYER.finditer(text)), default=0)
+        alike = _renamed(text, first, {}), frozenset(written & needed)
+        if alike not in made:
+            made[alike] = _segment(program, steps, first, kinds, needed)
+        found.append(replace(made[alike], first_layer=first, attention=attention))
+        needed = (needed - written) | _reads_of_all(steps)
+    # Programs are compared as they print: where weights come from is no part of them, and does not print.
+    texts = {id(segment.program): str(segment.program) for segment in made.values()}
+    numbers: dict[str, int] = {}
+    segments = []
+    for number, segment in enumerate(reversed(found)):
+        segments.append(replace(segment, number=numbers.setdefault(texts[id(segment.program)], number)))
+    return tuple(segments)
+
+
+def segment_shapes(program: Program) -> list[EngineShape]:
+    """The shapes of the different segments' engines; what attention alone asks for is no part of them."""
+    numbers = sorted({segment.number for segment in segments_of(program)})
+    return [replace(program.shape, key_range=1, kv_rows=1, segment=number) for number in numbers]
+
+
+def _parts(program: Program) -> list[list[Step]]:
+    """The steps up to each attention, that included, and those behind the last; parts of an output that several steps
+    keep are values that the last steps put together."""
+    parts: list[list[Step]] = [[]]
+    places: dict[str, int] = {}
+    for step in program.steps:
+        if isinstance(step, NormLinear | LinearResidual) and step.keep is not None and _is_shared(program, step.keep):
+            target, place = step.keep.target, step.keep.place
+            places[target] = max(places.get(target, 0), place + 1)
+            part = replace(step, keep=replace(step.keep, target=f"{target}.{place}", place=0))
+            parts[-1].append(part)
+        else:
+            parts[-1].append(step)
+        if isinstance(step, Attention):
+            parts.append([])
+    for target, count in places.items():
+        parts[-1].append(SideBySide(target, tuple(f"{target}.{place}" for place in range(count))))
+    return parts
+
+
+def _is_shared(program: Program, keep: Keep) -> bool:
+    """Whether several steps keep parts of one output."""
+    kept = [step.keep for step in program.steps if isinstance(step, NormLinear | LinearResidual)]
+    return sum(other is not None and other.target == keep.target for other in kept) > 1
+
+
+def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, needed: set[str]) -> Segment:
+    reads, written = _reads_of_all(steps), {name for step in steps for name in _writes(step)}
+    outputs: Edge = {}
+    for name in sorted(written & needed):
+        output = f"next_{name}" if name in reads else name
+        if output != name:
+            steps = [*steps, Reshape(output, name, kinds[name][0])]
+        outputs[output] = kinds[name]
+    names: dict[str, str] = {}  # parts of one output are counted anew, so that it is no matter which they are
+    for name in sorted(outputs):
+        if name not in program.outputs and name.rpartition(".")[0] in program.outputs:
+            names[name] = f"kept_{len(names)}"
+    inputs = {_renamed(name, first, {}): kinds[name] for name in sorted(reads)}
+    outputs = {names.get(name, name): kind for name, kind in outputs.items()}
+    shape = replace(program.shape, key_range=1, kv_rows=1)
+    own = Program(shape, inputs, tuple(_renamed(step, first, names) for step in steps), outputs, program.wide_residual)
+    return Segment(0, own, first, {part: name for name, part in names.items()}, None)
+
+
+def _kinds(program: Program) -> Edge:
+    """Shape and dtype of every value; those of one name are alike."""
+    shape, residual = program.shape, "float32" if program.wide_residual else "compute"
+    kinds = program.inputs | program.outputs
+
+    def rows(value: str, selects: bool) -> tuple[int, int]:
+        return shape.batch, shape.selected if selects else kinds[value][0][1]
+
+    for step in program.steps:
+        keep = step.keep if isinstance(step, NormLinear | LinearResidual) else None
+        if isinstance(step, NormLinear):
+            width = step.linear.weight.shape[0] // (2 if step.gated else 1)
+            value = step.inputs[-1].value
+            kinds.setdefault(step.output, ((*rows(value, step.selects), width), "compute"))
+        elif isinstance(step, LinearResidual):
+            value = step.residual
+            width = step.linear.weight.shape[0]
+            kinds.setdefault(step.output, ((*rows(step.value, step.selects), width), residual))
+        elif isinstance(step, Attention):
+            kinds.setdefault(step.output, ((*rows(step.value, False), step.heads[0] * step.heads[2]), "compute"))
+        else:
+            assert isinstance(step, Scale | Add), f"programs with {type(step).__name__} are not cut"
+            kinds.setdefault(step.output, (kinds[step.value][0], residual))
+        if keep is not None:
+            target = f"{keep.target}.{keep.place}" if _is_shared(program, keep) else keep.target
+            kinds.setdefault(target, (kinds[value][0], "compute"))
+    return kinds
+
+
+def _reads_of_all(steps: list[Step]) -> set[str]:
+    """What the steps read that none of them wrote before."""
+    found: set[str] = set()
+    written: set[str] = set()
+    for step in steps:
+        found |= set(_reads(step)) - written
+        written |= set(_writes(step))
+    return found
+
+
+def _reads(step: Step) -> Iterator[str]:
+    if isinstance(step, NormLinear):
+        yield from (given.value for given in step.inputs)
+    elif isinstance(step, LinearResidual):
+        yield from (step.value, step.residual)
+    elif isinstance(step, SideBySide):
+        yield from step.values
+    elif isinstance(step, Scale | Add | Reshape):
+        yield step.value
+    if isinstance(step, Add) and not isinstance(step.other, WeightSpec):
+        yield step.other
+    if isinstance(step, NormLinear | LinearResidual) and step.selects:
+        yield "last_token_ids"
+
+
+def _writes(step: Step) -> Iterator[str]:
+    yield step.output
+    if isinstance(step, NormLinear | LinearResidual) and step.keep is not None:
+        yield step.keep.target
+
+
+def _renamed(part: Any, first: int, names: dict[str, str]) -> Any:
+    """A step, or part of one, with layers counted from `first` on, and other `names`."""
+    if isinstance(part, str):
+        return names.get(part) or _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) - first}", part)
+    if isinstance(part, tuple):
+        return tuple(_renamed(one, first, names) for one in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        changed = {field.name: _renamed(getattr(part, field.name), first, names) for field in fields(part)}
+        return replace(part, **changed)
+    return part

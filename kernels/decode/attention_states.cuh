@@ -1,0 +1,108 @@
+// The state that a span of keys leaves of a row, and how the states of a row's spans are merged: one after the other, in
+// the order of the keys, by the warp that computed all of them or by whoever finds them in memory.
+#pragma once
+#include "decode/attention_block.cuh"
+
+namespace decode {
+namespace keys_by_position {
+
+// Of a lane's two rows, as tensor cores hold sums: the largest score (log2), the sum of weights, weighted values.
+template <int STEPS> struct Whole {
+    float maximum[2], total[2], sum[2 * STEPS][4];
+};
+template <> struct Whole<0> {};  // of warps that share a row's spans
+
+// Raises the largest score; what is multiplied by its powers before and in the part that is added.
+__device__ __forceinline__ float2 next_maximum(float& maximum, float of_part) {
+    const float before = maximum;
+    maximum = fmaxf(before, of_part);
+    return make_float2(power_of_two(before - maximum), power_of_two(of_part - maximum));
+}
+
+__device__ __forceinline__ void add_part(float& whole, float part, float2 factors) {
+    whole = fmaf(part, factors.y, __fmul_rn(whole, factors.x));
+}
+
+__device__ __forceinline__ void clear(Whole<0>&) {}
+template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) whole.maximum[half] = LOWEST, whole.total[half] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i)
+        whole.sum[i][0] = whole.sum[i][1] = whole.sum[i][2] = whole.sum[i][3] = 0.f;
+}
+
+// The context of one of a lane's two rows, whose columns are 2 (lane % 4) and + 1 of each 8.
+template <typename T, int STEPS>
+__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<STEPS>& whole, int row, int half) {
+    T* context = block.context + block.result_of(row) * block.size;
+    const float inverse = 1.f / whole.total[half];
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+        if (!block.has_eight(i)) continue;
+        *reinterpret_cast<unsigned*>(context + 8 * i + 2 * (threadIdx.x % 4)) =
+            pack<T>(whole.sum[i][2 * half] * inverse, whole.sum[i][2 * half + 1] * inverse);
+    }
+}
+
+// Merges the states of the block's rows `first`, and every 2^step_bits-th from there on. Through the second-level cache,
+// where other blocks wrote them.
+template <bool THROUGH_L2, typename T, int STEPS>
+__device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int first, int step_bits) {
+    constexpr int LANES_OF_ROW = 4 * STEPS;
+    const int size = block.size, stride = state_stride_of(size);
+    const int count = (block.rows - first + (1 << step_bits) - 1) >> step_bits;
+#pragma unroll 1
+    for (int item = threadIdx.x; item < count * LANES_OF_ROW; item += blockDim.x) {
+        const int place = item / LANES_OF_ROW, column = 4 * (item % LANES_OF_ROW), row = first + (place << step_bits);
+        if (column >= size) continue;
+        const int length = block.tables->lengths[block.token_of(row)], bits = tile_bits_of(length, block.span_bits);
+        const int spans = (tiles_of(length) + (1 << bits) - 1) >> bits;
+        const float* state = THROUGH_L2 ? block.partial + block.result_of(row) * block.states * stride
+                                        : block.own_states + place * stride;
+        const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
+        float maximum = LOWEST, total = 0.f;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 2
+        for (int span = 0; span < spans; ++span, state += distance) {
+            const float2* head = reinterpret_cast<const float2*>(state);
+            const float4* tail = reinterpret_cast<const float4*>(state + 4 + column);
+            const float2 weights = THROUGH_L2 ? __ldcg(head) : *head;
+            const float4 values = THROUGH_L2 ? __ldcg(tail) : *tail;
+            const float2 factors = next_maximum(maximum, weights.x);
+            add_part(total, weights.y, factors);
+            add_part(sum.x, values.x, factors), add_part(sum.y, values.y, factors);
+            add_part(sum.z, values.z, factors), add_part(sum.w, values.w, factors);
+        }
+        const float inverse = 1.f / total;
+        *reinterpret_cast<uint2*>(block.context + block.result_of(row) * size + column) =
+            make_uint2(pack<T>(sum.x * inverse, sum.y * inverse), pack<T>(sum.z * inverse, sum.w * inverse));
+    }
+}
+
+// Once all spans that the block's warps have are computed: merges the states of its rows, in its own memory or, of blocks
+// that are no cluster, in the last one to come here.
+template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(const Block<T, STEPS>& block) {
+    if (block.in_cluster && block.active > 1) {
+        arrive_at_cluster();
+        wait_for_cluster();
+    } else {
+        __syncthreads();
+    }
+    if (block.split_bits == 0 || block.in_cluster) {
+        if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, block.owner_bits);
+        return;
+    }
+    if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
+        __threadfence();
+        // Wraps to 0, ready for the next layer.
+        const unsigned last = block.active - 1;
+        block.tables->is_last_block = atomicInc(block.counters + blockIdx.z * block.kv_heads + block.kv_head, last) == last;
+        __threadfence();
+    }
+    __syncthreads();
+    if (block.tables->is_last_block) merge_states<true>(block, 0, 0);
+}
+
+}  // namespace keys_by_position
+}  // namespace decode

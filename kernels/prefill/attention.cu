@@ -1,0 +1,297 @@
+// Causal attention of many new tokens over a KV cache, with an online softmax (Dao et al. 2022; Dao 2023): tiles of keys
+// pass by a block's queries, whose sums stay in registers. Tiles begin at multiples of KEYS rows and are taken in order;
+// one of whose keys a query sees none leaves its maximum, total and sums as they are. So a query's bits depend on the rows
+// up to its own alone.
+#include "decode/common.cuh"
+#include "prefill/arguments.cuh"
+
+namespace prefill {
+
+using decode::pack;
+using decode::shared_address;
+
+constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
+
+// Of heads padded to SIZE elements: a warp has TILES times 16 queries; KEYS keys (with their values) are a tile. A warp with
+// more queries reads each key from shared memory for all of them. No bit depends on TILES.
+template <int SIZE_, int TILES_> struct Shape {
+    static constexpr int SIZE = SIZE_, TILES = TILES_, KEYS = SIZE <= 128 ? 64 : 32, ROWS = 16 * TILES * WARPS;
+    static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
+    static constexpr bool KEEPS_QUERIES = SIZE == 64;  // in registers
+    static constexpr int BLOCKS = TILES == 2 || SIZE == 256 ? 2 : SIZE == 128 ? 3 : 4;  // that registers leave room for
+    using Scores = float[TILES][KEYS / 8][4];
+};
+
+__device__ __forceinline__ float power_of_two(float exponent) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+    return result;
+}
+
+// Four 8 x 8 matrices of 16-bit elements, one to a register; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned lower[2] = {a[0], a[1]}, upper[2] = {a[2], a[3]};
+    decode::multiply_add(sum, lower, upper, b0, b1, T());
+}
+
+// Bytes from the beginning of rows in shared memory to 8 elements of one; rows are as long as the padded heads. Which 8
+// elements lie where changes from row to row, so that equal columns of 8 rows lie in different banks.
+template <int SIZE> __device__ __forceinline__ unsigned offset_of(int row, int chunk) {
+    return 2 * SIZE * row + 16 * (chunk ^ (row & 7));
+}
+
+// Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, and from row `exist` on.
+template <typename T, int SIZE, int ROWS>
+__device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size) {
+    constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    const T* own = source + first * stride + 8 * chunk;
+#pragma unroll
+    for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+        const int row = first + AT_ONCE * i;
+        const bool exists = row < exist && 8 * chunk < size;
+        decode::copy_async_16(target + offset_of<SIZE>(row, chunk), exists ? own : source, exists);
+        own += AT_ONCE * stride;
+    }
+}
+
+// A warp's queries: sums, and of the two rows of a lane in each tile, largest score and the lane's part of the total.
+template <typename Its> struct Sums {
+    float sum[Its::TILES][Its::SIZE / 8][4], largest[Its::TILES][2], total[Its::TILES][2];
+};
+
+// Products of a warp's queries and a tile's keys.
+template <typename T, typename Its>
+__device__ __forceinline__ void compute_scores(typename Its::Scores& score,
+                                               const unsigned (&kept)[Its::TILES][Its::STEPS][4],
+                                               unsigned queries, unsigned keys) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < Its::KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[m][n][i] = 0.f;
+#pragma unroll
+    for (int k = 0; k < Its::STEPS; ++k) {
+        unsigned query[Its::TILES][4];
+#pragma unroll
+        for (int m = 0; m < Its::TILES; ++m) {
+            if constexpr (!Its::KEEPS_QUERIES) {
+                load_matrices(query[m], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) query[m][i] = kept[m][k][i];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Its::KEYS / 16; ++n) {
+            unsigned key[4];
+            load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+            for (int m = 0; m < Its::TILES; ++m) {
+                multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
+                multiply<T>(score[m][2 * n + 1], query[m], key[2], key[3]);
+            }
+        }
+    }
+}
+
+// Scores become weights; largest scores, totals and sums follow. `scale` is that of powers of two.
+template <typename Its>
+__device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<Its>& sums, float scale) {
+    float correction[Its::TILES][2];
+    bool changes = false;
+#pragma unroll
+    for (int m = 0; m < Its::TILES; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = sums.largest[m][half];
+#pragma unroll
+            for (int n = 0; n < Its::KEYS / 8; ++n)
+                largest = fmaxf(largest, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(decode::FULL_WARP, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(decode::FULL_WARP, largest, 2));
+            changes |= largest != sums.largest[m][half];
+            correction[m][half] = power_of_two((sums.largest[m][half] - largest) * scale);
+            sums.largest[m][half] = largest;
+            const float offset = -largest * scale;
+            float total = sums.total[m][half] * correction[m][half];
+#pragma unroll
+            for (int n = 0; n < Its::KEYS / 8; ++n) {
+                float* two = &score[m][n][2 * half];
+                two[0] = power_of_two(fmaf(two[0], scale, offset)), two[1] = power_of_two(fmaf(two[1], scale, offset));
+                total += two[0] + two[1];
+            }
+            sums.total[m][half] = total;
+        }
+    }
+    if (!__any_sync(decode::FULL_WARP, changes)) return;  // all corrections are 1
+#pragma unroll
+    for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < Its::SIZE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
+}
+
+// Adds the values that stand at a tile's keys, weighted.
+template <typename T, typename Its>
+__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < Its::KEYS / 16; ++k) {
+        unsigned weights[Its::TILES][4];
+#pragma unroll
+        for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* two = &weight[m][2 * k + i / 2][i % 2 * 2];
+                weights[m][i] = pack<T>(two[0], two[1]);
+            }
+#pragma unroll
+        for (int n = 0; n < Its::SIZE / 16; ++n) {
+            unsigned value[4];
+            load_transposed_matrices(value, values + offset_of<Its::SIZE>(16 * k + lane % 16, 2 * n + lane / 16));
+#pragma unroll
+            for (int m = 0; m < Its::TILES; ++m) {
+                multiply<T>(sums.sum[m][2 * n], weights[m], value[0], value[1]);
+                multiply<T>(sums.sum[m][2 * n + 1], weights[m], value[2], value[3]);
+            }
+        }
+    }
+}
+
+// A warp's results to where its queries were, then from there to the rows of `context`, `stride` apart.
+template <typename T, typename Its>
+__device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T* context, size_t stride, int exist,
+                                              int size) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < Its::TILES; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total = sums.total[m][half];
+            total += __shfl_xor_sync(decode::FULL_WARP, total, 1);
+            total += __shfl_xor_sync(decode::FULL_WARP, total, 2);
+            const float inverse = 1.f / total;
+            const int row = 16 * m + 8 * half + lane / 4;
+#pragma unroll
+            for (int n = 0; n < Its::SIZE / 8; ++n) {
+                const float* two = &sums.sum[m][n][2 * half];
+                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, n) + 4 * (lane % 4)) =
+                    pack<T>(two[0] * inverse, two[1] * inverse);
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < 16 * Its::TILES * Its::CHUNKS; i += 32) {
+        const int row = i / Its::CHUNKS, chunk = i % Its::CHUNKS;
+        if (row < exist && 8 * chunk < size)
+            *reinterpret_cast<uint4*>(context + row * stride + 8 * chunk) =
+                *reinterpret_cast<const uint4*>(queries + offset_of<Its::SIZE>(row, chunk));
+    }
+}
+
+// Grid: query heads, sequences, blocks of queries, of which the last, which see most keys, begin first.
+template <typename T, int SIZE, int TILES>
+__global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_attention(CausalAttentionArguments arguments) {
+    using Its = Shape<SIZE, TILES>;
+    static_assert(Its::BYTES * (Its::ROWS + 2 * STAGES * Its::KEYS) == HOST_BYTES, "shared memory as the host counts it");
+    extern __shared__ __align__(128) char memory[];
+    const int size = arguments.D, kv_heads = arguments.G, heads = arguments.E / size, tokens = arguments.T;
+    const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (heads / kv_heads);
+    const int first_token = (gridDim.z - 1 - blockIdx.z) * Its::ROWS, lane = threadIdx.x % 32;
+    const int start = arguments.rows.start[sequence], rows = static_cast<int>(arguments.C);
+    const int end = min(start + min(first_token + Its::ROWS, tokens), rows);  // of the rows that a query of the block sees
+    const int tiles = (end + Its::KEYS - 1) / Its::KEYS;
+    const size_t own_rows = (static_cast<size_t>(sequence) * kv_heads + kv_head) * rows * size;
+    const T* const cached_keys = reinterpret_cast<const T*>(arguments.rows.k_cache) + own_rows;
+    const T* const cached_values = reinterpret_cast<const T*>(arguments.rows.v_cache) + own_rows;
+    const size_t first_place = static_cast<size_t>(sequence) * tokens + first_token;
+    const T* const source = reinterpret_cast<const T*>(arguments.qkv) + first_place * arguments.W + head * size;
+    const unsigned shared = shared_address(memory), ring = shared + Its::BYTES * Its::ROWS;
+
+    auto load_tile = [&](int tile) {
+        const unsigned target = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        const size_t first = static_cast<size_t>(tile) * Its::KEYS;
+        const int exist = end - tile * Its::KEYS;
+        load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size);
+        load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size);
+        decode::commit_copies();
+    };
+    load_rows<T, SIZE, Its::ROWS>(shared, source, arguments.W, tokens - first_token, size);
+    load_tile(0);
+
+    const int warp_row = threadIdx.x / 32 * 16 * Its::TILES;  // its first query's, in the block
+    const int first_row = start + first_token + warp_row;      // and in the cache
+    const bool exists = first_token + warp_row < tokens;
+    const unsigned queries = shared + Its::BYTES * warp_row;
+    const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
+    unsigned kept[Its::TILES][Its::STEPS][4];
+    Sums<Its> sums;
+#pragma unroll
+    for (int m = 0; m < Its::TILES; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            sums.largest[m][half] = __int_as_float(0xff800000), sums.total[m][half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < Its::SIZE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
+    }
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        decode::wait_for_copies<0>();
+        __syncthreads();  // this tile is there, and the place of the one before is free
+        if (tile + 1 < tiles) load_tile(tile + 1);
+        const int first_key = tile * Its::KEYS;
+        if constexpr (Its::KEEPS_QUERIES) {
+            if (tile == 0)
+#pragma unroll
+                for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+                    for (int k = 0; k < Its::STEPS; ++k)
+                        load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+        }
+        if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
+        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        float score[Its::TILES][Its::KEYS / 8][4];
+        compute_scores<T, Its>(score, kept, queries, keys);
+        if (first_key + Its::KEYS - 1 > first_row) {
+#pragma unroll
+            for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < Its::KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (first_key + 8 * n + 2 * (lane % 4) + i % 2 > first_row + 16 * m + lane / 4 + i / 2 * 8)
+                            score[m][n][i] = __int_as_float(0xff800000);
+        }
+        take_softmax<Its>(score, sums, scale);
+        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
+    }
+    if (!exists) return;
+    T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;
+    write_results<T, Its>(sums, memory + Its::BYTES * warp_row, context, arguments.E, tokens - first_token - warp_row, size);
+}
+
+}  // namespace prefill

@@ -1,0 +1,91 @@
+"""The contract of the kernels of long prompts: `NumpyPrefill` defines what they compute, `CudaPrefill` computes it.
+
+They are attention without a matrix of scores. B sequences, T new tokens of each, W columns of query, key and value
+heads together, G key-value heads, C rows that a cache holds, D elements of a head, E columns of query heads alone, R
+rotary size. A call gives what enqueues it, so that a step is prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from edgellm.kernels.arrays import OwnArray
+from edgellm.kernels.contracts import limited
+
+#: The largest head.
+MAX_HEAD_SIZE = 256
+
+Launchable = Callable[[], None]
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and each key head, to whose weights `offset` is added in float32."""
+
+    query: Annotated[OwnArray, "D compute"]
+    key: Annotated[OwnArray, "D compute"]
+    epsilon: float
+    offset: float
+
+
+class KeyValueRows(NamedTuple):
+    """A layer's KV caches; the new tokens' rows begin at `start` [B], and lie within them."""
+
+    k_cache: Annotated[OwnArray, "BGCD compute"]
+    v_cache: Annotated[OwnArray, "BGCD compute"]
+    start: Annotated[OwnArray, "B int32"]
+
+
+def prefill_refusal(heads: int, kv_heads: int, size: int) -> str | None:
+    """Why these kernels do not take such heads, or None if they do."""
+    if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0 and heads % kv_heads == 0:
+        return None
+    return (
+        f"prefill attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and query heads that are a "
+        f"multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
+    )
+
+
+def _check_heads(sizes: dict[str, Any]) -> str | None:
+    size, kv_heads = sizes["D"], sizes["G"]
+    heads = sizes["W"] // size - 2 * kv_heads
+    if heads < 1 or sizes["W"] % size:
+        return f"qkv has {sizes['W']} columns; expected those of heads of {size}, more than {2 * kv_heads}"
+    if sizes.get("E", heads * size) != heads * size:
+        return f"context has {sizes['E']} columns; expected {heads * size}"
+    if sizes.get("R", 0) > size or sizes.get("R", 0) % 2:
+        return f"{sizes['R']} elements of heads of {size} to rotate; expected an even number, at most a head"
+    return prefill_refusal(heads, kv_heads, size)
+
+
+class PrefillKernels(Protocol):
+    """One implementation of all."""
+
+    @limited(_check_heads)
+    def prepare_heads(
+        self,
+        qkv: Annotated[OwnArray, "BTW compute"],
+        norms: HeadNorms | None,
+        rotary: Annotated[OwnArray, "BTR compute"] | None,
+        rows: KeyValueRows,
+    ) -> Launchable:
+        """Make heads ready: norm, then rotary embedding by `rotary`, cosine half then sine half (None: without).
+
+        `qkv` has query heads, key heads, value heads. Queries are changed in place; keys and values go to rows
+        start[b] .. start[b] + T - 1 of the caches.
+        """
+
+    @limited(_check_heads)
+    def causal_attention(
+        self,
+        qkv: Annotated[OwnArray, "BTW compute"],
+        rows: KeyValueRows,
+        scale: float,
+        context: Annotated[OwnArray, "BTE compute"],
+    ) -> Launchable:
+        """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
+
+        Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the same
+        bits whatever t is, so however a prompt is cut: sums run over keys in tiles that begin at multiples of a number
+        of rows, and a tile without a key that the token sees changes nothing.
+        """

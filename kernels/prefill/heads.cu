@@ -1,0 +1,54 @@
+// Heads made ready for attention: norm, rotary embedding, KV rows. A warp takes a head of a token at a time.
+#include "decode/common.cuh"
+#include "prefill/arguments.cuh"
+
+namespace prefill {
+
+// Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches.
+template <typename T> __global__ void __launch_bounds__(256) prepare_heads(PrepareHeadsArguments arguments) {
+    const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
+    const int half = arguments.rotary == nullptr ? 0 : arguments.R / 2, lane = threadIdx.x % 32;
+    const int token = blockIdx.x, sequence = blockIdx.y, row = arguments.rows.start[sequence] + token;
+    const size_t place = static_cast<size_t>(sequence) * arguments.T + token;
+    T* const qkv = reinterpret_cast<T*>(arguments.qkv) + place * arguments.W;
+    const T* const rotation = reinterpret_cast<const T*>(arguments.rotary) + place * 2 * half;
+    for (int head = threadIdx.x / 32; head < heads + 2 * kv_heads; head += blockDim.x / 32) {
+        const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+        const T* const source = qkv + static_cast<size_t>(head) * size;
+        T* target = qkv + static_cast<size_t>(head) * size;
+        if (!is_query) {
+            if (row >= static_cast<int>(arguments.C)) continue;
+            const int kv_head = head - heads - (is_value ? kv_heads : 0);
+            target = reinterpret_cast<T*>(is_value ? arguments.rows.v_cache : arguments.rows.k_cache) +
+                     ((static_cast<size_t>(sequence) * kv_heads + kv_head) * arguments.C + row) * size;
+        }
+        const T* const weight = reinterpret_cast<const T*>(is_query ? arguments.norms.query : arguments.norms.key);
+        const bool norms = weight != nullptr && !is_value;
+        float factor = 1.f;
+        if (norms) {
+            float squares = 0.f;
+            for (int i = lane; i < size; i += 32) {
+                const float value = decode::to_float(source[i]);
+                squares = fmaf(value, value, squares);
+            }
+            factor = rsqrtf(decode::warp_sum(squares) / size + static_cast<float>(arguments.norms.epsilon));
+        }
+        auto normed = [&](int i) {
+            const float value = decode::to_float(source[i]);
+            if (!norms) return value;
+            return value * factor * (decode::to_float(weight[i]) + static_cast<float>(arguments.norms.offset));
+        };
+        for (int pair = lane; pair < size / 2; pair += 32) {
+            // Elements that are rotated together are half the rotated part apart; of those behind it, neighbours.
+            const bool rotates = pair < half && !is_value;
+            const int first = pair < half ? pair : 2 * pair, second = pair < half ? pair + half : 2 * pair + 1;
+            const float low = normed(first), high = normed(second);
+            const float cosine = rotates ? decode::to_float(rotation[pair]) : 1.f;
+            const float sine = rotates ? decode::to_float(rotation[pair + half]) : 0.f;
+            target[first] = decode::from_float<T>(rotates ? fmaf(low, cosine, -high * sine) : low);
+            target[second] = decode::from_float<T>(rotates ? fmaf(high, cosine, low * sine) : high);
+        }
+    }
+}
+
+}  // namespace prefill

@@ -1,0 +1,99 @@
+"""The kernels of long prompts on the GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import Contracts, cuda_header
+from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels
+
+_WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
+#: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
+_KEYS = {64: 64, 128: 64, 256: 32}
+
+
+def _padded(size: int) -> int:
+    return next(padded for padded in _KEYS if padded >= size)
+
+
+def _rows(tiles: int) -> int:
+    """Queries of a block."""
+    return 16 * tiles * _WARPS
+
+
+def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) -> int:
+    """Of 16 queries for each warp of `causal_attention`; `heads` are those of all sequences.
+
+    Two share what is read from shared memory, but registers do not hold those of large heads, and few queries must
+    give each multiprocessor a block.
+    """
+    return 2 if size <= 128 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
+
+
+def attention_bytes(size: int, tiles: int) -> int:
+    """Shared memory of a block of `causal_attention`, for heads of `size` elements."""
+    padded = _padded(size)
+    return 2 * padded * (_rows(tiles) + 2 * _STAGES * _KEYS[padded])
+
+
+@lru_cache
+def heads_kernel(dtype: str) -> Kernel:
+    """`prepare_heads` for a model of `dtype`."""
+    expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}>"
+    return Kernel(_source(f"prefill_heads_{dtype}", "heads.cu", expression, MACROS), expression)
+
+
+@lru_cache
+def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
+    """`causal_attention` for heads of `size` elements."""
+    expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
+    host = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles)))
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}"
+    return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
+
+
+def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> ModuleSource:
+    header = ("prefill/arguments.cuh", cuda_header(PrefillKernels))
+    return ModuleSource(name, (f"prefill/{file}",), (expression,), macros, (header,))
+
+
+class CudaPrefill:
+    """See `edgellm.kernels.prefill.contract.PrefillKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
+
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
+        self._check = Contracts(PrefillKernels, DeviceArray)
+
+    def prepare_heads(
+        self, qkv: DeviceArray, norms: HeadNorms | None, rotary: DeviceArray | None, rows: KeyValueRows
+    ) -> Launch:
+        """Norm, rotation and KV rows; see the contract."""
+        arguments = (qkv, norms, rotary, rows)
+        sizes = self._check("prepare_heads", *arguments)
+        packed = self._check.pack("prepare_heads", sizes, *arguments)
+        grid = (sizes["T"], sizes["B"], 1)
+        return Launch(self._module, heads_kernel(qkv.dtype), grid, _HEADS_THREADS, 0, (packed,))
+
+    def causal_attention(
+        self, qkv: DeviceArray, rows: KeyValueRows, scale: float, context: DeviceArray, tiles: int | None = None
+    ) -> Launch:
+        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
+        arguments = (qkv, rows, scale, context)
+        sizes = self._check("causal_attention", *arguments)
+        packed = self._check.pack("causal_attention", sizes, *arguments)
+        size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
+        heads = sizes["E"] // size
+        if tiles is None:
+            tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
+        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles)
+        return Launch(self._module, attention_kernel(qkv.dtype, size, tiles), grid, 32 * _WARPS, shared, (packed,))
+
+    def load(self, dtype: str, size: int, tokens: int, heads: int) -> None:
+        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""
+        tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
+        for kernel in (heads_kernel(dtype), attention_kernel(dtype, size, tiles)):
+            self._module.load(kernel.source)

@@ -1,0 +1,198 @@
+"""Segments of programs and the kernels of attention between them give what the whole program does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
+from numpy_kernel_device import NumpyKernelDevice
+
+from edgellm.engines.backends.executors import planned_shapes, refusal_on, split_refusal
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.segments import segment_shapes, segments_of
+from edgellm.kernels.prefill.twin import NumpyPrefill
+
+DEEP = replace(LLAMA, num_layers=8)
+MODELS: dict[str, DecoderConfig] = {
+    **FAMILIES,
+    **SCALED,
+    "deep": DEEP,
+    "features": replace(DEEP, feature_layers=(2, 4, 5)),
+    "last_feature": replace(DEEP, feature_layers=(8,)),
+    "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
+    "deepstack": replace(DEEP, deepstack_layers=3),
+}
+
+
+class NumpySegment:
+    """A segment's engine, of NumPy; its inputs and outputs are apart, as TensorRT's must be."""
+
+    scratch_bytes = 512
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._bound = program, {}
+        self.enqueued = 0
+
+    def attach(self, device: Any, scratch: np.ndarray) -> None:
+        assert scratch.nbytes >= self.scratch_bytes
+
+    def bind(self, bindings: Mapping[str, np.ndarray]) -> None:
+        assert bindings.keys() <= self._program.edge.keys()
+        self._bound.update(bindings)
+
+    def enqueue(self) -> None:
+        program, self.enqueued = self._program, self.enqueued + 1
+        outputs = [self._bound[name] for name in program.outputs]
+        inputs = [array for name, array in self._bound.items() if name not in program.outputs]
+        assert not any(np.shares_memory(one, other) for one in outputs for other in inputs)
+        ProgramGraph(NumpyOperations(self._bound, self._bound), program).run()
+
+
+class _Float32SplitEngine(SplitEngine):
+    """NumPy computes in float32 what the GPU has in its compute dtype."""
+
+    def _own(self, kind: str) -> str:
+        return "float32" if kind == "compute" else kind
+
+
+def numpy_split_engine(program: Program) -> tuple[SplitEngine, dict[int, NumpySegment]]:
+    """The engine on NumPy, and those of its segments."""
+    engines = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
+    engine = _Float32SplitEngine(NumpyPrefill(), program, engines, "float32")
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
+    return engine, engines
+
+
+def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
+    """What a program is bound to, in float32; the mask is causal."""
+    random, shape = np.random.default_rng(0), program.shape
+    arrays = {}
+    for name, (size, kind) in program.edge.items():
+        if not name.startswith("present_"):
+            values = random.standard_normal(size, np.float32) * 0.1
+            arrays[name] = values if kind in ("compute", "float32") else values.astype(kind)
+    arrays["kvcache_start_index"][:] = start
+    arrays["last_token_ids"][:] = shape.tokens - 3
+    rows = start + np.arange(shape.tokens)[:, None]
+    arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
+    return arrays
+
+
+def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
+    """With the caches as outputs."""
+    return {**arrays, **{f"present_{name}": arrays[name] for name in program.caches}}
+
+
+def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
+    """The split engine and the whole program on the same arrays, twice."""
+    program = model_program(config, shape)
+    expected = random_arrays(program, start)
+    found = {name: array.copy() for name, array in expected.items()}
+    engine, _ = numpy_split_engine(program)
+    engine.bind(bound_to(found, program))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    for _ in range(2):
+        for name in program.outputs:
+            found[name].fill(np.nan)
+        engine.enqueue()
+        for name in (*program.outputs, *program.caches):
+            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gives_what_the_whole_program_does(name: str) -> None:
+    compare(MODELS[name], EngineShape("prefill", 1, 32, 96, 96))
+
+
+def test_applies_adapters() -> None:
+    compare(DEEP, EngineShape("prefill", 1, 32, 96, 96, lora_slots=2, lora_rank=8))
+
+
+DRAFTS = {**HEADS, "eagle1": replace(EAGLE3, generation="1", feature_layers=(2,), layer_prefix="layers.0.")}
+
+
+@pytest.mark.parametrize(("phase", "batch"), [("prefill", 1), ("accept", 3)])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_gives_what_a_draft_does(name: str, phase: str, batch: int) -> None:
+    compare(DRAFTS[name], EngineShape(phase, batch, 24, 96, 96, model="draft"))
+
+
+def test_equal_segments_are_one_engine() -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96))
+    assert [segment.number for segment in segments_of(program)] == [0, 1, *[2] * 6, 8]
+    engine, engines = numpy_split_engine(program)
+    arrays = random_arrays(program, 0)
+    engine.bind(bound_to(arrays, program))
+    layers: list[int] = []
+    engine.enqueue_by_layer(layers.append)
+    assert {number: each.enqueued for number, each in engines.items()} == {0: 1, 1: 1, 2: 6, 8: 1}
+    assert layers == list(range(8))
+    names = [shape.name for shape in segment_shapes(program)]
+    assert names == [f"base.prefill-b1-t32-s{number}" for number in (0, 1, 2, 8)]
+
+
+def test_segments_know_no_key_range_and_no_capacity() -> None:
+    shapes = [EngineShape("prefill", 1, 32, key_range, rows) for key_range, rows in ((96, 96), (64, 128))]
+    first, second = (segment_shapes(model_program(DEEP, shape)) for shape in shapes)
+    assert first == second
+    assert str(model_program(DEEP, first[2])) == str(segments_of(model_program(DEEP, shapes[0]))[2].program)
+
+
+def test_memory_grows_with_the_chunk_not_with_the_context() -> None:
+    def scratch(tokens: int, rows: int) -> int:
+        program = model_program(DEEP, EngineShape("prefill", 1, tokens, rows, rows))
+        return numpy_split_engine(program)[0].scratch_bytes - NumpySegment.scratch_bytes
+
+    assert scratch(64, 128) == scratch(64, 1 << 20) == 64 * 4 * (2 * 64 + 128 + 64)  # hidden twice, qkv, context
+    assert scratch(128, 128) == 2 * scratch(64, 128)
+
+
+def test_says_what_was_not_bound() -> None:
+    program = model_program(LLAMA, EngineShape("prefill", 1, 32, 96, 96))
+    engine, _ = numpy_split_engine(program)
+    arrays = bound_to(random_arrays(program, 0), program)
+    engine.bind({name: array for name, array in arrays.items() if name not in ("logits", "attention_mask")})
+    with pytest.raises(EngineError, match=r"base.prefill-b1-t32-l96: never bound: logits$"):
+        engine.enqueue()
+    with pytest.raises(EngineError, match="has no tensor 'other'"):
+        engine.bind({"other": arrays["logits"]})
+    engine.bind({"logits": arrays["logits"], "present_k_cache_0": arrays["k_cache_1"]})
+    with pytest.raises(EngineError, match="present_k_cache_0 must be bound to the memory of its cache"):
+        engine.enqueue()
+
+
+def test_which_shapes_are_split() -> None:
+    def refusal(config: DecoderConfig, shape: EngineShape, dtype: str = "float16") -> str | None:
+        return split_refusal(config, shape, dtype, 99 << 10)
+
+    prefill = EngineShape("prefill", 1, 512, 1024, 1536)
+    assert refusal(LLAMA, prefill) is refusal(LLAMA, prefill, "bfloat16") is None
+    assert refusal(replace(LLAMA, head_dim=256, rotary_dim=256), prefill) is None
+    assert "not float32" in str(refusal(LLAMA, prefill, "float32"))
+    assert "multiples of 8" in str(refusal(replace(LLAMA, head_dim=20, rotary_dim=20), prefill))
+    assert "see all before them" in str(refusal(LLAMA, EngineShape("verify", 1, 64, 1024, 1088, 64)))
+
+
+def test_what_is_planned() -> None:
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=8192, max_lora_rank=8, lora_slots=1)
+    names = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_90")]
+    expected = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1, 2)]
+    assert [name for name in names if "prefill" in name and not name.endswith(".lora")] == expected
+    parts = planned_shapes({"base": LLAMA}, EngineLimits(1, 16, 128), "float16", "sm_86", needless=True)[1:]
+    for part in parts:  # of what kernels run whole where a block has more memory
+        whole = replace(part, segment=None)
+        for capability in ("sm_86", "sm_80", "sm_75"):
+            reason = refusal_on(LLAMA, part, "float16", capability)
+            assert part.segment is not None and reason == refusal_on(LLAMA, whole, "float16", capability)
+    unknown = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_75")]
+    assert "base.prefill-b1-t512-l4096" in unknown and not any("-s" in name for name in unknown)

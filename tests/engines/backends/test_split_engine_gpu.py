@@ -1,0 +1,116 @@
+"""Split engines on the GPU: TensorRT's segments and the kernels of attention against NumPy, and long prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, from_bits, random_model, relative, rounded, to_bits
+
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.programs import model_program
+from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.kernels.prefill.launcher import CudaPrefill
+
+pytestmark = pytest.mark.gpu
+
+DEEP = replace(LLAMA, num_layers=5)
+MODELS: dict[str, DecoderConfig] = {
+    **FAMILIES,
+    **SCALED,
+    "deep": DEEP,
+    "features": replace(DEEP, feature_layers=(1, 2, 4)),
+    "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=128, num_heads=2, num_kv_heads=1),
+    "heads_of_256": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
+}
+
+
+class OnDevice:
+    """A split engine, bound to copies of arrays."""
+
+    def __init__(self, gpu: Any, config: DecoderConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> None:
+        self.gpu, self.dtype, self.bound = gpu, "float16", {}
+        library = load_tensorrt()
+        cache = SimpleNamespace(attach=lambda configuration: None)
+        runtime = library.module.Runtime(library.module.Logger())
+        program, engines = model_program(config, shape), {}
+        for part in segment_shapes(program):
+            plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
+            engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
+        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype)
+        self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
+        self.engine.attach(gpu, self.scratch)
+        for name, (size, kind) in program.edge.items():
+            if name in arrays and name != "attention_mask":
+                self.bound[name] = gpu.empty(size, self.dtype if kind == "compute" else kind)
+                gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
+            elif not name.startswith("present_"):
+                self.bound[name] = gpu.zeros(size, self.dtype if kind == "compute" else kind)
+        self.engine.bind(self.bound | {f"present_{name}": self.bound[name] for name in program.caches})
+        self.engine.enqueue()
+
+    def values(self, name: str) -> np.ndarray:
+        """In float32."""
+        found = self.gpu.download(self.bound[name])
+        return found if self.bound[name].dtype == "float32" else from_bits(found, self.dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chunk_is_what_operations_compute(gpu: Any, name: str) -> None:
+    config, tokens, start = MODELS[name], 80, 13
+    parents = (None, *range(tokens - 1))
+    arrays = rounded(random_model(config, 1, 160, [start], parents), "float16")
+    arrays["last_token_ids"] = np.array([[tokens - 3]], np.int32)
+    shape = EngineShape("prefill", 1, tokens, 160, 160)
+    found, expected = OnDevice(gpu, config, shape, arrays), {key: array.copy() for key, array in arrays.items()}
+    ProgramGraph(NumpyOperations(expected, expected), model_program(config, shape)).run()
+    names = ["logits", f"k_cache_{config.num_layers - 1}", f"v_cache_{config.num_layers - 1}"]
+    for key in names + ["hidden_states"] * bool(config.feature_layers):
+        assert relative(found.values(key), expected[key]) < 2 * TOLERANCE["float16"], key
+
+
+def test_a_chunk_repeats_its_bits(gpu: Any) -> None:
+    arrays = rounded(random_model(DEEP, 1, 160, [13], (None, *range(79))), "float16")
+    arrays["last_token_ids"] = np.array([[79]], np.int32)
+    engine = OnDevice(gpu, DEEP, EngineShape("prefill", 1, 80, 160, 160), arrays)
+    first = engine.values("logits")
+    for _ in range(20):
+        engine.engine.enqueue()
+        np.testing.assert_array_equal(engine.values("logits"), first)
+
+
+def test_a_prompt_of_32_000_tokens_takes_the_memory_that_was_planned(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """And is the same whether it is prefilled whole or behind rows that are reused."""
+    from edgellm.engines.backends.cuda_device import CudaDevice
+
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=32_768)
+    build_engine_directory(tiny_checkpoint, tmp_path / "engines", limits, beyond_trained_context=True)
+    directory, prompt = EngineDirectory.open(tmp_path / "engines"), [(7 * n + 3) % 250 for n in range(32_000)]
+    device = CudaDevice()
+    before = device.free_memory()[0]
+    try:
+        with open_runner("tensorrt", directory) as runner:
+            runner.start(0, prompt, 0, SamplingValues()).wait()
+            whole, used = runner.logits(0), before - device.free_memory()[0]
+            reused = 61 * 512  # from where on chunks are cut as before
+            runner.start(0, prompt, reused, SamplingValues()).wait()
+            np.testing.assert_array_equal(runner.logits(0), whole)
+            scores = 32_000 * limits.prefill_chunk * directory.config.num_heads * 2
+            assert runner.memory_plan.total < scores  # what a matrix of a chunk's scores would take
+            assert used < runner.memory_plan.total + (256 << 20)  # code and contexts of TensorRT are not planned
+    finally:
+        device.close()

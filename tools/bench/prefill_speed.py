@@ -1,0 +1,200 @@
+"""Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
+
+    python tools/bench/prefill_speed.py [attention] [linears] [torch] [--shapes llama-1b llama-8b] [--chunks 512 2048]
+
+Needs pycuda and a GPU; TensorRT for `linears`, PyTorch for `torch`: its flash attention and matrix products. Times are
+medians of five, on the GPU; TFLOP/s count what causal attention and the linear layers need. `host` is what the host
+takes, for a layer to bind its weights and to enqueue its engine. Whole prompts: `gpu_speed.py prefill`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
+from gpu_timer import gpu_milliseconds
+from provenance import provenance
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.programs import model_program
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.prefill.contract import KeyValueRows
+from edgellm.kernels.prefill.launcher import CudaPrefill
+
+SHAPES = {
+    "llama-1b": DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True),
+    "llama-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 5e5, 128, "float16", False),
+    "gemma-2b": DecoderConfig("gemma", 256000, 2048, 16384, 18, 8, 1, 256, 8192, 1e-6, 1e4, 256, "float16", True),
+}
+#: Tokens that are new, and rows before them.
+STEPS = ((512, 0), (2048, 0), (512, 3488), (2048, 2048), (2048, 6144), (4096, 0), (8000, 0))
+LAYERS_IN_TURN = 4
+
+
+class Bench:
+    """Memory, kernels and the stopwatch."""
+
+    def __init__(self) -> None:
+        self.device = CudaDevice()
+        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
+        self.prefill = CudaPrefill(self.module)
+        noise = np.random.default_rng(0).standard_normal(1 << 20) * 0.02
+        self._noise = self.array_of(noise.astype(np.float16))
+        self.results: dict[str, Any] = {}
+
+    def array_of(self, values: np.ndarray) -> DeviceArray:
+        """Host values on the device."""
+        array = self.device.empty(values.shape, values.dtype.name)
+        self.device.upload(array, values)
+        return array
+
+    def random(self, shape: tuple[int, ...], dtype: str = "float16") -> DeviceArray:
+        """Random float16 values, over and over; zeros of another dtype."""
+        array = self.device.zeros(shape, dtype)
+        for first in range(0, array.size if dtype == "float16" else 0, self._noise.size):
+            part = array.reshape(-1)[first : first + self._noise.size]
+            self.device.copy(part, self._noise[: part.size])
+        return array
+
+    def milliseconds(self, step: Any, repeats: int = 5) -> float:
+        """Of one of several, one behind the other."""
+        step()
+        return gpu_milliseconds(self.device.stream, step, repeats, before=step)
+
+    def report(self, name: str, **numbers: float) -> None:
+        """Print and keep."""
+        print(f"{name:44s} " + "  ".join(f"{key} {value:8.3f}" for key, value in numbers.items()), flush=True)
+        self.results[name] = {key: round(value, 4) for key, value in numbers.items()}
+
+
+def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
+    """Both kernels for steps of one sequence."""
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    for tokens, start in STEPS:
+        cache = (1, kv_heads, start + tokens, size)
+        rows = KeyValueRows(bench.random(cache), bench.random(cache), bench.array_of(np.array([start], np.int32)))
+        qkv = bench.random((1, tokens, (heads + 2 * kv_heads) * size))
+        rotary, context = bench.random((1, tokens, config.rotary_dim)), bench.random((1, tokens, heads * size))
+        prepare = bench.milliseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows))
+        span = bench.milliseconds(bench.prefill.causal_attention(qkv, rows, size**-0.5, context))
+        operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
+        label = f"{name} attention {tokens} behind {start}"
+        bench.report(label, ms=span, tflops=operations / span / 1e9, heads_ms=prepare)
+
+
+def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide: bool) -> TensorRTEngine:
+    """The engine of one segment."""
+    from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
+
+    library = load_tensorrt()
+    TensorRTOperations.wide_linear = wide
+    plan = build_plan(config, shape, "float16", "composed", bench.device.gpu.compute_capability)
+    TensorRTOperations.wide_linear = True
+    cache = SimpleNamespace(attach=lambda configuration: None)
+    runtime = library.module.Runtime(library.module.Logger(library.module.Logger.ERROR))
+    return TensorRTEngine(library, runtime, plan, shape, cache)
+
+
+def time_linears(bench: Bench, name: str, config: DecoderConfig, chunk: int, wide: bool = True) -> None:
+    """The engine between the attention of two middle layers, with the weights of some layers in turn."""
+    shape = EngineShape("prefill", 1, chunk, 1, 1, segment=2)
+    engine = segment_engine(bench, config, shape, wide)
+    scratch = bench.device.empty((engine.scratch_bytes,), "uint8")
+    engine.attach(bench.device, scratch)
+    program = model_program(config, shape)
+    kinds = {key: (size, "float16" if kind == "compute" else kind) for key, (size, kind) in program.edge.items()}
+    engine.bind({key: bench.random(*kind) for key, kind in kinds.items() if key not in program.weights})
+    layers = [{key: bench.random(*kinds[key]) for key in program.weights} for _ in range(LAYERS_IN_TURN)]
+
+    def all_layers() -> None:
+        for weights in layers:
+            engine.bind(weights)
+            engine.enqueue()
+
+    span = bench.milliseconds(all_layers) / LAYERS_IN_TURN
+    spent = []
+    for _ in range(5):
+        bench.device.synchronize()
+        started = time.perf_counter()
+        all_layers()
+        spent.append((time.perf_counter() - started) * 1e6 / LAYERS_IN_TURN)
+    operations = 2 * chunk * sum(int(np.prod(spec.shape)) for spec in program.weights.values() if len(spec.shape) > 1)
+    label = f"{name} layer of {chunk}{'' if wide else ', not wide'}"
+    host, megabytes = statistics.median(spent), scratch.nbytes / 1e6
+    bench.report(label, ms=span, tflops=operations / span / 1e9, host_us=host, scratch_mb=megabytes)
+
+
+def time_torch(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
+    """The same products and flash attention by PyTorch."""
+    import torch
+
+    stream = torch.cuda.ExternalStream(bench.device.stream.handle)
+    hidden, inner, heads, size = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
+    query, keys = config.query_size, config.query_size + 2 * config.kv_size
+    widths = ((hidden, query), (2 * inner, hidden), (hidden, inner), (keys, hidden))
+    with torch.cuda.stream(stream), torch.inference_mode():
+        weights = [torch.randn(*width, device="cuda", dtype=torch.float16) * 0.02 for width in widths]
+        for chunk in chunks:
+            given = [torch.randn(chunk, width[1], device="cuda", dtype=torch.float16) for width in widths]
+
+            def products(given: Any = given) -> None:
+                for x, weight in zip(given, weights, strict=True):
+                    torch.nn.functional.linear(x, weight)
+
+            span = bench.milliseconds(products)
+            operations = 2 * chunk * sum(rows * columns for rows, columns in widths)
+            bench.report(f"{name} PyTorch's products of {chunk}", ms=span, tflops=operations / span / 1e9)
+        for tokens, start in STEPS:
+            if start:
+                continue
+            shapes = ((1, heads, tokens, size), (1, config.num_kv_heads, tokens, size))
+            q, k, v = (torch.randn(*shapes[n > 0], device="cuda", dtype=torch.float16) for n in range(3))
+
+            def attend(q: Any = q, k: Any = k, v: Any = v) -> None:
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+            span = bench.milliseconds(attend)
+            operations = 2 * heads * size * tokens * (tokens + 1)
+            bench.report(f"{name} PyTorch's attention of {tokens}", ms=span, tflops=operations / span / 1e9)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["attention", "linears"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-1b"])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[512, 1024, 2048, 4096])
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    options = parse(parser)
+    bench = Bench()
+    for name in options.shapes:
+        if "attention" in options.parts:
+            time_attention(bench, name, SHAPES[name])
+        if "linears" in options.parts:
+            for chunk in options.chunks:
+                time_linears(bench, name, SHAPES[name], chunk)
+        if "narrow" in options.parts:
+            time_linears(bench, name, SHAPES[name], options.chunks[-1], wide=False)
+        if "torch" in options.parts:
+            time_torch(bench, name, SHAPES[name], options.chunks)
+    if options.output:
+        options.output.write_text(json.dumps({"provenance": provenance(), **bench.results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
