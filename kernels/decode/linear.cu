@@ -21,6 +21,8 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int TILES = TILES_, HALVES = HALVES_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int STAGES = DEPTH / TILES;
+    static constexpr unsigned TURN = TILES * THREADS * 16, TURNS = STAGES * TURN;  // bytes of a stage, and of the ring
+    static_assert((STAGES & (STAGES - 1)) == 0, "the ring ends where a bit does");
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
@@ -30,7 +32,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
     // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
-    static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
+    static constexpr int PARTIAL = TURNS, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
     static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
     static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
         return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
@@ -57,26 +59,28 @@ template <typename T, typename G> struct Weights {
     const T* weight;
     const T* row[G::TILES];
     unsigned ring;  // the thread's place in shared memory
-    int rows, columns, steps, column, step, unit;
+    int rows, columns, steps, column, step, unit_row;  // the unit's first
+    int own_steps;                                     // in which the thread's columns exist
 
     __device__ void start_unit() {
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile) {
-            const int line = min(unit * G::UNIT + (G::PAIRED ? 0 : tile * TILE_ROWS) + own_row(), rows - 1);
+            const int line = min(unit_row + (G::PAIRED ? 0 : tile * TILE_ROWS) + own_row(), rows - 1);
             row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
         }
     }
-    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
-    // Where no weights are left, zeros are put into the ring.
-    __device__ void copy(int stage) const {
-        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
+    __device__ unsigned place(unsigned turn, int tile) const { return ring + turn + tile * THREADS * 16; }
+    __device__ bool has_more() const { return unit_row < rows; }  // the same for all threads of a block
+    // Behind the last column zeros are put into the ring.
+    __device__ void copy(unsigned turn) const {
 #pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) stream_async_16(place(stage, tile), row[tile] + step * 32, exists);
+        for (int tile = 0; tile < G::TILES; ++tile)
+            stream_async_16(place(turn, tile), row[tile] + step * 32, step < own_steps);
     }
     __device__ void advance() {
         if (++step == steps) {
             step = 0;
-            unit += gridDim.x;
+            unit_row += gridDim.x * G::UNIT;
             start_unit();
         }
     }
@@ -87,13 +91,16 @@ __device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ri
     Weights<T, G> weights;
     weights.weight = weight, weights.rows = rows, weights.columns = columns, weights.steps = steps;
     weights.ring = shared_address(ring) + threadIdx.x * 16;
-    weights.column = own_column(steps), weights.step = 0, weights.unit = blockIdx.x;
+    weights.column = own_column(steps), weights.step = 0, weights.unit_row = blockIdx.x * G::UNIT;
+    weights.own_steps = in_register((columns - weights.column + 31) >> 5);
     weights.start_unit();
 #pragma unroll
     for (int stage = 0; stage < G::STAGES; ++stage) {
-        weights.copy(stage);
+        if (weights.has_more()) {
+            weights.copy(stage * G::TURN);
+            weights.advance();
+        }
         commit_copies();
-        weights.advance();
     }
     return weights;
 }
@@ -104,30 +111,33 @@ __device__ __forceinline__ void multiply_units(
     Weights<T, G>& weights, const Activations& activations, const T* bias, const Output& output, float* partial,
     int batch) {
     const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
-    int buffer = 0, slot = 0;
+    int buffer = 0;
+    unsigned turn = 0;
     for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
-        float sum[G::TILES][2 * G::HALVES] = {};
+        float sum[G::TILES][4] = {};
 #pragma unroll 4
         for (int step = 0; step < steps; ++step) {
             wait_for_copies<G::STAGES - 1>();
-            unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
+            unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};
 #pragma unroll
             for (int half = 0; half < G::HALVES; ++half)
                 if (own_row() + 8 * half < batch) {
-                    const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
+                    const uint4 a = read_shared_16(activations.place(turn / G::TURN, step) + half * 512);
                     x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
                 }
 #pragma unroll
             for (int tile = 0; tile < G::TILES; ++tile) {
-                const uint4 b = read_shared_16(weights.place(slot, tile));
+                const uint4 b = read_shared_16(weights.place(turn, tile));
                 multiply_add(sum[tile], x, y, b.x, b.y, T());
                 multiply_add(sum[tile], z, w, b.z, b.w, T());
             }
-            weights.copy(slot);
-            activations.copy(slot, weights.step);
+            if (weights.has_more()) {
+                weights.copy(turn);
+                activations.copy(turn / G::TURN, weights.step);
+                weights.advance();
+            }
             commit_copies();
-            weights.advance();
-            slot = (slot + 1) % G::STAGES;
+            turn = (turn + G::TURN) % G::TURNS;
         }
         float* mine = partial + (buffer * WARPS + warp) * G::PARTIALS;
 #pragma unroll
@@ -156,7 +166,7 @@ __device__ __forceinline__ void multiply_units(
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s)
                     if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total);
+                output(b, row, rows, total, output.before(b, row, rows));
             }
         }
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier

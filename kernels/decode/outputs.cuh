@@ -5,11 +5,13 @@
 
 namespace decode {
 
-// What becomes of the sums of one row b of activations and one column n of N (gate and up).
+// What becomes of the sums of one row b of activations and one column n of N (gate and up). `before` is what must be read
+// for it: of many outputs, all of it is read before any of them is written.
 struct FloatOutput {
     float* output;
     float scale;
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float) const {
         output[static_cast<size_t>(b) * rows + n] = sum[0] * scale;
     }
 };
@@ -32,13 +34,13 @@ template <typename T> struct ResidualOutput {
     SelectedRows source;
     T* kept;
     int kept_stride;
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
-        float before = 0.f;
-        if (residual != nullptr) {
-            const size_t index = static_cast<size_t>(source(b)) * rows + n;
-            before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
-                                    : to_float(__ldcg(static_cast<const T*>(residual) + index));
-        }
+    __device__ float before(int b, int n, int rows) const {
+        if (residual == nullptr) return 0.f;
+        const size_t index = static_cast<size_t>(source(b)) * rows + n;
+        return residual_float ? __ldcg(static_cast<const float*>(residual) + index)
+                              : to_float(__ldcg(static_cast<const T*>(residual) + index));
+    }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float before) const {
         if (kept != nullptr) kept[static_cast<size_t>(b) * kept_stride + n] = from_float<T>(before);
         output[static_cast<size_t>(b) * rows + n] = before + sum[0] * scale;
     }
@@ -54,7 +56,8 @@ template <typename T> struct GatedOutput {
         if (activation == HOST_GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
         return gate / (1.f + expf(-z)) * up;
     }
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[2]) const {
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[2], float) const {
         output[static_cast<size_t>(b) * rows + n] = from_float<T>(value(sum[0], sum[1]));
     }
 };
