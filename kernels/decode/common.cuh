@@ -97,7 +97,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 }
 
 // A value that is computed here, once, rather than anew wherever it is used.
-__device__ __forceinline__ int in_register(int value) {
+template <typename Value> __device__ __forceinline__ Value in_register(Value value) {
     asm volatile("" : "+r"(value));
     return value;
 }

@@ -90,7 +90,7 @@ template <typename T, typename G>
 __device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ring, int rows, int columns, int steps) {
     Weights<T, G> weights;
     weights.weight = weight, weights.rows = rows, weights.columns = columns, weights.steps = steps;
-    weights.ring = shared_address(ring) + threadIdx.x * 16;
+    weights.ring = in_register(shared_address(ring) + threadIdx.x * 16);
     weights.column = own_column(steps), weights.step = 0, weights.unit_row = blockIdx.x * G::UNIT;
     weights.own_steps = in_register((columns - weights.column + 31) >> 5);
     weights.start_unit();
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply_units(
     unsigned turn = 0;
     for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
         float sum[G::TILES][4] = {};
-#pragma unroll 4
+#pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             wait_for_copies<G::STAGES - 1>();
             unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};

@@ -204,7 +204,7 @@ __device__ __forceinline__ void finish(
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s)
             one[s] = i == 0 ? total[s].x : i == 1 ? total[s].y : i == 2 ? total[s].z : total[s].w;
-        if (n + i < rows) output(b, n + i, rows, one);
+        if (n + i < rows) output(b, n + i, rows, one, output.before(b, n + i, rows));
     }
 }
 
