@@ -22,7 +22,6 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int STAGES = DEPTH / TILES;
     static constexpr unsigned TURN = TILES * THREADS * 16, TURNS = STAGES * TURN;  // bytes of a stage, and of the ring
-    static_assert((STAGES & (STAGES - 1)) == 0, "the ring ends where a bit does");
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
@@ -69,13 +68,17 @@ template <typename T, typename G> struct Weights {
             row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
         }
     }
-    __device__ unsigned place(unsigned turn, int tile) const { return ring + turn + tile * THREADS * 16; }
+    // The thread's place in the next stage. Each thread counts for itself: compilers (NVRTC 13.0 for sm_90) may not encode a
+    // copy whose place is a register plus a uniform one.
+    __device__ unsigned after(unsigned place) const {
+        return place == ring + G::TURNS - G::TURN ? ring : place + G::TURN;
+    }
     __device__ bool has_more() const { return unit_row < rows; }  // the same for all threads of a block
     // Behind the last column zeros are put into the ring.
-    __device__ void copy(unsigned turn) const {
+    __device__ void copy(unsigned place) const {
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile)
-            stream_async_16(place(turn, tile), row[tile] + step * 32, step < own_steps);
+            stream_async_16(place + tile * THREADS * 16, row[tile] + step * 32, step < own_steps);
     }
     __device__ void advance() {
         if (++step == steps) {
@@ -97,7 +100,7 @@ __device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ri
 #pragma unroll
     for (int stage = 0; stage < G::STAGES; ++stage) {
         if (weights.has_more()) {
-            weights.copy(stage * G::TURN);
+            weights.copy(weights.ring + stage * G::TURN);
             weights.advance();
         }
         commit_copies();
@@ -112,7 +115,7 @@ __device__ __forceinline__ void multiply_units(
     int batch) {
     const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
     int buffer = 0;
-    unsigned turn = 0;
+    unsigned place = weights.ring;
     for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
         float sum[G::TILES][4] = {};
 #pragma unroll 1
@@ -122,22 +125,22 @@ __device__ __forceinline__ void multiply_units(
 #pragma unroll
             for (int half = 0; half < G::HALVES; ++half)
                 if (own_row() + 8 * half < batch) {
-                    const uint4 a = read_shared_16(activations.place(turn / G::TURN, step) + half * 512);
+                    const uint4 a = read_shared_16(activations.place((place - weights.ring) / G::TURN, step) + half * 512);
                     x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
                 }
 #pragma unroll
             for (int tile = 0; tile < G::TILES; ++tile) {
-                const uint4 b = read_shared_16(weights.place(turn, tile));
+                const uint4 b = read_shared_16(place + tile * THREADS * 16);
                 multiply_add(sum[tile], x, y, b.x, b.y, T());
                 multiply_add(sum[tile], z, w, b.z, b.w, T());
             }
             if (weights.has_more()) {
-                weights.copy(turn);
-                activations.copy(turn / G::TURN, weights.step);
+                weights.copy(place);
+                activations.copy((place - weights.ring) / G::TURN, weights.step);
                 weights.advance();
             }
             commit_copies();
-            turn = (turn + G::TURN) % G::TURNS;
+            place = weights.after(place);
         }
         float* mine = partial + (buffer * WARPS + warp) * G::PARTIALS;
 #pragma unroll
@@ -149,14 +152,14 @@ __device__ __forceinline__ void multiply_units(
                         make_float2(sum[tile][2 * half], sum[tile][2 * half + 1]);
         __syncthreads();
         if (threadIdx.x < batch * G::UNIT) {
-            const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + place;
-            const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
+            const int column = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + column;
+            const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + column % 8;
             float total[G::SUMS] = {};
 #pragma unroll
             for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s) {
-                    const float* slices = theirs + (G::PAIRED ? s : place / 8) * G::HALVES * 64;
+                    const float* slices = theirs + (G::PAIRED ? s : column / 8) * G::HALVES * 64;
                     float group = 0.f;
 #pragma unroll
                     for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];

@@ -43,6 +43,8 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
+#: Bytes of shared memory that CUDA takes of each block.
+_RESERVED = 1024
 #: Shared memory of a norm's sums in norm.cu.
 _NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
@@ -246,6 +248,8 @@ class CudaDecodeKernels:
             stage,
         )
         shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
+        # So few registers would let more blocks on a multiprocessor, and none on others.
+        shared = max(shared, (limit + _RESERVED) // (geometry.blocks_per_multiprocessor + 1) - _RESERVED + 16)
         name = "WideTwice" if geometry.twice else "Narrow"
         kernel = linear_kernel("linear_residual", self._type, f"decode::{name}")
         return self._launch(kernel, geometry, -(-rows // (8 * geometry.residual_tiles)), shared, arguments)
