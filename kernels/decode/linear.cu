@@ -16,7 +16,7 @@ constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
-// multiprocessor) or wide.
+// multiprocessor; also with a deep ring, for long rows) or wide.
 template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int TILES = TILES_, HALVES = HALVES_;
     static constexpr bool PAIRED = PAIRED_;
@@ -41,6 +41,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 };
 
 using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
+using Deep = Geometry<1, false, 1, HOST_DEEP_DEPTH>;
 using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
 using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
 using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
@@ -114,9 +115,19 @@ __device__ __forceinline__ void multiply_units(
     Weights<T, G>& weights, const Activations& activations, const T* bias, const Output& output, float* partial,
     int batch) {
     const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
+    const int column = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the output that the thread writes
     int buffer = 0;
     unsigned place = weights.ring;
     for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
+        const int row = unit * G::UNIT + column;
+        const bool writes = b < batch && row < rows;
+        float before = 0.f, biases[G::SUMS] = {};  // what the output needs beside sums is read while those are computed
+        if (writes) {
+            before = output.before(b, row, rows);
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                if (bias != nullptr) biases[s] = to_float(bias[s * rows + row]);
+        }
         float sum[G::TILES][4] = {};
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
@@ -151,8 +162,7 @@ __device__ __forceinline__ void multiply_units(
                     *reinterpret_cast<float2*>(mine + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
                         make_float2(sum[tile][2 * half], sum[tile][2 * half + 1]);
         __syncthreads();
-        if (threadIdx.x < batch * G::UNIT) {
-            const int column = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + column;
+        if (writes) {
             const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + column % 8;
             float total[G::SUMS] = {};
 #pragma unroll
@@ -165,12 +175,10 @@ __device__ __forceinline__ void multiply_units(
                     for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];
                     total[s] += group;
                 }
-            if (row < rows) {
+            if (bias != nullptr)
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s)
-                    if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total, output.before(b, row, rows));
-            }
+                for (int s = 0; s < G::SUMS; ++s) total[s] += biases[s];
+            output(b, row, rows, total, before);
         }
         buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
     }

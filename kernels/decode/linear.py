@@ -87,6 +87,8 @@ class _Geometry:
 
 
 _NARROW = _Geometry("Narrow", 8, 4, 2, False)
+#: For `linear_residual`, whose rows are the longest: more of them is there before the input is.
+_DEEP = _Geometry("Deep", 8, 8, 2, False)
 _WIDE = _Geometry("Wide", 16, 8, 1, True)
 #: More rows are served by the wide kernels, where the GPU has the shared memory.
 _NARROW_ROWS = 2
@@ -130,6 +132,7 @@ class _Norm(ctypes.Structure):
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
     ("HOST_NARROW_DEPTH", _NARROW.depth),
+    ("HOST_DEEP_DEPTH", _DEEP.depth),
     ("HOST_WIDE_DEPTH", _WIDE.depth),
     ("HOST_NARROW_BYTES", _NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
     ("HOST_NARROW_PAIRS_BYTES", _NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
@@ -165,9 +168,10 @@ class CudaDecodeKernels:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = CUDA_TYPES[dtype]
-        narrow = [linear_kernel(name, kind, "decode::Narrow") for name in ("norm_linear", "linear_residual")]
-        gated = linear_kernel("norm_gate_up", kind, "decode::NarrowPairs")
-        for kernel in (*narrow, gated, attention_kernel(dtype, head_size)):
+        staged = _staged_geometry(1, STEP, module.shared_limit) or _NARROW
+        kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
+        linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
+        for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
     def norm_linear(
@@ -236,21 +240,22 @@ class CudaDecodeKernels:
         _check_rows(batch, columns, batch * columns, linear)
         check_room("x", x, batch, columns)
         check_room("output", output, batch, rows)
-        geometry, limit = _residual_geometry(batch, self.module.shared_limit), self.module.shared_limit
+        limit = self.module.shared_limit
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= limit
+        staged = _staged_geometry(batch, columns, limit)
+        geometry = staged or _residual_geometry(batch, limit)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
             *addresses(x, residual, output, selected),
             residual is not None and residual.dtype == "float32",
             1 if selected is None else x.size // columns // batch,
-            stage,
+            staged is not None,
         )
-        shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
+        shared = geometry.staged_bytes(batch, columns) if staged else geometry.streamed_bytes(batch)
         # So few registers would let more blocks on a multiprocessor, and none on others.
-        shared = max(shared, (limit + _RESERVED) // (geometry.blocks_per_multiprocessor + 1) - _RESERVED + 16)
-        name = "WideTwice" if geometry.twice else "Narrow"
+        shared = max(shared, _share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
+        name = "WideTwice" if geometry.twice else geometry.name
         kernel = linear_kernel("linear_residual", self._type, f"decode::{name}")
         return self._launch(kernel, geometry, -(-rows // (8 * geometry.residual_tiles)), shared, arguments)
 
@@ -363,6 +368,19 @@ def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) 
     if rows <= _NARROW_ROWS or (rows <= _NARROW.rows and needed(_WIDE) > shared_limit):
         return _NARROW
     return _WIDE
+
+
+def _staged_geometry(batch: int, columns: int, shared_limit: int) -> _Geometry | None:
+    """Of `linear_residual`, where it stages so many rows: the deep ring if that leaves room for as many blocks."""
+    limits = (_DEEP, _share(shared_limit, _DEEP.blocks_per_multiprocessor)), (_NARROW, shared_limit)
+    if batch > _NARROW_ROWS:
+        return None
+    return next((each for each, limit in limits if each.staged_bytes(batch, columns) <= limit), None)
+
+
+def _share(shared_limit: int, blocks: int) -> int:
+    """Shared memory of a block where so many are on a multiprocessor, which has what a block may have alone."""
+    return (shared_limit + _RESERVED) // blocks - _RESERVED
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:
