@@ -107,6 +107,12 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// A value that is computed here, once, rather than anew wherever it is used.
+template <typename Value> __device__ __forceinline__ Value in_register(Value value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // 16 bytes to shared memory, asynchronously; zeros, and nothing is read, where they do not exist.
 __device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),

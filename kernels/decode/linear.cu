@@ -14,11 +14,12 @@ namespace decode {
 
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
-// multiprocessor) or wide.
+// multiprocessor; also with a deep ring, for long rows) or wide.
 template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int TILES = TILES_, HALVES = HALVES_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int STAGES = DEPTH / TILES;
+    static constexpr unsigned TURN = TILES * THREADS * 16, TURNS = STAGES * TURN;  // bytes of a stage, and of the ring
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
@@ -29,7 +30,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
     // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes]. At the end,
     // twice, what adapters add [places, PARTIALS], then their rows of B [warps of all places, rank, 16 bytes].
-    static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
+    static constexpr int PARTIAL = TURNS, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
     static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
     static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
         return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
@@ -39,6 +40,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 };
 
 using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
+using Deep = Geometry<1, false, 1, HOST_DEEP_DEPTH>;
 using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
 using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
 using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
@@ -51,33 +53,35 @@ static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::stre
               "the host gives linear_residual its shared memory");
 
 // The warp's sums of a unit, over its slice of K. Every group of copies holds one step of weights and, where they are
-// streamed, activations; `slot`: of the ring, that of the next step.
+// streamed, activations. place: the thread's in the ring, of the next step.
 template <typename T, typename G, bool ADAPTED, typename Activations>
 __device__ __forceinline__ void multiply_unit(
-    float (&sum)[G::TILES][2 * G::HALVES], Weights<T, G, ADAPTED>& weights, const Activations& activations, int& slot,
+    float (&sum)[G::TILES][4], Weights<T, G, ADAPTED>& weights, const Activations& activations, unsigned& place,
     int batch) {
     const int steps = weights.steps;
-#pragma unroll 4
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         wait_for_copies<G::STAGES - 1>();
-        unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
+        unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};
 #pragma unroll
         for (int half = 0; half < G::HALVES; ++half)
             if (own_row() + 8 * half < batch) {
-                const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
+                const uint4 a = read_shared_16(activations.place((place - weights.ring) / G::TURN, step) + half * 512);
                 x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
             }
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile) {
-            const uint4 b = read_shared_16(weights.place(slot, tile));
+            const uint4 b = read_shared_16(place + tile * THREADS * 16);
             multiply_add(sum[tile], x, y, b.x, b.y, T());
             multiply_add(sum[tile], z, w, b.z, b.w, T());
         }
-        weights.copy(slot);
-        activations.copy(slot, weights.step);
+        if (weights.has_more()) {
+            weights.copy(place);
+            activations.copy((place - weights.ring) / G::TURN, weights.step);
+            weights.advance();
+        }
         commit_copies();
-        weights.advance();
-        slot = (slot + 1) % G::STAGES;
+        place = weights.after(place);
     }
 }
 
@@ -96,35 +100,46 @@ template <typename G> __device__ __forceinline__ void add_slices(float (&total)[
         }
 }
 
-// All units of the block. What adapters add to a unit, and thus what becomes of it, waits until the next one has been
-// multiplied: what A made of the activations comes from other blocks.
+// What a thread writes of a unit: the sums of one output, and what that needs beside them.
+template <typename G> struct Result {
+    float total[G::SUMS], biases[G::SUMS], before;
+};
+
+// All units of the block. With adapters a unit's result waits until the next one has been multiplied: what A made of the
+// activations comes from other blocks.
 template <typename T, typename G, bool ADAPTED, typename Activations, typename Output>
 __device__ __forceinline__ void multiply_units(
     Weights<T, G, ADAPTED>& weights, const Activations& activations, const T* bias, const Output& output,
     float* partial, int batch) {
     const int warp = threadIdx.x / 32, rows = weights.rows, steps = weights.steps;
-    const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the unit's outputs
-    const int own = b * 8 + place % 8 + (G::PAIRED ? 0 : place / 8) * G::HALVES * 64;
-    const bool adds = (ADAPTED ? threadIdx.x / 32 * 32 : threadIdx.x) < batch * G::UNIT;
-    const auto exists = [&](int unit) { return unit >= 0 && unit * G::UNIT + place < rows && (!ADAPTED || b < batch); };
-    const auto write = [&](int unit, float (&total)[G::SUMS], float before) {
-        const int row = unit * G::UNIT + place;
+    const int column = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the output that the thread writes
+    const int own = b * 8 + column % 8 + (G::PAIRED ? 0 : column / 8) * G::HALVES * 64;
+    const auto writes = [&](int unit) { return unit >= 0 && b < batch && unit + column < rows; };
+    Result<G> result = {};
+    const auto prepare = [&](int unit) {  // reads what is needed beside sums
+        if (!writes(unit)) return;
+        result.before = output.before(b, unit + column, rows);
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s)
-            if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-        output(b, row, rows, total, before);
+            if (bias != nullptr) result.biases[s] = to_float(bias[s * rows + unit + column]);
     };
-    int buffer = 0, slot = 0;
-    float total[G::SUMS] = {}, before = 0.f;
+    const auto write = [&](int unit) {
+        if (bias != nullptr)
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) result.total[s] += result.biases[s];
+        output(b, unit + column, rows, result.total, result.before);
+    };
+    int buffer = 0;
+    unsigned place = weights.ring;
     for (int unit = weights.first_unit();; unit = weights.unit_after(unit)) {
-        const bool is_last = unit * G::UNIT >= rows;
+        const bool is_last = unit >= rows;
         if (is_last && !ADAPTED) break;
-        const int held = unit - gridDim.x;  // the unit that waits, whose sums are `total`; below 0 for none
+        const int held = unit - gridDim.x * G::UNIT;  // the unit whose result waits; below 0 for none
         if (!is_last) {
-            if constexpr (ADAPTED)
-                if (held >= 0) weights.copy_b(buffer, unit);  // those of the first one come already
-            float sum[G::TILES][2 * G::HALVES] = {};
-            multiply_unit(sum, weights, activations, slot, batch);
+            if constexpr (!ADAPTED) prepare(unit);
+            else if (held >= 0) weights.copy_b(buffer, unit);  // those of the first one come already
+            float sum[G::TILES][4] = {};
+            multiply_unit(sum, weights, activations, place, batch);
 #pragma unroll
             for (int tile = 0; tile < G::TILES; ++tile)
                 leave_sums<G>(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile], batch);
@@ -139,21 +154,19 @@ __device__ __forceinline__ void multiply_units(
             }
         __syncthreads();
         if constexpr (ADAPTED) {
-            if (exists(held)) {
+            if (writes(held)) {
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) total[s] += weights.adapters.of_all(buffer ^ 1, own + s * G::HALVES * 64);
-                write(held, total, before);
+                for (int s = 0; s < G::SUMS; ++s)
+                    result.total[s] += weights.adapters.of_all(buffer ^ 1, own + s * G::HALVES * 64);
+                write(held);
             }
             if (is_last) break;
+            prepare(unit);
         }
-        if (adds) {
-            if (exists(unit)) before = output.before(b, unit * G::UNIT + place, rows);
-            add_slices<G>(total, partial + buffer * WARPS * G::PARTIALS + own);
-            if constexpr (!ADAPTED) {
-                if (exists(unit)) write(unit, total, before);
-            } else if (unit < 0) {
-                weights.adapters.leave_products(unit, b, place, total);
-            }
+        if (ADAPTED ? warp * 32 < batch * G::UNIT : writes(unit)) {
+            add_slices<G>(result.total, partial + buffer * WARPS * G::PARTIALS + own);
+            if constexpr (!ADAPTED) write(unit);
+            else if (unit < 0) weights.adapters.leave_products(unit, b, column, result.total);
         }
         if (ADAPTED && unit < 0) __syncthreads();
         else buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier

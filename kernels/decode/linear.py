@@ -44,6 +44,8 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
+#: Bytes of shared memory that CUDA takes of each block.
+_RESERVED = 1024
 #: Shared memory of a norm's sums in norm.cu.
 _NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
@@ -90,6 +92,8 @@ class _Geometry:
 
 
 _NARROW = _Geometry("Narrow", 8, 4, 2, False)
+#: For `linear_residual`, whose rows are the longest: more of them is there before the input is.
+_DEEP = _Geometry("Deep", 8, 8, 2, False)
 _WIDE = _Geometry("Wide", 16, 8, 1, True)
 #: More rows are served by the wide kernels, where the GPU has the shared memory.
 _NARROW_ROWS = 2
@@ -133,6 +137,7 @@ class _Norm(ctypes.Structure):
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
     ("HOST_NARROW_DEPTH", _NARROW.depth),
+    ("HOST_DEEP_DEPTH", _DEEP.depth),
     ("HOST_WIDE_DEPTH", _WIDE.depth),
     ("HOST_NARROW_BYTES", _NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
     ("HOST_NARROW_PAIRS_BYTES", _NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
@@ -168,9 +173,10 @@ class CudaDecodeKernels:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = CUDA_TYPES[dtype]
-        narrow = [linear_kernel(name, kind, "decode::Narrow") for name in ("norm_linear", "linear_residual")]
-        gated = linear_kernel("norm_gate_up", kind, "decode::NarrowPairs")
-        for kernel in (*narrow, gated, attention_kernel(dtype, head_size)):
+        staged = _staged_geometry(1, STEP, module.shared_limit) or _NARROW
+        kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
+        linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
+        for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
     def norm_linear(
@@ -240,19 +246,21 @@ class CudaDecodeKernels:
         check_room("x", x, batch, columns)
         check_room("output", output, batch, rows)
         limit, ranks = self.module.shared_limit, linear.ranks
-        geometry = _residual_geometry(batch, limit, ranks)
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns, ranks) <= limit
+        staged = _staged_geometry(batch, columns, limit, ranks)
+        geometry = staged or _residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
             *addresses(x, residual, output, selected),
             residual is not None and residual.dtype == "float32",
             1 if selected is None else x.size // columns // batch,
-            stage,
+            staged is not None,
         )
-        shared = geometry.staged_bytes(batch, columns, ranks) if stage else geometry.streamed_bytes(batch, ranks)
-        kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else "Narrow", linear)
+        shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
+        # So few registers would let more blocks on a multiprocessor, and none on others.
+        shared = max(shared, _share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
+        kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else geometry.name, linear)
         return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
     def attention(
@@ -385,6 +393,19 @@ def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) 
     if rows <= _NARROW_ROWS or (rows <= _NARROW.rows and needed(_WIDE) > shared_limit):
         return _NARROW
     return _WIDE
+
+
+def _staged_geometry(batch: int, columns: int, shared_limit: int, ranks: int = 0) -> _Geometry | None:
+    """Of `linear_residual`, where it stages so many rows: the deep ring if that leaves room for as many blocks."""
+    limits = (_DEEP, _share(shared_limit, _DEEP.blocks_per_multiprocessor)), (_NARROW, shared_limit)
+    if batch > _NARROW_ROWS:
+        return None
+    return next((each for each, limit in limits if each.staged_bytes(batch, columns, ranks) <= limit), None)
+
+
+def _share(shared_limit: int, blocks: int) -> int:
+    """Shared memory of a block where so many are on a multiprocessor, which has what a block may have alone."""
+    return (shared_limit + _RESERVED) // blocks - _RESERVED
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:

@@ -10,7 +10,7 @@ constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
 
 // Leaves a lane's sums of a tile in the block's shared memory, [TILES, HALVES, 8 rows, 8 weight rows].
 template <typename G>
-__device__ __forceinline__ void leave_sums(float* area, int tile, const float (&sums)[2 * G::HALVES], int batch) {
+__device__ __forceinline__ void leave_sums(float* area, int tile, const float* sums, int batch) {
 #pragma unroll
     for (int half = 0; half < G::HALVES; ++half)
         if (own_row() + 8 * half < batch)
@@ -48,7 +48,9 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
             any |= scales[half];
         }
         has_share = __any_sync(FULL_WARP, (any & 0x7fff) != 0);
-        if (!has_share && place() < this->given.places) leave_share(0, {}), leave_share(1, {});
+        if (has_share || place() >= this->given.places) return;
+        const float zeros[2 * G::HALVES] = {};
+        leave_share(0, zeros), leave_share(1, zeros);
     }
     __device__ float* added_in(int area) const { return added + area * this->given.places * G::PARTIALS; }
     __device__ void leave_share(int area, const float (&share)[2 * G::HALVES]) const {
@@ -108,26 +110,30 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
     }
 };
 
-// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit. With adapters, units of
-// the rows of A, of all places, have the numbers -1 and below; the blocks that multiply them have the fewest other
-// units.
+// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit. A unit is known by its first
+// output; with adapters, those of the rows of A, of all places, by -1 and below. The blocks that multiply them have the
+// fewest other units.
 template <typename T, typename G, bool ADAPTED> struct Weights {
     OwnAdapters<T, G, ADAPTED> adapters;
     const T* weight;
     const T* row[G::TILES];
     unsigned ring;  // the thread's place in shared memory
     int rows, columns, steps, column, step, unit;
+    int own_steps;  // in which the thread's columns exist
 
     __device__ Weights(const Linear& linear, char* shared)
         : adapters(linear), weight(static_cast<const T*>(linear.weight)),
-          ring(shared_address(shared) + threadIdx.x * 16), rows(linear.rows), columns(linear.columns), steps(linear.steps), column(own_column(linear.steps)), step(0),
-          unit(first_unit()) {
+          ring(in_register(shared_address(shared) + threadIdx.x * 16)), rows(linear.rows), columns(linear.columns),
+          steps(linear.steps), column(own_column(linear.steps)), step(0), unit(first_unit()),
+          own_steps(in_register((linear.columns - column + 31) >> 5)) {
         start_unit();
-#pragma unroll
+#pragma unroll(ADAPTED ? 1 : G::STAGES)
         for (int stage = 0; stage < G::STAGES; ++stage) {
-            copy(stage);
+            if (has_more()) {
+                copy(ring + stage * G::TURN);
+                advance();
+            }
             commit_copies();
-            advance();
         }
     }
     // Makes ready what adapters need, but for what the previous kernel computes.
@@ -140,9 +146,11 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     __device__ void copy_b(int area, int own_unit) const {
         adapters.copy_b(area, tile_column(own_unit, adapters.tile()));
     }
+    __device__ const Adapters& given() const { return adapters.given; }
     __device__ int first_own_unit() const {
-        if constexpr (!ADAPTED) return blockIdx.x;
-        else return blockIdx.x - given().low_blocks + (blockIdx.x < given().low_blocks ? gridDim.x : 0);
+        int number = blockIdx.x;
+        if constexpr (ADAPTED) number += blockIdx.x < given().low_blocks ? gridDim.x - given().low_blocks : -given().low_blocks;
+        return number * G::UNIT;
     }
     __device__ int first_unit() const {
         if constexpr (ADAPTED)
@@ -155,17 +163,15 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
                 const int number = ~before + given().low_blocks;
                 return number < given().low_units ? ~number : first_own_unit();
             }
-        return before + gridDim.x;
+        return before + gridDim.x * G::UNIT;
     }
-    __device__ const Adapters& given() const { return adapters.given; }
     // The first output column of a tile, in the whole weight.
-    __device__ int tile_column(int unit, int tile) const {
-        return unit * G::UNIT + tile * (G::PAIRED ? rows : TILE_ROWS);
+    __device__ int tile_column(int own_unit, int tile) const {
+        return own_unit + tile * (G::PAIRED ? rows : TILE_ROWS);
     }
     __device__ void start_unit() {
         const T* source = weight;
-        int first = unit * G::UNIT, last = rows - 1;
-        int distance = G::PAIRED ? 0 : TILE_ROWS, beyond = G::PAIRED ? rows : 0;
+        int first = unit, last = rows - 1, distance = G::PAIRED ? 0 : TILE_ROWS, beyond = G::PAIRED ? rows : 0;
         if constexpr (ADAPTED)
             if (unit < 0) {
                 source = static_cast<const T*>(adapters.given.a), first = ~unit * G::TILES * TILE_ROWS;
@@ -177,12 +183,17 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
             row[tile] = source + static_cast<size_t>(line) * columns + column;
         }
     }
-    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
-    // Where no weights are left, zeros are put into the ring.
-    __device__ void copy(int stage) const {
-        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
+    // The thread's place in the next stage. Each thread counts for itself: compilers (NVRTC 13.0 for sm_90) may not encode a
+    // copy whose place is a register plus a uniform one.
+    __device__ unsigned after(unsigned place) const {
+        return place == ring + G::TURNS - G::TURN ? ring : place + G::TURN;
+    }
+    __device__ bool has_more() const { return unit < rows; }  // the same for all threads of a block
+    // Behind the last column zeros are put into the ring.
+    __device__ void copy(unsigned place) const {
 #pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
+        for (int tile = 0; tile < G::TILES; ++tile)
+            copy_async_16(place + tile * THREADS * 16, row[tile] + step * 32, step < own_steps);
     }
     __device__ void advance() {
         if (++step == steps) {

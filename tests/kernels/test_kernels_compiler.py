@@ -59,7 +59,7 @@ def compiled(monkeypatch) -> list[str]:
 def decode_sources(dtype: str) -> list[ModuleSource]:
     """All modules of linear layers and attention for a dtype."""
     kind = CUDA_TYPES[dtype]
-    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "WideTwice")}
+    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "Deep", "WideTwice")}
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
