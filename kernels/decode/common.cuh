@@ -109,14 +109,6 @@ __device__ __forceinline__ void copy_async_16(unsigned shared, const void* globa
                  : "memory");
 }
 
-// The same of what is read once: it leaves the second-level cache before anything else does. The policy is the one that
-// createpolicy.fractional.L2::evict_first makes for all accesses.
-__device__ __forceinline__ void stream_async_16(unsigned shared, const void* global, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-                 "r"(exists ? 16u : 0u), "l"(0x12F0000000000000ull)
-                 : "memory");
-}
-
 // Ends a group of the thread's copies.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -69,8 +69,8 @@ template <typename T, typename G> struct Weights {
             row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
         }
     }
-    // The thread's place in the next stage. Each thread counts for itself: compilers (NVRTC 13.0 for sm_90) may not encode a
-    // copy whose place is a register plus a uniform one.
+    // The thread's place in the next stage. Each thread counts for itself: of a place that is a register plus a uniform one,
+    // a compiler (NVRTC 13.0, sm_90) has made copies with a cache policy that were illegal instructions.
     __device__ unsigned after(unsigned place) const {
         return place == ring + G::TURNS - G::TURN ? ring : place + G::TURN;
     }
@@ -79,7 +79,7 @@ template <typename T, typename G> struct Weights {
     __device__ void copy(unsigned place) const {
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile)
-            stream_async_16(place + tile * THREADS * 16, row[tile] + step * 32, step < own_steps);
+            copy_async_16(place + tile * THREADS * 16, row[tile] + step * 32, step < own_steps);
     }
     __device__ void advance() {
         if (++step == steps) {
