@@ -183,8 +183,8 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
             row[tile] = source + static_cast<size_t>(line) * columns + column;
         }
     }
-    // The thread's place in the next stage. Each thread counts for itself: compilers (NVRTC 13.0 for sm_90) may not encode a
-    // copy whose place is a register plus a uniform one.
+    // The thread's place in the next stage. Each thread counts for itself: of a place that is a register plus a uniform one,
+    // a compiler (NVRTC 13.0, sm_90) has made copies with a cache policy that were illegal instructions.
     __device__ unsigned after(unsigned place) const {
         return place == ring + G::TURNS - G::TURN ? ring : place + G::TURN;
     }
