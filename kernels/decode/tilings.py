@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
-from edgellm.kernels.decode.contract import SLICES, STEP
+from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
 #: Warps of a block; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
 WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
@@ -146,6 +147,66 @@ class Tiling:
         return waves * (_STARTS + on_each * steps / self.splits * step + _JOINS + _ENDS)
 
 
+@dataclass(frozen=True)
+class DirectTiling:
+    """Tiles of the kernels whose weights go straight into registers: `warps` of `weight_tiles` times 8 weight rows each,
+    times `rows` (16, 32 or 64) of activations.
+
+    `depth` steps of weights are under way; activations come in chunks of `chunk_steps`.
+    """
+
+    rows: int
+    weight_tiles: int
+    warps: int
+    depth: int
+    chunk_steps: int
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 8 * self.weight_tiles * self.warps
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a chunk of activations."""
+        return self.chunk_steps * self.rows * STEP * 2
+
+    @property
+    def total_bytes(self) -> int:
+        """Of sums that registers have no room for: `Geometry::TOTAL_BYTES`."""
+        sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
+        leaves = 3 * sums + 4 * self.weight_tiles * self.depth + 56 > min(255, 65_536 // threads)
+        return sums * threads * 4 if leaves else 0
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of sums and a ring."""
+        return self.total_bytes + stages * self.stage_bytes
+
+    def stages(self, columns: int, gpu: Capacity) -> int:
+        """Of the ring: as many as fit, and no more than K has chunks, which are copied once where all fit."""
+        room = (gpu.shared_limit - self.total_bytes) // self.stage_bytes
+        return max(1, min(MOST_STAGES, room, -(-columns // (self.chunk_steps * STEP))))
+
+    def slices_end_every(self, columns: int) -> int:
+        """Slices end behind as many steps, or a multiple of it."""
+        return gcd(4, slice_steps(columns))
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles, steps = -(-rows // self.weight_rows), -(-columns // STEP)
+        blocks = min(tiles, gpu.multiprocessors)
+        stay = self.stages(columns, gpu) * self.chunk_steps >= steps
+        activations = self.rows * STEP * 2
+        weights = self.weight_rows * STEP * 2 + (0 if stay else activations)
+        shared = self.warps * activations + self.weight_rows * STEP * 2 + (0 if stay else 3 * activations)
+        step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
+        return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+
+
 def _overlapped(gpu: Capacity, blocks: int, weights: float, shared: float, products: float) -> float:
     """Of a block that takes so many bytes of weights from memory, reads and writes so many bytes of shared memory and
     multiplies and adds so often, while `blocks` multiprocessors do so."""
@@ -170,9 +231,28 @@ def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capa
 
 
 @cache
-def fastest_tiling(count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False) -> Tiling:
+def fastest_tiling(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False
+) -> Tiling | DirectTiling:
     """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
-    return min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
+    every = [*direct_tilings(count, gpu), *tilings(count, gpu, gated)]
+    return min(every, key=lambda tiling: tiling.clocks(rows, columns, gpu))
+
+
+def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: none or some."""
+    if gpu.has_clusters:
+        return []
+    rows = 16 if count <= 16 else 32 if count <= 32 else 64
+    found = []
+    for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
+        depth = 8 if weight_tiles == 2 and warps <= 8 else 4
+        for chunk_steps in (16, 8, 4):
+            tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
+            if chunk_steps % depth == 0 and tiling.shared_bytes(3) <= gpu.shared_limit:
+                found.append(tiling)
+                break
+    return found
 
 
 def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:

@@ -1,0 +1,361 @@
+// Linear layers of up to 64 rows of activations on GPUs without a tensor memory accelerator: weights go from memory
+// straight into the registers that multiply them.
+//
+// A warp has its own weight rows, 16 or 32, times all rows of activations, for all of K. Each thread loads its part of
+// some steps of 32 columns ahead, and of the next tile while the sums of the last one are written: no barrier, and no
+// way through shared memory, holds what limits these layers. Only activations, which all warps multiply, lie in shared
+// memory, in chunks of many steps, with one barrier of the block for each chunk; where all of K finds room, they are
+// copied once and stay. Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the
+// groups. So a row gets the bits of the decode step.
+#include "decode/many_rows.cuh"
+
+namespace decode {
+namespace direct {
+
+constexpr int FRAGMENT_BYTES = 1024;  // sixteen rows of activations, a step of columns: twice 16 bytes a lane
+static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
+
+// A warp's tiles: TOKEN_TILES of 16 rows of activations, WEIGHT_TILES of 8 weight rows. DEPTH steps of weights are loaded
+// ahead; a chunk of activations has CHUNK_STEPS; slices end every so many steps. PAIRED: every second weight tile is of
+// up rows, `rows` below the gate rows of the one before.
+template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool PAIRED_>
+struct Geometry {
+    static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
+    static constexpr int DEPTH = DEPTH_, CHUNK_STEPS = CHUNK_STEPS_, EVERY = EVERY_;
+    static constexpr bool PAIRED = PAIRED_;
+    static constexpr int SUMS = PAIRED ? 2 : 1;                      // that an output is made of
+    static constexpr int UNIT = 8 * WEIGHT_TILES * WARPS / SUMS;     // output columns of a tile
+    static constexpr int STEP_BYTES = TOKEN_TILES * FRAGMENT_BYTES;  // of activations
+    static constexpr int STAGE_BYTES = CHUNK_STEPS * STEP_BYTES;
+    // Sums in all lie in shared memory where a thread's registers hold those of a slice and of a group, and the weights
+    // under way.
+    static constexpr int SUM_REGISTERS = 4 * TOKEN_TILES * WEIGHT_TILES, HELD_REGISTERS = 4 * WEIGHT_TILES * DEPTH;
+    static constexpr bool LEAVES_TOTAL = 3 * SUM_REGISTERS + HELD_REGISTERS + 56 > (THREADS < 256 ? 255 : 65536 / THREADS);
+    static constexpr int TOTAL_BYTES = LEAVES_TOTAL ? SUM_REGISTERS * THREADS * 4 : 0;
+    static_assert(CHUNK_STEPS % DEPTH == 0 && DEPTH % EVERY == 0 && DEPTH * TOKEN_TILES % 2 == 0, "steps in blocks");
+    static_assert(WEIGHT_TILES % SUMS == 0, "pairs of tiles");
+
+    static __device__ constexpr int shared_bytes(int stages) { return TOTAL_BYTES + stages * STAGE_BYTES; }
+    // The output column of the first row of the warp's tile `c`, or of its pair.
+    static __device__ int first_row(int c) { return (threadIdx.x / 32 * WEIGHT_TILES + c) / SUMS * 8; }
+};
+
+__device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
+
+template <typename G> using Sums = float[G::TOKEN_TILES][G::WEIGHT_TILES][4];
+
+template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
+#pragma unroll
+    for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) action(t, c, i);
+}
+
+// 16 bytes of weights, which nobody reads again soon; zeros, and nothing is read, where they do not exist.
+__device__ __forceinline__ uint4 load_weights(const void* weights, bool exists) {
+    uint4 value;
+    asm volatile(
+        "{\n.reg .pred exists;\nsetp.ne.u32 exists, %5, 0;\n"
+        "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+        "@exists ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+        : "l"(weights), "r"(exists ? 1u : 0u)
+        : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void write_shared_16(unsigned shared, unsigned x, unsigned y, unsigned z, unsigned w) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// What a thread has of the weights of a step: 8 columns of a row of each of the warp's tiles.
+template <typename T, typename G> struct Held {
+    uint4 tiles[G::WEIGHT_TILES];
+
+    // The tensor cores' operand for half a step.
+    __device__ uint2 fragment(int c, int half) const {
+        return half == 0 ? make_uint2(tiles[c].x, tiles[c].y) : make_uint2(tiles[c].z, tiles[c].w);
+    }
+};
+
+// The weights of the block's tiles, as one stream of blocks of DEPTH steps.
+template <typename T, typename G> struct Weights {
+    const T* weight;
+    int rows, columns, tiles, tile, column, end;  // `column`, of the thread, of the next block; `end`: of a tile's blocks
+    const T* row[G::WEIGHT_TILES];
+    Held<T, G> held[G::DEPTH];
+
+    __device__ Weights(const Linear& linear, int tiles, int blocks)
+        : weight(static_cast<const T*>(linear.weight)), rows(linear.rows), columns(linear.columns), tiles(tiles),
+          tile(blockIdx.x), end(blocks * G::DEPTH * 32) {
+        start_tile();
+#pragma unroll
+        for (int d = 0; d < G::DEPTH; ++d) load(d);
+    }
+    // Of what lies behind the last row the last one is read, which is what nobody writes.
+    __device__ void start_tile() {
+        column = own_quad() * 8;
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
+            const int line = min(tile * G::UNIT + G::first_row(c) + own_row(), rows - 1) + c % G::SUMS * rows;
+            row[c] = weight + static_cast<size_t>(line) * columns + column;
+        }
+    }
+    // Turns to the next block of steps.
+    __device__ void advance() {
+        column += G::DEPTH * 32;
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) row[c] += G::DEPTH * 32;
+        if (column < end) return;
+        tile += gridDim.x;
+        if (tile < tiles) start_tile();
+        else column = columns, end = 0x7fffffff;  // the stream has ended: nothing exists any more
+    }
+    // Step `d` of the block. Behind the last column are zeros.
+    __device__ void load(int d) {
+        const bool exists = column + d * 32 < columns;
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) held[d].tiles[c] = load_weights(row[c] + d * 32, exists);
+    }
+};
+
+// Activations as they come into shared memory, by chunks, through a ring of stages. Chunks follow each other as the
+// block's tiles need them; where a tile has no more than the ring has stages, they are copied once. A thread copies 16
+// bytes of two rows, eight apart, and when they have come puts each half of them into the order of the tensor cores'
+// operand: a lane then reads an operand at once, from behind its neighbour's.
+template <typename T, typename G> struct Activations {
+    static constexpr int COUNT = G::CHUNK_STEPS * G::TOKEN_TILES * 32;  // of such copies, in a chunk
+    const TiledLinear& arguments;
+    const SelectedRows source;
+    unsigned memory;
+    int chunks, stages, copies, waits;  // of a tile; of the ring; how many are still to be copied, to be waited for
+    int chunk = 0, target = 0, stage = 0;  // the next one of a tile that is copied, its stage, that of the next one read
+
+    __device__ Activations(const TiledLinear& arguments, unsigned memory, int chunks, int tiles)
+        : arguments(arguments), source{arguments.selected, arguments.tokens}, memory(memory), chunks(chunks),
+          stages(min(arguments.stages, chunks)), copies(chunks <= arguments.stages ? chunks : chunks * tiles),
+          waits(copies) {
+        for (int i = 0; i < max(stages - 1, 1); ++i) copy();
+    }
+    // `action` of each of the thread's copies, and their offset in a stage.
+    template <typename Action> static __device__ void for_each_copy(const Action& action) {
+#pragma unroll 2
+        for (int first = 0; first < COUNT; first += G::THREADS) {
+            const int i = first + threadIdx.x;
+            if (COUNT % G::THREADS == 0 || i < COUNT) action(i / 32, i / 32 * FRAGMENT_BYTES + i % 32 * 16);
+        }
+    }
+    // Behind the last row and column are zeros.
+    __device__ void copy() {
+        if (copies > 0) {
+            --copies;
+            const int batch = arguments.linear.batch, columns = arguments.linear.columns;
+            const T* input = static_cast<const T*>(arguments.input);
+            const unsigned to = memory + target * G::STAGE_BYTES;
+            for_each_copy([&](int fragment, int offset) {
+                const int column = (chunk * G::CHUNK_STEPS + fragment / G::TOKEN_TILES) * 32 + own_quad() * 8;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = fragment % G::TOKEN_TILES * 16 + half * 8 + own_row();
+                    const bool exists = row < batch && column < columns;
+                    const T* from = exists ? input + static_cast<size_t>(source(row)) * arguments.stride + column : input;
+                    copy_async_16(to + offset + half * 512, from, exists);
+                }
+            });
+            if (++chunk == chunks) chunk = 0;
+            if (++target == stages) target = 0;
+        }
+        commit_copies();
+    }
+    // Where the thread reads the next chunk, which has come. All threads of the block call it. Behind the last one is
+    // some chunk.
+    __device__ unsigned next() {
+        const unsigned place = memory + stage * G::STAGE_BYTES;
+        if (++stage == stages) stage = 0;
+        if (waits > 0) {
+            --waits;
+            wait_for_all_but(max(stages - 2, 0));
+            for_each_copy([&](int, int offset) {
+                const unsigned own = place + offset;
+                const uint4 low = read_shared_16(own), high = read_shared_16(own + 512);
+                write_shared_16(own, low.x, high.x, low.y, high.y);
+                write_shared_16(own + 512, low.z, high.z, low.w, high.w);
+            });
+            __syncthreads();  // the chunk before has been read by all: its stage is filled again
+            copy();
+        }
+        return place + threadIdx.x % 32 * 16;
+    }
+};
+
+// A thread's sums in all, in registers or in shared memory.
+template <typename G> struct Total {
+    float sum[G::LEAVES_TOTAL ? 1 : G::TOKEN_TILES][G::WEIGHT_TILES][4];
+    float4* left;  // [SUM_REGISTERS / 4, THREADS], of the thread
+
+    __device__ Total(char* shared) : left(reinterpret_cast<float4*>(shared) + threadIdx.x) {}
+    __device__ float4& place(int t, int c) const { return left[(t * G::WEIGHT_TILES + c) * G::THREADS]; }
+    __device__ void clear() {
+        if constexpr (G::LEAVES_TOTAL) {
+#pragma unroll
+            for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+                for (int c = 0; c < G::WEIGHT_TILES; ++c) place(t, c) = make_float4(0.f, 0.f, 0.f, 0.f);
+        } else {
+            for_each_sum<G>([&](int t, int c, int i) { sum[t][c][i] = 0.f; });
+        }
+    }
+    // Adds a group, which then begins anew; `last`: it holds the sums in all instead.
+    __device__ void add(Sums<G>& group, bool last) {
+#pragma unroll
+        for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < G::WEIGHT_TILES; ++c) {
+                float(&own)[4] = group[t][c];
+                if constexpr (G::LEAVES_TOTAL) {
+                    const float4 before = place(t, c);
+                    own[0] += before.x, own[1] += before.y, own[2] += before.z, own[3] += before.w;
+                    if (last) continue;
+                    place(t, c) = make_float4(own[0], own[1], own[2], own[3]);
+                    own[0] = own[1] = own[2] = own[3] = 0.f;
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        own[i] += sum[t][c][i];
+                        if (!last) sum[t][c][i] = own[i], own[i] = 0.f;
+                    }
+                }
+            }
+    }
+};
+
+// Of a tile of activations, operands for both halves of a step. Products of one sum stand as far apart as they can:
+// each waits for the one before.
+template <typename T, typename G>
+__device__ __forceinline__ void multiply(float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<T, G>& weights) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const unsigned a0[2] = {rows[half].x, rows[half].y}, a2[2] = {rows[half].z, rows[half].w};
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
+            const uint2 b = weights.fragment(c, half);
+            multiply_add(sum[c], a0, a2, b.x, b.y, T());
+        }
+    }
+}
+
+// What becomes of a thread's sums.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write(
+    const Sums<G>& total, const T* bias, const Output& output, int first, int batch, int rows) {
+    constexpr int AT_ONCE = 8 / G::WEIGHT_TILES;  // token tiles of which `before` is read before any of them is written
+    const auto row = [&](int t, int i) { return t * 16 + i / 2 * 8 + own_row(); };
+    const auto column = [&](int c, int i) { return first + G::first_row(c) + own_quad() * 2 + i % 2; };
+    const auto exists = [&](int t, int c, int i) { return c % G::SUMS == 0 && row(t, i) < batch && column(c, i) < rows; };
+    float before[AT_ONCE][G::WEIGHT_TILES][4];
+#pragma unroll
+    for (int part = 0; part < G::TOKEN_TILES; part += AT_ONCE) {
+        for_each_sum<G>([&](int t, int c, int i) {
+            if (t / AT_ONCE * AT_ONCE == part && exists(t, c, i))
+                before[t - part][c][i] = output.before(row(t, i), column(c, i), rows);
+        });
+        for_each_sum<G>([&](int t, int c, int i) {
+            if (t / AT_ONCE * AT_ONCE != part || !exists(t, c, i)) return;
+            float one[G::SUMS];
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) {
+                one[s] = total[t][c + s][i];
+                if (bias != nullptr) one[s] += to_float(bias[s * rows + column(c, i)]);
+            }
+            output(row(t, i), column(c, i), rows, one, before[t - part][c][i]);
+        });
+    }
+}
+
+// Grid (blocks), which walk over the tiles. Dynamic shared memory: sums in all, where they lie there, and the ring.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, const Output& output) {
+    extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT;
+    const int chunks = (linear.columns + G::CHUNK_STEPS * 32 - 1) / (G::CHUNK_STEPS * 32);
+    constexpr int BLOCKS = G::CHUNK_STEPS / G::DEPTH;  // of steps, in a chunk
+    const int blocks = chunks * BLOCKS, own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
+
+    launch_next_kernel();
+    Weights<T, G> weights(linear, tiles, blocks);
+    wait_for_previous_kernel();
+    Activations<T, G> activations(arguments, shared_address(shared) + G::TOTAL_BYTES, chunks, own_tiles);
+    uint4 rows[2][2];  // what is multiplied, and what is read meanwhile
+    const auto read = [&](unsigned fragment, uint4 (&target)[2]) {
+        target[0] = read_shared_16(fragment);
+        target[1] = read_shared_16(fragment + 512);
+    };
+    unsigned place = activations.next();
+    read(place, rows[0]);
+    int block_of_chunk = 0;
+    Total<G> total(shared);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        Sums<G> sum = {}, group = {};
+        total.clear();
+        int steps_left = linear.steps, slices_left = SLICES_OF_A_GROUP;
+        for (int block = 0; block < blocks; ++block) {
+            weights.advance();
+#pragma unroll
+            for (int d = 0; d < G::DEPTH; ++d) {
+#pragma unroll
+                for (int t = 0; t < G::TOKEN_TILES; ++t) {
+                    const int turn = d * G::TOKEN_TILES + t;
+                    unsigned following = place + (turn + 1) * FRAGMENT_BYTES;
+                    if (turn + 1 == G::DEPTH * G::TOKEN_TILES) {
+                        if (++block_of_chunk == BLOCKS) block_of_chunk = 0, following = activations.next();
+                        place = following;
+                    }
+                    read(following, rows[(turn + 1) % 2]);
+                    multiply<T, G>(sum[t], rows[turn % 2], weights.held[d]);
+                }
+                weights.load(d);
+                __syncwarp();
+                if ((d + 1) % G::EVERY != 0) continue;
+                steps_left -= G::EVERY;
+                if (steps_left == 0) {
+                    steps_left = linear.steps;
+                    for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i], sum[t][c][i] = 0.f; });
+                    if (--slices_left == 0) slices_left = SLICES_OF_A_GROUP, total.add(group, false);
+                }
+            }
+        }
+        for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i]; });  // of a slice that K ends
+        total.add(group, true);
+        write<T, G>(group, static_cast<const T*>(linear.bias), output, tile * G::UNIT, linear.batch, linear.rows);
+    }
+}
+
+#define DIRECT_KERNEL(NAME)                                                                                            \
+    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int CHUNK_STEPS, int EVERY>         \
+    __global__ void __launch_bounds__(32 * WARPS, 1) NAME(const __grid_constant__ TiledLinear arguments)
+
+// output = scale (input weight^T + bias)
+DIRECT_KERNEL(linear) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>>(arguments, output);
+}
+
+// output = activation(gate) up of input weight^T + bias
+DIRECT_KERNEL(gate_up) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, true>>(arguments, output);
+}
+
+// output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
+DIRECT_KERNEL(linear_residual) {
+    using G = Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>;
+    multiply_tiles<T, G>(arguments, residual_output<T>(arguments));
+}
+#undef DIRECT_KERNEL
+
+}  // namespace direct
+}  // namespace decode
