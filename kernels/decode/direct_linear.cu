@@ -18,24 +18,25 @@ static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
 // A warp's tiles: TOKEN_TILES of 16 rows of activations, WEIGHT_TILES of 8 weight rows. DEPTH steps of weights are loaded
 // ahead; a chunk of activations has CHUNK_STEPS; slices end every so many steps. PAIRED: every second weight tile is of
 // up rows, `rows` below the gate rows of the one before.
-template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool PAIRED_>
+template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool RING_, bool PAIRED_>
 struct Geometry {
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
     static constexpr int DEPTH = DEPTH_, CHUNK_STEPS = CHUNK_STEPS_, EVERY = EVERY_;
-    static constexpr bool PAIRED = PAIRED_;
+    static constexpr bool PAIRED = PAIRED_, RING = RING_;
     static constexpr int SUMS = PAIRED ? 2 : 1;                      // that an output is made of
     static constexpr int UNIT = 8 * WEIGHT_TILES * WARPS / SUMS;     // output columns of a tile
     static constexpr int STEP_BYTES = TOKEN_TILES * FRAGMENT_BYTES;  // of activations
     static constexpr int STAGE_BYTES = CHUNK_STEPS * STEP_BYTES;
     // Sums in all lie in shared memory where a thread's registers hold those of a slice and of a group, and the weights
     // under way.
-    static constexpr int SUM_REGISTERS = 4 * TOKEN_TILES * WEIGHT_TILES, HELD_REGISTERS = 4 * WEIGHT_TILES * DEPTH;
+    static constexpr int SUM_REGISTERS = 4 * TOKEN_TILES * WEIGHT_TILES, HELD_REGISTERS = 4 * WEIGHT_TILES * (RING ? 2 : DEPTH);
     static constexpr bool LEAVES_TOTAL = 3 * SUM_REGISTERS + HELD_REGISTERS + 56 > (THREADS < 256 ? 255 : 65536 / THREADS);
     static constexpr int TOTAL_BYTES = LEAVES_TOTAL ? SUM_REGISTERS * THREADS * 4 : 0;
     static_assert(CHUNK_STEPS % DEPTH == 0 && DEPTH % EVERY == 0 && DEPTH * TOKEN_TILES % 2 == 0, "steps in blocks");
     static_assert(WEIGHT_TILES % SUMS == 0, "pairs of tiles");
 
-    static __device__ constexpr int shared_bytes(int stages) { return TOTAL_BYTES + stages * STAGE_BYTES; }
+    static constexpr int RING_BYTES = RING ? DEPTH * WEIGHT_TILES * THREADS * 16 : 0, STAGES_BEGIN = TOTAL_BYTES + RING_BYTES;
+    static __device__ constexpr int shared_bytes(int stages) { return STAGES_BEGIN + stages * STAGE_BYTES; }
     // The output column of the first row of the warp's tile `c`, or of its pair.
     static __device__ int first_row(int c) { return (threadIdx.x / 32 * WEIGHT_TILES + c) / SUMS * 8; }
 };
@@ -86,14 +87,13 @@ template <typename T, typename G> struct Weights {
     const T* weight;
     int rows, columns, tiles, tile, column, end;  // `column`, of the thread, of the next block; `end`: of a tile's blocks
     const T* row[G::WEIGHT_TILES];
-    Held<T, G> held[G::DEPTH];
+    Held<T, G> held[G::RING ? 2 : G::DEPTH];
+    unsigned ring;  // the thread's place in shared memory
 
-    __device__ Weights(const Linear& linear, int tiles, int blocks)
+    __device__ Weights(const Linear& linear, int tiles, int blocks, unsigned memory)
         : weight(static_cast<const T*>(linear.weight)), rows(linear.rows), columns(linear.columns), tiles(tiles),
-          tile(blockIdx.x), end(blocks * G::DEPTH * 32) {
+          tile(blockIdx.x), end(blocks * G::DEPTH * 32), ring(memory + threadIdx.x * 16) {
         start_tile();
-#pragma unroll
-        for (int d = 0; d < G::DEPTH; ++d) load(d);
     }
     // Of what lies behind the last row the last one is read, which is what nobody writes.
     __device__ void start_tile() {
@@ -118,7 +118,18 @@ template <typename T, typename G> struct Weights {
     __device__ void load(int d) {
         const bool exists = column + d * 32 < columns;
 #pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c) held[d].tiles[c] = load_weights(row[c] + d * 32, exists);
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
+            if constexpr (G::RING) copy_async_16(ring + (d * G::WEIGHT_TILES + c) * G::THREADS * 16, row[c] + d * 32, exists);
+            else held[d].tiles[c] = load_weights(row[c] + d * 32, exists);
+        }
+        if constexpr (G::RING) commit_copies();
+    }
+    // What was copied for step `d`, the oldest but PENDING.
+    template <int PENDING> __device__ void fetch(int d) {
+        wait_for_copies<PENDING>();
+#pragma unroll
+        for (int c = 0; c < G::WEIGHT_TILES; ++c)
+            held[d % 2].tiles[c] = read_shared_16(ring + (d % G::DEPTH * G::WEIGHT_TILES + c) * G::THREADS * 16);
     }
 };
 
@@ -137,9 +148,7 @@ template <typename T, typename G> struct Activations {
     __device__ Activations(const TiledLinear& arguments, unsigned memory, int chunks, int tiles)
         : arguments(arguments), source{arguments.selected, arguments.tokens}, memory(memory), chunks(chunks),
           stages(min(arguments.stages, chunks)), copies(chunks <= arguments.stages ? chunks : chunks * tiles),
-          waits(copies) {
-        for (int i = 0; i < max(stages - 1, 1); ++i) copy();
-    }
+          waits(copies) {}
     // `action` of each of the thread's copies, and their offset in a stage.
     template <typename Action> static __device__ void for_each_copy(const Action& action) {
 #pragma unroll 2
@@ -168,7 +177,7 @@ template <typename T, typename G> struct Activations {
             if (++chunk == chunks) chunk = 0;
             if (++target == stages) target = 0;
         }
-        commit_copies();
+        if constexpr (!G::RING) commit_copies();
     }
     // Where the thread reads the next chunk, which has come. All threads of the block call it. Behind the last one is
     // some chunk.
@@ -177,7 +186,7 @@ template <typename T, typename G> struct Activations {
         if (++stage == stages) stage = 0;
         if (waits > 0) {
             --waits;
-            wait_for_all_but(max(stages - 2, 0));
+            if constexpr (!G::RING) wait_for_all_but(max(stages - 2, 0));
             for_each_copy([&](int, int offset) {
                 const unsigned own = place + offset;
                 const uint4 low = read_shared_16(own), high = read_shared_16(own + 512);
@@ -286,9 +295,26 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     const int blocks = chunks * BLOCKS, own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
 
     launch_next_kernel();
-    Weights<T, G> weights(linear, tiles, blocks);
-    wait_for_previous_kernel();
-    Activations<T, G> activations(arguments, shared_address(shared) + G::TOTAL_BYTES, chunks, own_tiles);
+    const unsigned memory = shared_address(shared);
+    Weights<T, G> weights(linear, tiles, blocks, memory + G::TOTAL_BYTES);
+    Activations<T, G> activations(arguments, memory + G::STAGES_BEGIN, chunks, own_tiles);
+    if constexpr (G::RING) {
+        wait_for_previous_kernel();
+        activations.copy();
+        commit_copies();
+#pragma unroll
+        for (int d = 0; d < G::DEPTH; ++d) {
+            if (d > 0 && d < activations.stages - 1) activations.copy();
+            weights.load(d);
+        }
+        for (int i = G::DEPTH; i < activations.stages - 1; ++i) activations.copy();
+        wait_for_copies<G::DEPTH>();
+    } else {
+#pragma unroll
+        for (int d = 0; d < G::DEPTH; ++d) weights.load(d);
+        wait_for_previous_kernel();
+        for (int i = 0; i < max(activations.stages - 1, 1); ++i) activations.copy();
+    }
     uint4 rows[2][2];  // what is multiplied, and what is read meanwhile
     const auto read = [&](unsigned fragment, uint4 (&target)[2]) {
         target[0] = read_shared_16(fragment);
@@ -297,6 +323,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     unsigned place = activations.next();
     read(place, rows[0]);
     int block_of_chunk = 0;
+    if constexpr (G::RING) weights.template fetch<G::DEPTH - 1>(0);
     Total<G> total(shared);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Sums<G> sum = {}, group = {};
@@ -306,6 +333,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
             weights.advance();
 #pragma unroll
             for (int d = 0; d < G::DEPTH; ++d) {
+                if constexpr (G::RING) weights.load(d), weights.template fetch<G::DEPTH - 1>(d + 1);
 #pragma unroll
                 for (int t = 0; t < G::TOKEN_TILES; ++t) {
                     const int turn = d * G::TOKEN_TILES + t;
@@ -315,9 +343,9 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                         place = following;
                     }
                     read(following, rows[(turn + 1) % 2]);
-                    multiply<T, G>(sum[t], rows[turn % 2], weights.held[d]);
+                    multiply<T, G>(sum[t], rows[turn % 2], weights.held[G::RING ? d % 2 : d]);
                 }
-                weights.load(d);
+                if constexpr (!G::RING) weights.load(d);
                 __syncwarp();
                 if ((d + 1) % G::EVERY != 0) continue;
                 steps_left -= G::EVERY;
@@ -335,24 +363,24 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 }
 
 #define DIRECT_KERNEL(NAME)                                                                                            \
-    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int CHUNK_STEPS, int EVERY>         \
+    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int CHUNK_STEPS, int EVERY, bool RING>\
     __global__ void __launch_bounds__(32 * WARPS, 1) NAME(const __grid_constant__ TiledLinear arguments)
 
 // output = scale (input weight^T + bias)
 DIRECT_KERNEL(linear) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>>(arguments, output);
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, false>>(arguments, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 DIRECT_KERNEL(gate_up) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, true>>(arguments, output);
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, true>>(arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 DIRECT_KERNEL(linear_residual) {
-    using G = Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>;
+    using G = Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, false>;
     multiply_tiles<T, G>(arguments, residual_output<T>(arguments));
 }
 #undef DIRECT_KERNEL

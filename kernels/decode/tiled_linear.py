@@ -87,7 +87,7 @@ def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> 
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     every = tiling.slices_end_every(columns)
-    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
+    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}, {str(tiling.ring).lower()}"
     return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 

@@ -160,6 +160,7 @@ class DirectTiling:
     warps: int
     depth: int
     chunk_steps: int
+    ring: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -175,8 +176,9 @@ class DirectTiling:
     def total_bytes(self) -> int:
         """Of sums that registers have no room for: `Geometry::TOTAL_BYTES`."""
         sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
-        leaves = 3 * sums + 4 * self.weight_tiles * self.depth + 56 > min(255, 65_536 // threads)
-        return sums * threads * 4 if leaves else 0
+        held = 4 * self.weight_tiles * (2 if self.ring else self.depth)
+        leaves = 3 * sums + held + 56 > min(255, 65_536 // threads)
+        return (sums * threads * 4 if leaves else 0) + self.ring * self.depth * self.weight_tiles * threads * 16
 
     def shared_bytes(self, stages: int) -> int:
         """Of sums and a ring."""
