@@ -1,11 +1,12 @@
-// Linear layers of up to 64 rows of activations on GPUs without a tensor memory accelerator: weights go from memory
-// straight into the registers that multiply them.
+// Linear layers of up to 64 rows of activations on GPUs without a tensor memory accelerator: each thread copies the very
+// weights that it multiplies.
 //
-// A warp has its own weight rows, 16 or 32, times all rows of activations, for all of K. Each thread loads its part of
-// some steps of 32 columns ahead, and of the next tile while the sums of the last one are written: no barrier, and no
-// way through shared memory, holds what limits these layers. Only activations, which all warps multiply, lie in shared
-// memory, in chunks of many steps, with one barrier of the block for each chunk; where all of K finds room, they are
-// copied once and stay. Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the
+// A warp has its own weight rows, 16 or 32, times all rows of activations, for all of K. Its threads copy their parts of
+// some steps of 32 columns ahead, into a ring of their own in shared memory, and of the next tile while the sums of the
+// last one are written: no barrier holds what limits these layers. (Loads into registers would wait for the youngest
+// one: the compiler gives all of a loop's one scoreboard; copies complete in order.) Activations, which all warps
+// multiply, come in chunks of many steps, with one barrier of the block for each chunk; where all of K finds room, they
+// are copied once and stay. Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the
 // groups. So a row gets the bits of the decode step.
 #include "decode/many_rows.cuh"
 
@@ -15,28 +16,28 @@ namespace direct {
 constexpr int FRAGMENT_BYTES = 1024;  // sixteen rows of activations, a step of columns: twice 16 bytes a lane
 static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
 
-// A warp's tiles: TOKEN_TILES of 16 rows of activations, WEIGHT_TILES of 8 weight rows. DEPTH steps of weights are loaded
-// ahead; a chunk of activations has CHUNK_STEPS; slices end every so many steps. PAIRED: every second weight tile is of
-// up rows, `rows` below the gate rows of the one before.
-template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool RING_, bool PAIRED_>
+// A warp's tiles: TOKEN_TILES of 16 rows of activations, WEIGHT_TILES of 8 weight rows. DEPTH steps of weights are under
+// way; a chunk of activations has CHUNK_STEPS; slices end every so many steps. PAIRED: every second weight tile is of up
+// rows, `rows` below the gate rows of the one before.
+template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool PAIRED_>
 struct Geometry {
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
     static constexpr int DEPTH = DEPTH_, CHUNK_STEPS = CHUNK_STEPS_, EVERY = EVERY_;
-    static constexpr bool PAIRED = PAIRED_, RING = RING_;
+    static constexpr bool PAIRED = PAIRED_;
     static constexpr int SUMS = PAIRED ? 2 : 1;                      // that an output is made of
     static constexpr int UNIT = 8 * WEIGHT_TILES * WARPS / SUMS;     // output columns of a tile
     static constexpr int STEP_BYTES = TOKEN_TILES * FRAGMENT_BYTES;  // of activations
     static constexpr int STAGE_BYTES = CHUNK_STEPS * STEP_BYTES;
-    // Sums in all lie in shared memory where a thread's registers hold those of a slice and of a group, and the weights
-    // under way.
-    static constexpr int SUM_REGISTERS = 4 * TOKEN_TILES * WEIGHT_TILES, HELD_REGISTERS = 4 * WEIGHT_TILES * (RING ? 2 : DEPTH);
-    static constexpr bool LEAVES_TOTAL = 3 * SUM_REGISTERS + HELD_REGISTERS + 56 > (THREADS < 256 ? 255 : 65536 / THREADS);
-    static constexpr int TOTAL_BYTES = LEAVES_TOTAL ? SUM_REGISTERS * THREADS * 4 : 0;
-    static_assert(CHUNK_STEPS % DEPTH == 0 && DEPTH % EVERY == 0 && DEPTH * TOKEN_TILES % 2 == 0, "steps in blocks");
+    // Sums in all lie in shared memory where a thread's registers hold those of a slice and of a group, and weights of two
+    // steps.
+    static constexpr int SUM_REGISTERS = 4 * TOKEN_TILES * WEIGHT_TILES, MOST_REGISTERS = THREADS <= 256 ? 255 : 65536 / THREADS;
+    static constexpr bool LEAVES_TOTAL = 3 * SUM_REGISTERS + 8 * WEIGHT_TILES + 56 > MOST_REGISTERS;
+    static constexpr int RING_BYTES = DEPTH * WEIGHT_TILES * THREADS * 16;
+    static constexpr int TOTAL = RING_BYTES, STAGES = TOTAL + (LEAVES_TOTAL ? SUM_REGISTERS * THREADS * 4 : 0);
+    static_assert(CHUNK_STEPS % DEPTH == 0 && DEPTH % EVERY == 0 && DEPTH % 2 == 0, "steps in blocks");
     static_assert(WEIGHT_TILES % SUMS == 0, "pairs of tiles");
 
-    static constexpr int RING_BYTES = RING ? DEPTH * WEIGHT_TILES * THREADS * 16 : 0, STAGES_BEGIN = TOTAL_BYTES + RING_BYTES;
-    static __device__ constexpr int shared_bytes(int stages) { return STAGES_BEGIN + stages * STAGE_BYTES; }
+    static __device__ constexpr int shared_bytes(int stages) { return STAGES + stages * STAGE_BYTES; }
     // The output column of the first row of the warp's tile `c`, or of its pair.
     static __device__ int first_row(int c) { return (threadIdx.x / 32 * WEIGHT_TILES + c) / SUMS * 8; }
 };
@@ -55,25 +56,12 @@ template <typename G, typename Action> __device__ __forceinline__ void for_each_
             for (int i = 0; i < 4; ++i) action(t, c, i);
 }
 
-// 16 bytes of weights, which nobody reads again soon; zeros, and nothing is read, where they do not exist.
-__device__ __forceinline__ uint4 load_weights(const void* weights, bool exists) {
-    uint4 value;
-    asm volatile(
-        "{\n.reg .pred exists;\nsetp.ne.u32 exists, %5, 0;\n"
-        "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-        "@exists ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
-        : "l"(weights), "r"(exists ? 1u : 0u)
-        : "memory");
-    return value;
-}
-
 __device__ __forceinline__ void write_shared_16(unsigned shared, unsigned x, unsigned y, unsigned z, unsigned w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
 // What a thread has of the weights of a step: 8 columns of a row of each of the warp's tiles.
-template <typename T, typename G> struct Held {
+template <typename G> struct Held {
     uint4 tiles[G::WEIGHT_TILES];
 
     // The tensor cores' operand for half a step.
@@ -87,7 +75,6 @@ template <typename T, typename G> struct Weights {
     const T* weight;
     int rows, columns, tiles, tile, column, end;  // `column`, of the thread, of the next block; `end`: of a tile's blocks
     const T* row[G::WEIGHT_TILES];
-    Held<T, G> held[G::RING ? 2 : G::DEPTH];
     unsigned ring;  // the thread's place in shared memory
 
     __device__ Weights(const Linear& linear, int tiles, int blocks, unsigned memory)
@@ -95,7 +82,7 @@ template <typename T, typename G> struct Weights {
           tile(blockIdx.x), end(blocks * G::DEPTH * 32), ring(memory + threadIdx.x * 16) {
         start_tile();
     }
-    // Of what lies behind the last row the last one is read, which is what nobody writes.
+    // Of what lies behind the last row the last one is copied, which is what nobody writes.
     __device__ void start_tile() {
         column = own_quad() * 8;
 #pragma unroll
@@ -114,26 +101,24 @@ template <typename T, typename G> struct Weights {
         if (tile < tiles) start_tile();
         else column = columns, end = 0x7fffffff;  // the stream has ended: nothing exists any more
     }
-    // Step `d` of the block. Behind the last column are zeros.
-    __device__ void load(int d) {
+    __device__ unsigned place(int d, int c) const { return ring + (d * G::WEIGHT_TILES + c) * G::THREADS * 16; }
+    // Step `d` of the block, and what the thread copied before, in one group. Behind the last column are zeros.
+    __device__ void copy(int d) const {
         const bool exists = column + d * 32 < columns;
 #pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
-            if constexpr (G::RING) copy_async_16(ring + (d * G::WEIGHT_TILES + c) * G::THREADS * 16, row[c] + d * 32, exists);
-            else held[d].tiles[c] = load_weights(row[c] + d * 32, exists);
-        }
-        if constexpr (G::RING) commit_copies();
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) copy_async_16(place(d, c), row[c] + d * 32, exists);
+        commit_copies();
     }
-    // What was copied for step `d`, the oldest but PENDING.
-    template <int PENDING> __device__ void fetch(int d) {
-        wait_for_copies<PENDING>();
+    // The step that was copied DEPTH - 1 groups before the youngest.
+    __device__ void read(int d, Held<G>& held) const {
+        wait_for_copies<G::DEPTH - 1>();
 #pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c)
-            held[d % 2].tiles[c] = read_shared_16(ring + (d % G::DEPTH * G::WEIGHT_TILES + c) * G::THREADS * 16);
+        for (int c = 0; c < G::WEIGHT_TILES; ++c) held.tiles[c] = read_shared_16(place(d, c));
     }
 };
 
-// Activations as they come into shared memory, by chunks, through a ring of stages. Chunks follow each other as the
+// Activations as they come into shared memory, by chunks, through a ring of stages; their copies are part of the groups of
+// weights that follow, and have come when the weights that are multiplied before them have. Chunks follow each other as the
 // block's tiles need them; where a tile has no more than the ring has stages, they are copied once. A thread copies 16
 // bytes of two rows, eight apart, and when they have come puts each half of them into the order of the tensor cores'
 // operand: a lane then reads an operand at once, from behind its neighbour's.
@@ -159,25 +144,23 @@ template <typename T, typename G> struct Activations {
     }
     // Behind the last row and column are zeros.
     __device__ void copy() {
-        if (copies > 0) {
-            --copies;
-            const int batch = arguments.linear.batch, columns = arguments.linear.columns;
-            const T* input = static_cast<const T*>(arguments.input);
-            const unsigned to = memory + target * G::STAGE_BYTES;
-            for_each_copy([&](int fragment, int offset) {
-                const int column = (chunk * G::CHUNK_STEPS + fragment / G::TOKEN_TILES) * 32 + own_quad() * 8;
+        if (copies == 0) return;
+        --copies;
+        const int batch = arguments.linear.batch, columns = arguments.linear.columns;
+        const T* input = static_cast<const T*>(arguments.input);
+        const unsigned to = memory + target * G::STAGE_BYTES;
+        for_each_copy([&](int fragment, int offset) {
+            const int column = (chunk * G::CHUNK_STEPS + fragment / G::TOKEN_TILES) * 32 + own_quad() * 8;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = fragment % G::TOKEN_TILES * 16 + half * 8 + own_row();
-                    const bool exists = row < batch && column < columns;
-                    const T* from = exists ? input + static_cast<size_t>(source(row)) * arguments.stride + column : input;
-                    copy_async_16(to + offset + half * 512, from, exists);
-                }
-            });
-            if (++chunk == chunks) chunk = 0;
-            if (++target == stages) target = 0;
-        }
-        if constexpr (!G::RING) commit_copies();
+            for (int half = 0; half < 2; ++half) {
+                const int row = fragment % G::TOKEN_TILES * 16 + half * 8 + own_row();
+                const bool exists = row < batch && column < columns;
+                const T* from = exists ? input + static_cast<size_t>(source(row)) * arguments.stride + column : input;
+                copy_async_16(to + offset + half * 512, from, exists);
+            }
+        });
+        if (++chunk == chunks) chunk = 0;
+        if (++target == stages) target = 0;
     }
     // Where the thread reads the next chunk, which has come. All threads of the block call it. Behind the last one is
     // some chunk.
@@ -186,7 +169,6 @@ template <typename T, typename G> struct Activations {
         if (++stage == stages) stage = 0;
         if (waits > 0) {
             --waits;
-            if constexpr (!G::RING) wait_for_all_but(max(stages - 2, 0));
             for_each_copy([&](int, int offset) {
                 const unsigned own = place + offset;
                 const uint4 low = read_shared_16(own), high = read_shared_16(own + 512);
@@ -244,7 +226,7 @@ template <typename G> struct Total {
 // Of a tile of activations, operands for both halves of a step. Products of one sum stand as far apart as they can:
 // each waits for the one before.
 template <typename T, typename G>
-__device__ __forceinline__ void multiply(float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<T, G>& weights) {
+__device__ __forceinline__ void multiply(float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<G>& weights) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const unsigned a0[2] = {rows[half].x, rows[half].y}, a2[2] = {rows[half].z, rows[half].w};
@@ -284,7 +266,8 @@ __device__ __forceinline__ void write(
     }
 }
 
-// Grid (blocks), which walk over the tiles. Dynamic shared memory: sums in all, where they lie there, and the ring.
+// Grid (blocks), which walk over the tiles. Dynamic shared memory: the rings of weights, sums in all, where they lie there,
+// and the stages of activations.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
@@ -296,25 +279,18 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 
     launch_next_kernel();
     const unsigned memory = shared_address(shared);
-    Weights<T, G> weights(linear, tiles, blocks, memory + G::TOTAL_BYTES);
-    Activations<T, G> activations(arguments, memory + G::STAGES_BEGIN, chunks, own_tiles);
-    if constexpr (G::RING) {
-        wait_for_previous_kernel();
-        activations.copy();
-        commit_copies();
+    Weights<T, G> weights(linear, tiles, blocks, memory);
+    Activations<T, G> activations(arguments, memory + G::STAGES, chunks, own_tiles);
+    wait_for_previous_kernel();
+    activations.copy();
+    commit_copies();
 #pragma unroll
-        for (int d = 0; d < G::DEPTH; ++d) {
-            if (d > 0 && d < activations.stages - 1) activations.copy();
-            weights.load(d);
-        }
-        for (int i = G::DEPTH; i < activations.stages - 1; ++i) activations.copy();
-        wait_for_copies<G::DEPTH>();
-    } else {
-#pragma unroll
-        for (int d = 0; d < G::DEPTH; ++d) weights.load(d);
-        wait_for_previous_kernel();
-        for (int i = 0; i < max(activations.stages - 1, 1); ++i) activations.copy();
+    for (int d = 0; d < G::DEPTH; ++d) {
+        if (d > 0 && d < activations.stages - 1) activations.copy();
+        weights.copy(d);
     }
+    for (int i = G::DEPTH; i < activations.stages - 1; ++i) activations.copy();
+    wait_for_copies<G::DEPTH>();
     uint4 rows[2][2];  // what is multiplied, and what is read meanwhile
     const auto read = [&](unsigned fragment, uint4 (&target)[2]) {
         target[0] = read_shared_16(fragment);
@@ -323,8 +299,9 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     unsigned place = activations.next();
     read(place, rows[0]);
     int block_of_chunk = 0;
-    if constexpr (G::RING) weights.template fetch<G::DEPTH - 1>(0);
-    Total<G> total(shared);
+    Held<G> held[2];  // the same of weights
+    weights.read(0, held[0]);
+    Total<G> total(shared + G::TOTAL);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Sums<G> sum = {}, group = {};
         total.clear();
@@ -333,7 +310,8 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
             weights.advance();
 #pragma unroll
             for (int d = 0; d < G::DEPTH; ++d) {
-                if constexpr (G::RING) weights.load(d), weights.template fetch<G::DEPTH - 1>(d + 1);
+                weights.copy(d);  // where the step lay that is in registers now
+                weights.read((d + 1) % G::DEPTH, held[(d + 1) % 2]);
 #pragma unroll
                 for (int t = 0; t < G::TOKEN_TILES; ++t) {
                     const int turn = d * G::TOKEN_TILES + t;
@@ -343,9 +321,8 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                         place = following;
                     }
                     read(following, rows[(turn + 1) % 2]);
-                    multiply<T, G>(sum[t], rows[turn % 2], weights.held[G::RING ? d % 2 : d]);
+                    multiply<T, G>(sum[t], rows[turn % 2], held[d % 2]);
                 }
-                if constexpr (!G::RING) weights.load(d);
                 __syncwarp();
                 if ((d + 1) % G::EVERY != 0) continue;
                 steps_left -= G::EVERY;
@@ -363,24 +340,24 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 }
 
 #define DIRECT_KERNEL(NAME)                                                                                            \
-    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int CHUNK_STEPS, int EVERY, bool RING>\
+    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int CHUNK_STEPS, int EVERY>         \
     __global__ void __launch_bounds__(32 * WARPS, 1) NAME(const __grid_constant__ TiledLinear arguments)
 
 // output = scale (input weight^T + bias)
 DIRECT_KERNEL(linear) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, false>>(arguments, output);
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>>(arguments, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 DIRECT_KERNEL(gate_up) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, true>>(arguments, output);
+    multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, true>>(arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 DIRECT_KERNEL(linear_residual) {
-    using G = Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, RING, false>;
+    using G = Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>;
     multiply_tiles<T, G>(arguments, residual_output<T>(arguments));
 }
 #undef DIRECT_KERNEL

@@ -22,18 +22,4 @@ template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_outp
             static_cast<T*>(arguments.kept.target), arguments.kept.stride};
 }
 
-// Returns when all of the thread's groups of copies have come but as many of the youngest, which are 0 to 6.
-__device__ __forceinline__ void wait_for_all_but(int groups) {
-    switch (groups) {
-        case 0: return wait_for_copies<0>();
-        case 1: return wait_for_copies<1>();
-        case 2: return wait_for_copies<2>();
-        case 3: return wait_for_copies<3>();
-        case 4: return wait_for_copies<4>();
-        case 5: return wait_for_copies<5>();
-        default: return wait_for_copies<HOST_MOST_STAGES - 2>();
-    }
-}
-static_assert(HOST_MOST_STAGES == 8, "a case for each");
-
 }  // namespace decode

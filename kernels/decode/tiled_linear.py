@@ -83,11 +83,10 @@ def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> 
     """A kernel of direct_linear.cu for matrices of so many columns, or of others whose slices end as often."""
     macros = (
         ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
-        ("HOST_MOST_STAGES", MOST_STAGES),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     every = tiling.slices_end_every(columns)
-    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}, {str(tiling.ring).lower()}"
+    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
     return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 

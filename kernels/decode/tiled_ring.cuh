@@ -3,7 +3,7 @@
 // activations. The ring goes on over the borders of tiles, so that the next tile's weights come while the sums of the
 // last one are written.
 #pragma once
-#include "decode/many_rows.cuh"
+#include "decode/common.cuh"
 
 namespace decode {
 namespace tiled {
@@ -135,6 +135,18 @@ template <typename T, typename G, typename Source> struct Copies {
             copy_async_16(target + (G::WEIGHT_ROWS + row) * ROW_BYTES, source + from, exists);
         }
     }
+    static __device__ void wait_for_all_but(int groups) {
+        switch (groups) {
+            case 0: return wait_for_copies<0>();
+            case 1: return wait_for_copies<1>();
+            case 2: return wait_for_copies<2>();
+            case 3: return wait_for_copies<3>();
+            case 4: return wait_for_copies<4>();
+            case 5: return wait_for_copies<5>();
+            default: return wait_for_copies<MOST_STAGES - 2>();
+        }
+    }
+    static_assert(MOST_STAGES == 8, "a case for each");
 };
 
 #if __CUDA_ARCH__ >= 900

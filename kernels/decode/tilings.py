@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import gcd
 
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
@@ -66,14 +67,13 @@ class Tiling:
     """Tiles of `weight_rows` times `rows` (16, 32 or 64) of activations.
 
     `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices. A stage holds `parts` of 64
-    columns. Without clusters, `blocks` of a multiprocessor walk over tiles beside each other.
+    columns: without clusters 1 or 2, as each costs a barrier of the block.
     """
 
     rows: int
     weight_rows: int
     splits: int
     parts: int = 1
-    blocks: int = 1
 
     @property
     def row_warps(self) -> int:
@@ -92,7 +92,7 @@ class Tiling:
 
     def resident(self, gpu: Capacity) -> int:
         """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
-        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else self.blocks
+        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
 
     @property
     def ahead(self) -> bool:
@@ -113,7 +113,7 @@ class Tiling:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
         beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
-        limit = half if beside or self.blocks > 1 else gpu.shared_limit
+        limit = half if beside else gpu.shared_limit
         return max(2, min(MOST_STAGES, limit // self.shared_bytes(1)))
 
     def tiles(self, rows: int) -> int:
@@ -123,7 +123,7 @@ class Tiling:
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles, or clusters of one tile each."""
         tiles = self.tiles(rows)
-        return (min(tiles, self.blocks * gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
+        return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
         """Of a matrix [rows, columns]."""
@@ -132,15 +132,15 @@ class Tiling:
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
         fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
         shared = weights + activations + fragments
-        sizes = (weights, shared, self.rows * self.weight_rows * STEP)
-        step = _overlapped(gpu, blocks, *(self.blocks * size for size in sizes))
-        if not gpu.has_clusters and self.blocks == 1:
+        products = self.rows * self.weight_rows * STEP
+        step = _overlapped(gpu, blocks, weights, activations, shared, products)
+        if not gpu.has_clusters:
             # Warps that wait for each other each stage read at once, then multiply at once.
-            alone = shared / _SHARED + sizes[2] / gpu.speeds[1] + _STAGES / (2 * self.parts)
+            alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / (2 * self.parts)
             step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
         steps = -(-columns // STEP)
         if self.splits == 1:
-            return _STARTS + -(-tiles // (self.blocks * blocks)) * (steps * step + 0.3 * _ENDS) + _ENDS
+            return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
         places = max(1, int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu)))
         waves = -(-tiles * self.splits // places)
         on_each = max(1, min(tiles * self.splits, places) / gpu.multiprocessors)
@@ -149,8 +149,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class DirectTiling:
-    """Tiles of the kernels whose weights go straight into registers: `warps` of `weight_tiles` times 8 weight rows each,
-    times `rows` (16, 32 or 64) of activations.
+    """Tiles of the kernels whose threads copy the weights that they multiply: `warps` of `weight_tiles` times 8 weight rows each,
+    times `rows` of activations, 16 to 64.
 
     `depth` steps of weights are under way; activations come in chunks of `chunk_steps`.
     """
@@ -160,7 +160,6 @@ class DirectTiling:
     warps: int
     depth: int
     chunk_steps: int
-    ring: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -173,21 +172,20 @@ class DirectTiling:
         return self.chunk_steps * self.rows * STEP * 2
 
     @property
-    def total_bytes(self) -> int:
-        """Of sums that registers have no room for: `Geometry::TOTAL_BYTES`."""
+    def own_bytes(self) -> int:
+        """Of the threads' rings, and of sums for which registers have no room: `Geometry::STAGES`."""
         sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
-        held = 4 * self.weight_tiles * (2 if self.ring else self.depth)
-        leaves = 3 * sums + held + 56 > min(255, 65_536 // threads)
-        return (sums * threads * 4 if leaves else 0) + self.ring * self.depth * self.weight_tiles * threads * 16
+        leaves = 3 * sums + 8 * self.weight_tiles + 56 > min(255, 65_536 // threads)
+        return (self.depth * self.weight_tiles * 16 + leaves * sums * 4) * threads
 
     def shared_bytes(self, stages: int) -> int:
-        """Of sums and a ring."""
-        return self.total_bytes + stages * self.stage_bytes
+        """Of a block."""
+        return self.own_bytes + stages * self.stage_bytes
 
     def stages(self, columns: int, gpu: Capacity) -> int:
         """Of the ring: as many as fit, and no more than K has chunks, which are copied once where all fit."""
-        room = (gpu.shared_limit - self.total_bytes) // self.stage_bytes
-        return max(1, min(MOST_STAGES, room, -(-columns // (self.chunk_steps * STEP))))
+        room = (gpu.shared_limit - self.own_bytes) // self.stage_bytes
+        return max(1, min(room, -(-columns // (self.chunk_steps * STEP))))
 
     def slices_end_every(self, columns: int) -> int:
         """Slices end behind as many steps, or a multiple of it."""
@@ -202,18 +200,22 @@ class DirectTiling:
         tiles, steps = -(-rows // self.weight_rows), -(-columns // STEP)
         blocks = min(tiles, gpu.multiprocessors)
         stay = self.stages(columns, gpu) * self.chunk_steps >= steps
-        activations = self.rows * STEP * 2
-        weights = self.weight_rows * STEP * 2 + (0 if stay else activations)
-        shared = self.warps * activations + self.weight_rows * STEP * 2 + (0 if stay else 3 * activations)
-        step = _overlapped(gpu, blocks, weights, shared, self.rows * self.weight_rows * STEP)
+        weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
+        # Weights are written and read once; activations are copied, and read and written once more.
+        shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
+        copied = 0 if stay else activations
+        step = _overlapped(gpu, blocks, weights, copied, shared, self.rows * self.weight_rows * STEP)
         return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
 
 
-def _overlapped(gpu: Capacity, blocks: int, weights: float, shared: float, products: float) -> float:
-    """Of a block that takes so many bytes of weights from memory, reads and writes so many bytes of shared memory and
-    multiplies and adds so often, while `blocks` multiprocessors do so."""
+def _overlapped(
+    gpu: Capacity, blocks: int, weights: float, activations: float, shared: float, products: float
+) -> float:
+    """Of a block that takes so many bytes of weights from memory and of activations from the cache, reads and writes so
+    many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
     bandwidth, products_a_clock = gpu.speeds
-    spans = (weights / min(_STREAMED, bandwidth / blocks), shared / _SHARED, products / products_a_clock)
+    streamed = max(weights * blocks / bandwidth, (weights + activations) / _STREAMED)
+    spans = streamed, shared / _SHARED, products / products_a_clock
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
 
 
@@ -224,7 +226,7 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
     shared = weights * (2 + count / (8 if normed else 16) * (1 if normed else 2))
     norms = _NORMED * count * columns if normed else 0
-    return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, shared, 0) + _ENDS
+    return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, 0, shared, 0) + _ENDS
 
 
 def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capacity) -> float:
@@ -245,13 +247,13 @@ def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
     """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: none or some."""
     if gpu.has_clusters:
         return []
-    rows = 16 if count <= 16 else 32 if count <= 32 else 64
+    rows = -(-count // 16) * 16
     found = []
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
         depth = 8 if weight_tiles == 2 and warps <= 8 else 4
-        for chunk_steps in (16, 8, 4):
+        for stages, chunk_steps in ((3, 16), (3, 8), (3, 4), (2, 8), (2, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if chunk_steps % depth == 0 and tiling.shared_bytes(3) <= gpu.shared_limit:
+            if chunk_steps % depth == 0 and tiling.shared_bytes(stages) <= gpu.shared_limit:
                 found.append(tiling)
                 break
     return found
@@ -261,11 +263,13 @@ def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)
-    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 96, 128, 160, 192, 256) for own in splits]
+    parts = (1,) if gpu.has_clusters else (1, 2)
+    sizes = product((64, 96, 128, 160, 192, 256), splits, parts)
+    every = [Tiling(rows, *size) for size in sizes]
     possible = [
         tiling
         for tiling in every
         if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
         and tiling.row_tiles * tiling.column_tiles <= 16
     ]
-    return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]
+    return [tiling for tiling in possible if tiling.shared_bytes(4 - tiling.parts) <= gpu.shared_limit] or possible[:1]
