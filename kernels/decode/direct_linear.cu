@@ -13,6 +13,7 @@
 namespace decode {
 namespace direct {
 
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int FRAGMENT_BYTES = 1024;  // sixteen rows of activations, a step of columns: twice 16 bytes a lane
 static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
 
@@ -182,46 +183,60 @@ template <typename T, typename G> struct Activations {
     }
 };
 
-// A thread's sums in all, in registers or in shared memory.
+// A thread's sums over the groups that have ended, in registers or in shared memory. The last group of a tile is added to
+// them where it lies.
 template <typename G> struct Total {
-    float sum[G::LEAVES_TOTAL ? 1 : G::TOKEN_TILES][G::WEIGHT_TILES][4];
-    float4* left;  // [SUM_REGISTERS / 4, THREADS], of the thread
+    Sums<G> sum = {};
+    int groups = 0;
 
-    __device__ Total(char* shared) : left(reinterpret_cast<float4*>(shared) + threadIdx.x) {}
-    __device__ float4& place(int t, int c) const { return left[(t * G::WEIGHT_TILES + c) * G::THREADS]; }
-    __device__ void clear() {
-        if constexpr (G::LEAVES_TOTAL) {
-#pragma unroll
-            for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-                for (int c = 0; c < G::WEIGHT_TILES; ++c) place(t, c) = make_float4(0.f, 0.f, 0.f, 0.f);
-        } else {
-            for_each_sum<G>([&](int t, int c, int i) { sum[t][c][i] = 0.f; });
-        }
+    __device__ explicit Total(char*) {}
+    // Adds a group, which then begins anew.
+    __device__ void add(Sums<G>& group) {
+        ++groups;
+        for_each_sum<G>([&](int t, int c, int i) { sum[t][c][i] += group[t][c][i], group[t][c][i] = 0.f; });
     }
-    // Adds a group, which then begins anew; `last`: it holds the sums in all instead.
-    __device__ void add(Sums<G>& group, bool last) {
+    // Adds the groups to the last one of the tile.
+    __device__ void finish(Sums<G>& group) {
+        groups = 0;
+        for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i], sum[t][c][i] = 0.f; });
+    }
+};
+
+template <typename G> struct SharedTotal {
+    float4* sum;  // [SUM_REGISTERS / 4, THREADS], of the thread
+    int groups = 0;
+
+    __device__ explicit SharedTotal(char* shared) : sum(reinterpret_cast<float4*>(shared) + threadIdx.x) {}
+    __device__ float4& place(int t, int c) const { return sum[(t * G::WEIGHT_TILES + c) * G::THREADS]; }
+    __device__ void add(Sums<G>& group) {
+        if (groups++ > 0) add_to(group);
 #pragma unroll
         for (int t = 0; t < G::TOKEN_TILES; ++t)
 #pragma unroll
             for (int c = 0; c < G::WEIGHT_TILES; ++c) {
                 float(&own)[4] = group[t][c];
-                if constexpr (G::LEAVES_TOTAL) {
-                    const float4 before = place(t, c);
-                    own[0] += before.x, own[1] += before.y, own[2] += before.z, own[3] += before.w;
-                    if (last) continue;
-                    place(t, c) = make_float4(own[0], own[1], own[2], own[3]);
-                    own[0] = own[1] = own[2] = own[3] = 0.f;
-                } else {
+                place(t, c) = make_float4(own[0], own[1], own[2], own[3]);
+                own[0] = own[1] = own[2] = own[3] = 0.f;
+            }
+    }
+    __device__ void finish(Sums<G>& group) {
+        if (groups > 0) add_to(group);
+        groups = 0;
+    }
+    __device__ void add_to(Sums<G>& group) const {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        own[i] += sum[t][c][i];
-                        if (!last) sum[t][c][i] = own[i], own[i] = 0.f;
-                    }
-                }
+        for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < G::WEIGHT_TILES; ++c) {
+                const float4 before = place(t, c);
+                float(&own)[4] = group[t][c];
+                own[0] += before.x, own[1] += before.y, own[2] += before.z, own[3] += before.w;
             }
     }
 };
+
+template <bool, typename First, typename> struct Choose { using type = First; };
+template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
 
 // Of a tile of activations, operands for both halves of a step. Products of one sum stand as far apart as they can:
 // each waits for the one before.
@@ -301,10 +316,9 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     int block_of_chunk = 0;
     Held<G> held[2];  // the same of weights
     weights.read(0, held[0]);
-    Total<G> total(shared + G::TOTAL);
+    typename Choose<G::LEAVES_TOTAL, SharedTotal<G>, Total<G>>::type total(shared + G::TOTAL);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Sums<G> sum = {}, group = {};
-        total.clear();
         int steps_left = linear.steps, slices_left = SLICES_OF_A_GROUP;
         for (int block = 0; block < blocks; ++block) {
             weights.advance();
@@ -329,12 +343,12 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 if (steps_left == 0) {
                     steps_left = linear.steps;
                     for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i], sum[t][c][i] = 0.f; });
-                    if (--slices_left == 0) slices_left = SLICES_OF_A_GROUP, total.add(group, false);
+                    if (--slices_left == 0 && total.groups < GROUPS - 1) slices_left = SLICES_OF_A_GROUP, total.add(group);
                 }
             }
         }
         for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i]; });  // of a slice that K ends
-        total.add(group, true);
+        total.finish(group);
         write<T, G>(group, static_cast<const T*>(linear.bias), output, tile * G::UNIT, linear.batch, linear.rows);
     }
 }

@@ -235,9 +235,7 @@ def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capa
 
 
 @cache
-def fastest_tiling(
-    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False
-) -> Tiling | DirectTiling:
+def fastest_tiling(count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False) -> Tiling | DirectTiling:
     """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
     every = [*direct_tilings(count, gpu), *tilings(count, gpu, gated)]
     return min(every, key=lambda tiling: tiling.clocks(rows, columns, gpu))
