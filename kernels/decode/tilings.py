@@ -183,9 +183,9 @@ class DirectTiling:
         return self.own_bytes + stages * self.stage_bytes
 
     def stages(self, columns: int, gpu: Capacity) -> int:
-        """Of the ring: as many as fit, and no more than K has chunks, which are copied once where all fit."""
-        room = (gpu.shared_limit - self.own_bytes) // self.stage_bytes
-        return max(1, min(room, -(-columns // (self.chunk_steps * STEP))))
+        """Of the ring: as many as K has chunks, which are copied once, or four or three."""
+        room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
+        return chunks if chunks <= room else max(3, min(4, room))
 
     def slices_end_every(self, columns: int) -> int:
         """Slices end behind as many steps, or a multiple of it."""
@@ -248,10 +248,10 @@ def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
     rows = -(-count // 16) * 16
     found = []
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
-        depth = 8 if weight_tiles == 2 and warps <= 8 else 4
-        for stages, chunk_steps in ((3, 16), (3, 8), (3, 4), (2, 8), (2, 4)):
+        depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
+        for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if chunk_steps % depth == 0 and tiling.shared_bytes(stages) <= gpu.shared_limit:
+            if tiling.shared_bytes(3) <= gpu.shared_limit and depth <= chunk_steps:
                 found.append(tiling)
                 break
     return found
