@@ -37,6 +37,9 @@ struct Geometry {
     static constexpr bool LEAVES_TOTAL = 3 * SUM_REGISTERS + 8 * WEIGHT_TILES + 56 > MOST_REGISTERS;
     static constexpr int SLOT_BYTES = WEIGHT_TILES * THREADS * 16, RING_BYTES = DEPTH * SLOT_BYTES;
     static constexpr int TOTAL = RING_BYTES, STAGES = TOTAL + (LEAVES_TOTAL ? SUM_REGISTERS * THREADS * 4 : 0);
+    // Of as many steps, each is some warps' to copy the activations of: one tile of them each.
+    static constexpr int TURNS = WARPS / TOKEN_TILES >= 4 ? 4 : WARPS / TOKEN_TILES >= 2 ? 2 : 1;
+    static_assert(WARPS >= TOKEN_TILES && BLOCK_STEPS % TURNS == 0, "each tile of activations has a warp");
     static_assert(CHUNK_STEPS % BLOCK_STEPS == 0 && BLOCK_STEPS % EVERY == 0, "steps in blocks");
     static_assert(DEPTH <= CHUNK_STEPS, "activations have come when they are put into order");
     static_assert(WEIGHT_TILES % SUMS == 0, "pairs of tiles");
@@ -137,83 +140,83 @@ template <typename T, typename G> struct Weights {
 
 // Activations as they come into shared memory, by chunks, through a ring of stages; their copies are part of the groups of
 // weights that follow, and have come when the weights that are multiplied before them have. Chunks follow each other as
-// the block's tiles need them; where a tile has no more than the ring has stages, they are copied once. The warps take
-// turns with the fragments of a chunk: a thread copies 16 bytes of two rows, eight apart, and a chunk before they are
-// multiplied puts each half of them into the order of the tensor cores' operand: a lane then reads an operand at once,
-// from behind its neighbour's.
+// the block's tiles need them; where a tile has no more than the ring has stages, they are copied once. Warps take turns:
+// each copies a tile of activations of every TURNS-th step, a thread 16 bytes of two rows, eight apart. A chunk before
+// they are multiplied it puts each half of them into the order of the tensor cores' operand: a lane then reads an operand
+// at once, from behind its neighbour's.
 template <typename T, typename G> struct Activations {
-    static constexpr int FRAGMENTS = G::CHUNK_STEPS * G::TOKEN_TILES;  // of a chunk
-    const TiledLinear& arguments;
-    const SelectedRows source;
-    unsigned memory;
-    int chunks, stages;        // of a tile; of the ring
-    int copies, orders;        // chunks that are still to be copied, to be put into order
-    int chunk = 0;             // of a tile, that is copied next
-    int target = 0, stage = 0;  // its stage, and that of the chunk that is read
-    int fragment, due = 0;     // the warp's next one of a chunk; those before `due` are dealt with by now
+    static constexpr int STEPS = G::CHUNK_STEPS / G::TURNS;  // of a chunk, that are the warp's
+    const T* row[2];
+    int columns[2];  // that exist of a row
+    int column, end;  // of what is copied next; of a tile
+    unsigned memory, target, unordered;  // the ring; where the next step is copied to; the next one that is put into order
+    int bytes, turn, copies, orders, barriers;  // of the ring; the warp's; steps and chunks that are left
+    int ahead;  // chunks that are copied before they are read
 
-    __device__ Activations(const TiledLinear& arguments, unsigned memory, int chunks, int tiles)
-        : arguments(arguments), source{arguments.selected, arguments.tokens}, memory(memory), chunks(chunks),
-          stages(arguments.stages), copies(chunks <= stages ? chunks : chunks * tiles), orders(copies - 1),
-          fragment(threadIdx.x / 32) {}
-    __device__ int ahead() const { return min(chunks <= stages ? chunks : stages - 1, MOST_AHEAD); }
-    __device__ unsigned place(int stage, int fragment) const {
-        return memory + stage * G::STAGE_BYTES + fragment * FRAGMENT_BYTES + threadIdx.x % 32 * 16;
-    }
-    // Behind the last row and column are zeros.
-    __device__ void copy(int fragment) const {
-        const int column = (chunk * G::CHUNK_STEPS + fragment / G::TOKEN_TILES) * 32 + own_quad() * 8;
-        const T* input = static_cast<const T*>(arguments.input);
+    __device__ Activations(const TiledLinear& arguments, unsigned memory, int chunks, int tiles) : memory(memory) {
+        const int warp = threadIdx.x / 32, tile = warp % G::TOKEN_TILES, stages = arguments.stages;
+        const SelectedRows source{arguments.selected, arguments.tokens};
+        const bool stay = chunks <= stages;
+        turn = warp < G::TURNS * G::TOKEN_TILES ? warp / G::TOKEN_TILES : -1;
+        column = max(turn, 0) * 32 + own_quad() * 8, end = chunks * G::CHUNK_STEPS * 32, bytes = stages * G::STAGE_BYTES;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = fragment % G::TOKEN_TILES * 16 + half * 8 + own_row();
-            const bool exists = row < arguments.linear.batch && column < arguments.linear.columns;
-            const T* from = exists ? input + static_cast<size_t>(source(row)) * arguments.stride + column : input;
-            copy_async_16(place(target, fragment) + half * 512, from, exists);
+            const int b = tile * 16 + half * 8 + own_row();
+            const bool exists = b < arguments.linear.batch;
+            columns[half] = exists ? arguments.linear.columns : 0;
+            row[half] = static_cast<const T*>(arguments.input) + column;
+            if (exists) row[half] += static_cast<size_t>(source(b)) * arguments.stride;
         }
+        target = memory + (max(turn, 0) * G::TOKEN_TILES + tile) * FRAGMENT_BYTES + threadIdx.x % 32 * 16;
+        unordered = target;
+        barriers = (stay ? chunks : chunks * tiles) - 1;
+        copies = orders = turn < 0 ? 0 : (barriers + 1) * STEPS;
+        ahead = min(stay ? chunks : stages - 1, MOST_AHEAD);
     }
-    __device__ void order(int stage, int fragment) const {
-        const unsigned own = place(stage, fragment);
-        const uint4 low = read_shared_16(own), high = read_shared_16(own + 512);
-        write_shared_16(own, low.x, high.x, low.y, high.y);
-        write_shared_16(own + 512, low.z, high.z, low.w, high.w);
-    }
-    // A whole chunk, if there is one.
-    __device__ void copy_chunk() {
+    // The next step that is the warp's. Behind the last row and column are zeros.
+    __device__ void copy() {
         if (copies == 0) return;
+        --copies;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) copy_async_16(target + half * 512, row[half], column < columns[half]);
+        turn_to_next(target);
+        const bool last = column + G::TURNS * 32 >= end;
+        const int further = last ? G::TURNS * 32 - end : G::TURNS * 32;
+        column += further, row[0] += further, row[1] += further;
+    }
+    __device__ void order() {
+        if (orders == 0) return;
+        --orders;
+        const uint4 low = read_shared_16(unordered), high = read_shared_16(unordered + 512);
+        write_shared_16(unordered, low.x, high.x, low.y, high.y);
+        write_shared_16(unordered + 512, low.z, high.z, low.w, high.w);
+        turn_to_next(unordered);
+    }
+    __device__ void copy_chunk() {
 #pragma unroll 1
-        for (int own = fragment; own < FRAGMENTS; own += G::WARPS) copy(own);
-        end_copy();
+        for (int step = 0; step < STEPS; ++step) copy();
     }
     __device__ void order_chunk() {
 #pragma unroll 1
-        for (int own = fragment; own < FRAGMENTS; own += G::WARPS) order(0, own);
+        for (int step = 0; step < STEPS; ++step) order();
         __syncthreads();
     }
-    // The warp's part of a step: of the next chunk, and of one that comes later.
-    __device__ void step() {
-        due += G::TOKEN_TILES;
-#pragma unroll
-        for (int turn = 0; turn < (G::TOKEN_TILES + G::WARPS - 1) / G::WARPS; ++turn) {
-            if (fragment >= due) break;
-            if (orders > 0) order(following(), fragment);
-            if (copies > 0) copy(fragment);
-            fragment += G::WARPS;
-        }
+    // What is the warp's while step `d` of a block is multiplied: of the next chunk, and of one that comes later.
+    __device__ void step(int d) {
+        if (d % G::TURNS == turn) order(), copy();
     }
-    // Turns to the next chunk. All threads of the block call it. Behind the last one is some chunk.
-    __device__ void advance() {
-        if (orders > 0) --orders, __syncthreads();  // it has been put into order by all, and the last one has been read
-        if (copies > 0) end_copy();
-        stage = following(), fragment = threadIdx.x / 32, due = 0;
+    // Where the thread reads the chunk behind the one at `place`. All threads of the block call it. Behind the last one is
+    // some chunk.
+    __device__ unsigned next(unsigned place) {
+        if (barriers > 0) --barriers, __syncthreads();  // it has been put into order, and the one before has been read
+        place += G::STAGE_BYTES;
+        return place >= memory + bytes ? place - bytes : place;
     }
 
   private:
-    __device__ int following() const { return stage + 1 == stages ? 0 : stage + 1; }
-    __device__ void end_copy() {
-        --copies;
-        if (++chunk == chunks) chunk = 0;
-        if (++target == stages) target = 0;
+    __device__ void turn_to_next(unsigned& place) const {
+        place += G::TURNS * G::STEP_BYTES;
+        if (place >= memory + bytes) place -= bytes;
     }
 };
 
@@ -275,7 +278,8 @@ template <typename First, typename Second> struct Choose<false, First, Second> {
 // Of a tile of activations, operands for both halves of a step. Products of one sum stand as far apart as they can:
 // each waits for the one before.
 template <typename T, typename G>
-__device__ __forceinline__ void multiply(float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<G>& weights) {
+__device__ __forceinline__ void multiply(
+    float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<G>& weights, bool begins) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const unsigned a0[2] = {rows[half].x, rows[half].y}, a2[2] = {rows[half].z, rows[half].w};
@@ -285,7 +289,8 @@ __device__ __forceinline__ void multiply(float (&sum)[G::WEIGHT_TILES][4], const
 #ifdef TRY_NO_MMA
             sum[c][0] += __uint_as_float(a0[0] ^ a0[1] ^ a2[0] ^ a2[1] ^ b.x ^ b.y);
 #else
-            multiply_add(sum[c], a0, a2, b.x, b.y, T());
+            if (half == 0) multiply_add(sum[c], a0, a2, b.x, b.y, begins, T());
+            else multiply_add(sum[c], a0, a2, b.x, b.y, T());
 #endif
         }
     }
@@ -296,26 +301,36 @@ template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write(
     const Sums<G>& total, const T* bias, const Output& output, int first, int batch, int rows) {
     constexpr int AT_ONCE = 8 / G::WEIGHT_TILES;  // token tiles of which `before` is read before any of them is written
-    const auto row = [&](int t, int i) { return t * 16 + i / 2 * 8 + own_row(); };
-    const auto column = [&](int c, int i) { return first + G::first_row(c) + own_quad() * 2 + i % 2; };
-    const auto exists = [&](int t, int c, int i) { return c % G::SUMS == 0 && row(t, i) < batch && column(c, i) < rows; };
-    float before[AT_ONCE][G::WEIGHT_TILES][4];
+    float2 before[AT_ONCE][G::WEIGHT_TILES][2];
 #pragma unroll
     for (int part = 0; part < G::TOKEN_TILES; part += AT_ONCE) {
-        for_each_sum<G>([&](int t, int c, int i) {
-            if (t / AT_ONCE * AT_ONCE == part && exists(t, c, i))
-                before[t - part][c][i] = output.before(row(t, i), column(c, i), rows);
-        });
-        for_each_sum<G>([&](int t, int c, int i) {
-            if (t / AT_ONCE * AT_ONCE != part || !exists(t, c, i)) return;
-            float one[G::SUMS];
+        const auto for_each = [&](bool writes) {
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s) {
-                one[s] = total[t][c + s][i];
-                if (bias != nullptr) one[s] += to_float(bias[s * rows + column(c, i)]);
-            }
-            output(row(t, i), column(c, i), rows, one, before[t - part][c][i]);
-        });
+            for (int t = part; t < part + AT_ONCE && t < G::TOKEN_TILES; ++t)
+#pragma unroll
+                for (int c = 0; c < G::WEIGHT_TILES; c += G::SUMS)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int b = t * 16 + half * 8 + own_row(), n = first + G::first_row(c) + own_quad() * 2;
+                        if (b >= batch || n >= rows) continue;
+                        float2& own = before[t - part][c][half];
+                        if (!writes) {
+                            own = output.before_two(b, n, rows);
+                            continue;
+                        }
+                        float2 sums[G::SUMS];
+#pragma unroll
+                        for (int s = 0; s < G::SUMS; ++s) {
+                            sums[s] = make_float2(total[t][c + s][2 * half], total[t][c + s][2 * half + 1]);
+                            if (bias == nullptr) continue;
+                            const float2 added = read_two(bias + s * rows + n, n, rows);
+                            sums[s].x += added.x, sums[s].y += added.y;
+                        }
+                        output.two(b, n, rows, sums, own);
+                    }
+        };
+        for_each(false);
+        for_each(true);
     }
 }
 
@@ -335,15 +350,13 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     Weights<T, G> weights(linear, tiles, blocks, memory);
     Activations<T, G> activations(arguments, memory + G::STAGES, chunks, own_tiles);
     wait_for_previous_kernel();
-    const int ahead = activations.ahead();
     activations.copy_chunk();
     commit_copies();
 #pragma unroll
     for (int i = 0; i < G::DEPTH; ++i) {
-        if (0 < i && i < ahead) activations.copy_chunk();
+        if (0 < i && i < activations.ahead) activations.copy_chunk();
         weights.copy(i % BLOCK_STEPS);
     }
-    for (int i = G::DEPTH; i < ahead; ++i) activations.copy_chunk();
     wait_for_copies<G::DEPTH>();
     activations.order_chunk();
     uint4 rows[2][2];  // what is multiplied, and what is read meanwhile
@@ -355,7 +368,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
         target[1] = read_shared_16(fragment + 512);
 #endif
     };
-    unsigned place = activations.place(0, 0);
+    unsigned chunk = memory + G::STAGES + threadIdx.x % 32 * 16, place = chunk;
     read(place, rows[0]);
     Held<G> held[2];  // the same of weights
     weights.read(held[0]);
@@ -365,27 +378,24 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
         Sums<G> sum = {}, group = {};
         int steps_left = linear.steps, slices_left = SLICES_OF_A_GROUP;
         for (int block = 0; block < blocks; ++block) {
+            const bool begins = steps_left == linear.steps;  // a slice
 #pragma unroll
             for (int d = 0; d < BLOCK_STEPS; ++d) {
                 weights.copy((d + G::DEPTH) % BLOCK_STEPS);  // where the step lay that is in registers now
                 weights.read(held[(d + 1) % 2]);
 #ifndef TRY_NO_X
-                activations.step();
+                activations.step(d);
 #endif
 #pragma unroll
                 for (int t = 0; t < G::TOKEN_TILES; ++t) {
                     const int turn = d * G::TOKEN_TILES + t;
                     unsigned following = place + (turn + 1) * FRAGMENT_BYTES;
                     if (turn + 1 == BLOCK_STEPS * G::TOKEN_TILES) {
-                        if (++block_of_chunk == BLOCKS) {
-                            block_of_chunk = 0;
-                            activations.advance();
-                            following = activations.place(activations.stage, 0);
-                        }
+                        if (++block_of_chunk == BLOCKS) block_of_chunk = 0, following = chunk = activations.next(chunk);
                         place = following;
                     }
                     read(following, rows[(turn + 1) % 2]);
-                    multiply<T, G>(sum[t], rows[turn % 2], held[d % 2]);
+                    multiply<T, G>(sum[t], rows[turn % 2], held[d % 2], G::EVERY == BLOCK_STEPS && d == 0 && begins);
                 }
                 if ((d + 1) % G::EVERY != 0) continue;
 #ifdef TRY_NO_SLICE
@@ -394,12 +404,16 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 steps_left -= G::EVERY;
                 if (steps_left == 0) {
                     steps_left = linear.steps;
-                    for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i], sum[t][c][i] = 0.f; });
+                    for_each_sum<G>([&](int t, int c, int i) {
+                        group[t][c][i] += sum[t][c][i];
+                        if (G::EVERY != BLOCK_STEPS) sum[t][c][i] = 0.f;
+                    });
                     if (--slices_left == 0 && total.groups < GROUPS - 1) slices_left = SLICES_OF_A_GROUP, total.add(group);
                 }
             }
         }
-        for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i]; });  // of a slice that K ends
+        if (steps_left != linear.steps)  // a slice that K ends
+            for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i]; });
         total.finish(group);
 #ifdef TRY_NO_EPILOGUE
         if (group[0][0][0] == 1.2345f)
