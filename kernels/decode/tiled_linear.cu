@@ -25,12 +25,12 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * (TILED_WARPS / ROW_WARPS);
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
-    static constexpr int PART_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES, STAGE_BYTES = PARTS * PART_BYTES;
+    static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
     static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
     // Whether a thread's registers hold the next step's fragments beside this one's, and its sums of three kinds.
     static constexpr int SUM_REGISTERS = 12 * ROW_TILES * COLUMN_TILES, FRAGMENT = 8 * ROW_TILES + 4 * COLUMN_TILES;
     static constexpr bool AHEAD = SUM_REGISTERS + 2 * FRAGMENT <= (BLOCKS == 1 ? 180 : 64);
-    static_assert(COLUMN_TILES % SUMS == 0 && PART_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
+    static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
     static_assert(2 * STAGE_BYTES >= ROWS * AREA_STRIDE * 4, "two stages take what a block leaves");
 
     static __device__ constexpr int shared_bytes(int stages) { return stages * (STAGE_BYTES + BARRIER_BYTES); }
@@ -75,8 +75,7 @@ template <typename G> struct Fragments {
     uint4 weights[G::COLUMN_TILES], activations[G::ROW_TILES][2];
 
     __device__ void read(unsigned stage, const Lane<G>& lane, int step) {
-        const unsigned own = stage + step / PART_STEPS * G::PART_BYTES + lane_offset(step % PART_STEPS);
-        const unsigned rows = own + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES;
+        const unsigned own = stage + lane_offset(step), rows = own + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES;
 #pragma unroll
         for (int c = 0; c < G::COLUMN_TILES; ++c) weights[c] = read_shared_16(own + lane.tile_row(c) * ROW_BYTES);
 #pragma unroll
@@ -115,7 +114,7 @@ __device__ __forceinline__ void multiply_tile(
         add_to<G>(group, sum);
         if (++slice % SLICES_OF_A_GROUP == 0) add_to<G>(total, group);
     };
-    static_assert(STAGE_STEPS % 2 == 0, "a chunk is multiplied in pairs of steps");
+    static_assert(STAGE_STEPS == 2, "a chunk is multiplied in two steps");
     if constexpr (G::AHEAD) {  // of a chunk the first step is read while the last one of the chunk before is multiplied
         Fragments<G> first, second;
         const auto start_chunk = [&] {
@@ -125,20 +124,13 @@ __device__ __forceinline__ void multiply_tile(
         };
         if (count > 0) start_chunk();
         for (int chunk = 1; chunk <= count; ++chunk) {
-#pragma unroll
-            for (int step = 1; step < STAGE_STEPS; step += 2) {
-                second.read(chunks.ring.place(), lane, step);
-                first.multiply(sum, T());
-                end_step();
-                if (step < STAGE_STEPS - 1) {
-                    first.read(chunks.ring.place(), lane, step + 1);
-                } else {
-                    chunks.release();
-                    if (chunk < count) start_chunk();
-                }
-                second.multiply(sum, T());
-                end_step();
-            }
+            second.read(chunks.ring.place(), lane, 1);
+            first.multiply(sum, T());
+            end_step();
+            chunks.release();
+            if (chunk < count) start_chunk();
+            second.multiply(sum, T());
+            end_step();
         }
     } else {
         for (int chunk = 0; chunk < count; ++chunk) {

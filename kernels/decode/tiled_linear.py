@@ -70,9 +70,8 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity) -> Kernel
         ("HOST_MOST_STAGES", MOST_STAGES),
         ("HOST_ROW_BYTES", ROW_BYTES),
         ("HOST_BARRIER_BYTES", BARRIER_BYTES),
-        ("HOST_PARTS", tiling.parts),
-        ("HOST_SMALL_BYTES", Tiling(16, 128, 1, tiling.parts).shared_bytes(3)),
-        ("HOST_LARGE_BYTES", Tiling(64, 192, 1, tiling.parts).shared_bytes(2)),
+        ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
+        ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"

@@ -1,15 +1,13 @@
 // How weights and activations of tiled_linear.cu come into shared memory: through a ring of stages that a block fills
-// and empties at once. A stage holds one or two parts: 64 columns of a tile's weight rows, then of all rows of
-// activations. The ring goes on over the borders of tiles, so that the next tile's weights come while the sums of the
-// last one are written.
+// and empties at once. A stage holds 64 columns of a tile's weight rows, then of all rows of activations; the ring goes
+// on over the borders of tiles, so that the next tile's weights come while the sums of the last one are written.
 #pragma once
 #include "decode/common.cuh"
 
 namespace decode {
 namespace tiled {
 
-constexpr int PARTS = HOST_PARTS, PART_COLUMNS = 64, PART_STEPS = PART_COLUMNS / 32, ROW_BYTES = PART_COLUMNS * 2;
-constexpr int STAGE_COLUMNS = PARTS * PART_COLUMNS, STAGE_STEPS = PARTS * PART_STEPS;
+constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = STAGE_COLUMNS / 32, ROW_BYTES = STAGE_COLUMNS * 2;
 constexpr int TILED_WARPS = HOST_TILED_WARPS, TILED_THREADS = 32 * TILED_WARPS;
 constexpr int MOST_STAGES = HOST_MOST_STAGES, BARRIER_BYTES = 16;  // of a stage: full, then empty
 static_assert(ROW_BYTES == HOST_ROW_BYTES && BARRIER_BYTES == HOST_BARRIER_BYTES, "as the host counts them");
@@ -40,7 +38,7 @@ template <typename T, typename Source> struct Operands {
     Source source;
 };
 
-// The tiles that a block walks over, in chunks of a stage's columns: of all of them, or of those of a group of slices.
+// The tiles that a block walks over, in chunks of 64 columns: of all of them, or of those of a group of slices.
 struct Work {
     int tiles, first_column, chunks;
 };
@@ -98,8 +96,24 @@ template <typename T, typename G, typename Source> struct Copies {
     // zeros.
     __device__ void copy() {
         if (next.exists()) {
+            const int column = next.column() + threadIdx.x % 8 * 8;
+            const bool exists = column < operands.columns;
+            const int from = exists ? column : 0;
+            const unsigned target = next.ring.place() + own;
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) copy_part(part);
+            for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
+                const int half = row / G::UNIT;
+                const int line = min(next.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
+                const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
+                copy_async_16(target + row * ROW_BYTES, source + from, exists);
+            }
+#pragma unroll
+            for (int row = 0; row < G::ROWS; row += AT_ONCE) {
+                if (row + own_row >= G::ROWS) break;
+                const int line = operands.source(min(row + own_row, operands.batch - 1));
+                const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
+                copy_async_16(target + (G::WEIGHT_ROWS + row) * ROW_BYTES, source + from, exists);
+            }
             next.advance();
         }
         commit_copies();
@@ -115,26 +129,6 @@ template <typename T, typename G, typename Source> struct Copies {
     __device__ void release() { ring.advance(); }
 
   private:
-    __device__ void copy_part(int part) const {
-        const int column = next.column() + part * PART_COLUMNS + threadIdx.x % 8 * 8;
-        const bool exists = column < operands.columns;
-        const int from = exists ? column : 0;
-        const unsigned target = next.ring.place() + part * G::PART_BYTES + own;
-#pragma unroll
-        for (int row = 0; row < G::WEIGHT_ROWS; row += AT_ONCE) {
-            const int half = row / G::UNIT;
-            const int line = min(next.tile * G::UNIT + row - half * G::UNIT + own_row, operands.rows - 1);
-            const T* source = operands.weight + static_cast<size_t>(line + half * operands.rows) * operands.columns;
-            copy_async_16(target + row * ROW_BYTES, source + from, exists);
-        }
-#pragma unroll
-        for (int row = 0; row < G::ROWS; row += AT_ONCE) {
-            if (row + own_row >= G::ROWS) break;
-            const int line = operands.source(min(row + own_row, operands.batch - 1));
-            const T* source = operands.input + static_cast<size_t>(line) * operands.stride;
-            copy_async_16(target + (G::WEIGHT_ROWS + row) * ROW_BYTES, source + from, exists);
-        }
-    }
     static __device__ void wait_for_all_but(int groups) {
         switch (groups) {
             case 0: return wait_for_copies<0>();
@@ -219,17 +213,12 @@ template <typename T, typename G, typename Source> struct Accelerator {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "n"(G::STAGE_BYTES)
                      : "memory");
 #pragma unroll
-        for (int copied = 0; copied < G::SUMS * PARTS; ++copied) {
-            const int half = copied % G::SUMS, part = copied / G::SUMS;
-            copy(at.ring.place() + part * G::PART_BYTES + half * G::UNIT * ROW_BYTES, operands.weight_map,
-                 at.column() + part * PART_COLUMNS, half * operands.rows + at.tile * G::UNIT, full);
-        }
+        for (int half = 0; half < G::SUMS; ++half)
+            copy(at.ring.place() + half * G::UNIT * ROW_BYTES, operands.weight_map, at.column(),
+                 half * operands.rows + at.tile * G::UNIT, full);
     }
     __device__ void copy_activations() const {
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-            copy(next.ring.place() + part * G::PART_BYTES + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map,
-                 next.column() + part * PART_COLUMNS, 0, next.ring.full());
+        copy(next.ring.place() + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, next.column(), 0, next.ring.full());
     }
 };
 

@@ -66,14 +66,12 @@ class Capacity:
 class Tiling:
     """Tiles of `weight_rows` times `rows` (16, 32 or 64) of activations.
 
-    `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices. A stage holds `parts` of 64
-    columns: without clusters 1 or 2, as each costs a barrier of the block.
+    `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices.
     """
 
     rows: int
     weight_rows: int
     splits: int
-    parts: int = 1
 
     @property
     def row_warps(self) -> int:
@@ -102,8 +100,8 @@ class Tiling:
 
     @property
     def stage_bytes(self) -> int:
-        """Of weights and activations, `parts` of 64 columns of each."""
-        return (self.weight_rows + self.rows) * ROW_BYTES * self.parts
+        """Of weights and activations, 64 columns of each."""
+        return (self.weight_rows + self.rows) * ROW_BYTES
 
     def shared_bytes(self, stages: int) -> int:
         """Of a ring and its barriers."""
@@ -134,9 +132,8 @@ class Tiling:
         shared = weights + activations + fragments
         products = self.rows * self.weight_rows * STEP
         step = _overlapped(gpu, blocks, weights, activations, shared, products)
-        if not gpu.has_clusters:
-            # Warps that wait for each other each stage read at once, then multiply at once.
-            alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / (2 * self.parts)
+        if not gpu.has_clusters:  # warps that wait for each other each stage read at once, then multiply at once
+            alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / 2
             step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
         steps = -(-columns // STEP)
         if self.splits == 1:
@@ -261,13 +258,11 @@ def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)
-    parts = (1,) if gpu.has_clusters else (1, 2)
-    sizes = product((64, 96, 128, 160, 192, 256), splits, parts)
-    every = [Tiling(rows, *size) for size in sizes]
+    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 96, 128, 160, 192, 256) for own in splits]
     possible = [
         tiling
         for tiling in every
         if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
         and tiling.row_tiles * tiling.column_tiles <= 16
     ]
-    return [tiling for tiling in possible if tiling.shared_bytes(4 - tiling.parts) <= gpu.shared_limit] or possible[:1]
+    return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]

@@ -24,7 +24,7 @@ def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
     for rows, columns in MATRICES:
         tiling = min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
         assert tiling.rows == (16 if count <= 16 else 32 if count <= 32 else 64)
-        assert tiling.stages(gpu) >= 4 - tiling.parts
+        assert tiling.stages(gpu) >= 3
         assert tiling.shared_bytes(tiling.stages(gpu)) <= gpu.shared_limit
         assert tiling.splits == 1 or gpu.has_clusters
         assert tiling.row_tiles * 16 * tiling.row_warps == tiling.rows
