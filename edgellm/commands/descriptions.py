@@ -84,29 +84,31 @@ def draft_limits_in_words(limits: dict[str, Any]) -> str:
 def executor_facts(
     models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str
 ) -> list[dict[str, str | None]]:
-    """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, with a
-    `reason` at a time; `models` has the configuration by `EngineShape.model`.
+    """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, alone or with
+    kernels for attention, and the `reason` why not kernels, each in an entry of its own; `models` has the configuration
+    by `EngineShape.model`.
 
-    Where TensorRT runs several steps of one phase, the reason is that of the first.
+    Where one of them runs several steps of one phase, the reason is that of the first.
     """
-    from edgellm.engines.backends.executors import refusal_on  # which most commands do without
+    # Which most commands do without:
+    from edgellm.engines.backends.executors import refusal_on, splits_on
+    from edgellm.engines.backends.split_engine import SplitEngine
 
-    steps: dict[tuple[str, str], dict[str | None, list[EngineShape]]] = {}
+    steps: dict[tuple[str, str], dict[tuple[str, str | None], list[EngineShape]]] = {}
     for shape in limits.all_engine_shapes():
-        reason = refusal_on(models[shape.model], shape, dtype, capability)
-        found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
+        described = models[shape.model], shape, dtype, capability
+        name, reason = "kernels", refusal_on(*described)
         if reason is not None:
-            reason = next((known for known in found if known is not None), reason)
-        found.setdefault(reason, []).append(shape)
-    names: dict[str | None, list[str]] = {None: []}
-    for (model, phase), by_reason in steps.items():
-        every = {(shape.tokens, shape.batch) for shapes in by_reason.values() for shape in shapes}
-        for reason, shapes in by_reason.items():
-            names.setdefault(reason, []).append(f"{model} {phase} {sizes_in_words(shapes, every)}")
+            name = SplitEngine.name if splits_on(*described) else "TensorRT"
+        found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
+        found.setdefault(next((known for known in found if known[0] == name), (name, reason)), []).append(shape)
+    told: dict[tuple[str, str | None], list[str]] = {("kernels", None): []}
+    for (model, phase), by_executor in steps.items():
+        every = {(shape.tokens, shape.batch) for shapes in by_executor.values() for shape in shapes}
+        for executor, shapes in by_executor.items():
+            told.setdefault(executor, []).append(f"{model} {phase} {sizes_in_words(shapes, every)}")
     return [
-        {"name": "kernels" if reason is None else "TensorRT", "shapes": "; ".join(found), "reason": reason}
-        for reason, found in names.items()
-        if found
+        {"name": name, "shapes": "; ".join(found), "reason": reason} for (name, reason), found in told.items() if found
     ]
 
 

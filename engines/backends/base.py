@@ -6,7 +6,7 @@ CUDA stream, so a result is there only after `Readback.wait`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -182,6 +182,25 @@ def checked_bindings(
         if (array.shape, str(array.dtype)) != (size, dtype):
             raise EngineError(f"{shape.name}: {name} is {array.dtype} {array.shape}, the engine expects {dtype} {size}")
     return bindings
+
+
+def check_bound(
+    engine: Engine, tensors: Iterable[str], bound: Mapping[str, Array], caches: Iterable[str], scratch: object
+) -> None:
+    """Raise EngineError unless an engine can be enqueued: all its `tensors` are `bound`, but for a mask that it does
+    not read, outputs `present_NAME` to the memory of its `caches`, and `scratch` is attached (not empty)."""
+    name = engine.shape.name
+    unbound = set(tensors) - bound.keys()
+    if not engine.reads_attention_mask:
+        unbound.discard("attention_mask")
+    if unbound:
+        raise EngineError(f"{name}: never bound: {', '.join(sorted(unbound))}")
+    if not scratch:
+        raise EngineError(f"{name}: attach was not called")
+    for cache in caches:
+        present, kept = bound[f"present_{cache}"], bound[cache]
+        if present is not kept and getattr(present, "pointer", 0) != getattr(kept, "pointer", 1):
+            raise EngineError(f"{name}: present_{cache} must be bound to the memory of its cache")
 
 
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:

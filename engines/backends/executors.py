@@ -91,17 +91,22 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     return None
 
 
+def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
+    """Whether `SplitEngine` runs a shape that kernels refuse whole, on GPUs of a compute capability."""
+    limit = shared_limit_of(capability)
+    return limit is not None and split_refusal(config, shape, dtype, limit) is None
+
+
 def planned_shapes(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str, needless: bool = False
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
     compute. `models` are those of `EngineShape.model`; `needless`: also of shapes that kernels run whole."""
-    limit = shared_limit_of(capability)
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
-        splits = limit is not None and split_refusal(config, shape, dtype, limit) is None
+        splits = splits_on(config, shape, dtype, capability)
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return list(found)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from edgellm.engines.backends.base import checked_bindings
+from edgellm.engines.backends.base import check_bound, checked_bindings
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels, passes, scratch_of
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
@@ -114,7 +114,7 @@ class KernelEngine:
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
-        self._check_bound()
+        check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
         launches: list[Any] = []
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
             arrays = partial(self._array, slots, scratch)
@@ -135,19 +135,6 @@ class KernelEngine:
             return scratch[name]
         of_sequences = name not in self._program.weights
         return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
-
-    def _check_bound(self) -> None:
-        unbound = self._tensors.keys() - self._bound.keys()
-        if not self.reads_attention_mask:
-            unbound.discard("attention_mask")
-        if unbound:
-            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
-        if not self._scratch:
-            raise EngineError(f"{self.shape.name}: attach was not called")
-        for name in self._program.caches:
-            present, cache = self._bound[f"present_{name}"], self._bound[name]
-            if present is not cache and getattr(present, "pointer", 0) != getattr(cache, "pointer", 1):
-                raise EngineError(f"{self.shape.name}: present_{name} must be bound to the memory of its cache")
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from edgellm.engines.backends.base import checked_bindings
+from edgellm.engines.backends.base import check_bound, checked_bindings
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import segments_of
@@ -38,12 +38,17 @@ class SegmentEngine(Protocol):
         """Run on the bound memory."""
 
 
+#: A segment's engine, what it is bound to, and the number and launches of the attention behind it (none: no launches).
+_Step = tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]
+
+
 class SplitEngine:
     """Enqueues a program's segments, and the attention between them.
 
     Not thread-safe: enqueue from the thread that owns the stream.
     """
 
+    name = "TensorRT, attention by kernels"
     reads_attention_mask = False
 
     def __init__(
@@ -61,7 +66,7 @@ class SplitEngine:
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
         self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
-        self._steps: list[tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]] = []
+        self._steps: list[_Step] = []
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind
@@ -129,7 +134,7 @@ class SplitEngine:
         """As `enqueue`; `before_layer` is called before what touches each layer's KV rows is enqueued, and can let that
         wait."""
         if not self._steps:
-            self._prepare()
+            self._steps = self._prepare()
         for engine, bindings, layer, launches in self._steps:
             engine.bind(bindings)
             engine.enqueue()
@@ -138,9 +143,9 @@ class SplitEngine:
             for launch in launches:
                 launch()
 
-    def _prepare(self) -> None:
-        self._check_bound()
-        arrays = self._bound | self._scratch
+    def _prepare(self) -> list[_Step]:
+        check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
+        arrays, steps = self._bound | self._scratch, []
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
             attention, launches = segment.attention, []
@@ -148,7 +153,8 @@ class SplitEngine:
                 context = arrays[wiring[attention.output]]
                 launches = self._launches(attention, arrays[wiring[attention.value]], context)
             layer = 0 if attention is None else attention.index
-            self._steps.append((self._engines[segment.number], bindings, layer, launches))
+            steps.append((self._engines[segment.number], bindings, layer, launches))
+        return steps
 
     def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
         """Those of one layer's attention."""
@@ -163,14 +169,3 @@ class SplitEngine:
             self._kernels.prepare_heads(qkv, norms, rotary, rows),
             self._kernels.causal_attention(qkv, rows, step.scale, context),
         ]
-
-    def _check_bound(self) -> None:
-        unbound = self._tensors.keys() - self._bound.keys() - {"attention_mask"}
-        if unbound:
-            raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(unbound))}")
-        if not self._scratch:
-            raise EngineError(f"{self.shape.name}: attach was not called")
-        for name in self._program.caches:
-            present, cache = self._bound[f"present_{name}"], self._bound[name]
-            if present is not cache and getattr(present, "pointer", 0) != getattr(cache, "pointer", 1):
-                raise EngineError(f"{self.shape.name}: present_{name} must be bound to the memory of its cache")

@@ -146,7 +146,8 @@ class TensorRTBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
         if executor is None:
-            logger.info("%s runs on TensorRT: %s", shape.name, reason)
+            name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
+            logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
 

@@ -26,8 +26,8 @@ from edgellm.engines.model.program import (
     Step,
 )
 
-#: The names that have the number of a layer.
-_LAYER = re.compile(r"((?:model\.layers\.|deepstack_features_))(\d+)")
+#: What stands before the number of a layer in a name, and that number.
+_LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
 #: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
 #: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
-#: first; what a cluster's block without spans takes of a block's room.
-_IN_REACH, _NO_ROOM, _IDLE = 16, 0.39, 0.5
+#: first; what a cluster's block without spans takes of a block's room, and microseconds that its warps add where such
+#: blocks are as many as multiprocessors.
+_IN_REACH, _NO_ROOM, _IDLE, _IDLE_WARP = 16, 0.39, 0.5, 0.3
 
 
 class _Attention(ctypes.Structure):
@@ -263,6 +264,8 @@ def _microseconds(
         merge = _MERGE * sixty_fours * spans * -(-own_tokens * shape.group // mergers)
     if geometry.splits > 1:
         merge += _MERGE_CLUSTER * geometry.splits if geometry.in_cluster else _MERGE_MEMORY
+    if geometry.in_cluster:
+        merge += _IDLE_WARP * geometry.warps * idle / multiprocessors
     return waves * (begin + rounds * tile + (rounds - 1) * wait + merge)
 
 

@@ -12,13 +12,6 @@ constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
-// 2^exponent; 0 for what lies below normal numbers.
-__device__ __forceinline__ float power_of_two(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
-
 // Tiles of so many keys, and the logarithm of the tiles of a span, for at most 2^span_bits spans.
 __device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
 __device__ __forceinline__ int tile_bits_of(int length, int span_bits) {

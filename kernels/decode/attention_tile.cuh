@@ -5,30 +5,8 @@
 namespace decode {
 namespace keys_by_position {
 
-// Four 8 x 8 matrices of 16-bit elements, one to a register; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
-// The same, each matrix transposed.
-__device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4], unsigned shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
 // Of a key that is not seen: minus infinity.
 __device__ __forceinline__ float no_score() { return __int_as_float(0xff800000); }
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const unsigned lower[2] = {a[0], a[1]}, upper[2] = {a[2], a[3]};
-    multiply_add(sum, lower, upper, b0, b1, T());
-}
 
 template <typename T> struct Ones;
 template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; };

@@ -1,5 +1,6 @@
-// What the kernels of linear layers and attention share: conversions, loads with cache hints, sums over a warp, tensor
-// cores. Names in capitals that begin with HOST_ are what the launchers take a constant to be.
+// What the kernels of linear layers and attention share, those of long prompts too: conversions, loads with cache hints,
+// sums over a warp, matrices for tensor cores. Names in capitals that begin with HOST_ are what the launchers take a
+// constant to be.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -92,6 +93,13 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
+// 2^exponent; 0 for what lies below normal numbers.
+__device__ __forceinline__ float power_of_two(float exponent) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+    return result;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -118,6 +126,22 @@ __device__ __forceinline__ uint4 read_shared_16(unsigned shared) {
                  : "r"(shared)
                  : "memory");
     return value;
+}
+
+// Four 8 x 8 matrices of 16-bit elements, one to a register; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
 }
 
 // sum [8 or 16 rows, 8 weight rows] += a [.., 16] times the transpose of b [8, 16]; of 8 rows, the lower half of the 16
@@ -153,6 +177,13 @@ __device__ __forceinline__ uint4 read_shared_16(unsigned shared) {
 DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DECODE_MULTIPLY_ADD
+
+// sum [16, 8] += a [16, 16], as `load_matrices` loads it, times the transpose of b [8, 16].
+template <typename T>
+__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned lower[2] = {a[0], a[1]}, upper[2] = {a[2], a[3]};
+    multiply_add(sum, lower, upper, b0, b1, T());
+}
 
 // Waits for the THREADS threads of a team, 0 to 3, which lie one behind the other in a block. Barriers have constant
 // numbers: tools that look for races do not follow others.

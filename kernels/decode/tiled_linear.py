@@ -78,16 +78,12 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity) -> Kernel
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
-TRY: tuple = ()
-
-
 def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> Kernel:
     """A kernel of direct_linear.cu for matrices of so many columns, or of others whose slices end as often."""
     macros = (
         ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    macros += tuple((f"TRY_{name}", 1) for name in TRY)
     every = tiling.slices_end_every(columns)
     sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
     return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)

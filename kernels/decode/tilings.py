@@ -7,7 +7,7 @@ layer: memory, shared memory or tensor cores.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import gcd
@@ -38,6 +38,13 @@ _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
 #: where registers have no room for the fragments of two steps.
 _STAGES, _NOT_AHEAD = 350, 1.2
+#: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
+#: other's reads and products, and four or fewer, make of their time.
+_FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: Clocks until memory gives what is asked for, under load.
+_LATENCY = 1450
+#: What takes so much longer than the fastest counts as fast: estimates are no better.
+_AS_FAST = 1.03
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
 
@@ -146,8 +153,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class DirectTiling:
-    """Tiles of the kernels whose threads copy the weights that they multiply: `warps` of `weight_tiles` times 8 weight rows each,
-    times `rows` of activations, 16 to 64.
+    """Tiles of the kernels whose threads copy the weights that they multiply: `warps` of `weight_tiles` times 8 weight
+    rows each, times `rows` of activations, 16 to 64.
 
     `depth` steps of weights are under way; activations come in chunks of `chunk_steps`.
     """
@@ -200,8 +207,12 @@ class DirectTiling:
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
         # Weights are written and read once; activations are copied, and read and written once more.
         shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
-        copied = 0 if stay else activations
-        step = _overlapped(gpu, blocks, weights, copied, shared, self.rows * self.weight_rows * STEP)
+        products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * (_MORE_WARPS if self.warps > 8 else 1)
+        alone *= _FEW_WARPS if self.warps <= 4 else 1
+        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations)
+        streamed = max(streamed, _LATENCY / self.depth)
+        step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
         return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
 
 
@@ -210,10 +221,13 @@ def _overlapped(
 ) -> float:
     """Of a block that takes so many bytes of weights from memory and of activations from the cache, reads and writes so
     many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
-    bandwidth, products_a_clock = gpu.speeds
-    streamed = max(weights * blocks / bandwidth, (weights + activations) / _STREAMED)
-    spans = streamed, shared / _SHARED, products / products_a_clock
+    spans = _streamed(gpu, blocks, weights, activations), shared / _SHARED, products / gpu.speeds[1]
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+
+
+def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float) -> float:
+    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache."""
+    return max(weights * blocks / gpu.speeds[0], (weights + activations) / _STREAMED)
 
 
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
@@ -221,9 +235,12 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     `normed`: each multiprocessor for itself."""
     weights = 2 * rows * columns / gpu.multiprocessors
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
-    shared = weights * (2 + count / (8 if normed else 16) * (1 if normed else 2))
+    activations = weights * count / 8
     norms = _NORMED * count * columns if normed else 0
-    return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, 0, shared, 0) + _ENDS
+    # Without the next kernel's blocks beside them, nothing hides that activations are read.
+    hidden, alone = (activations, 0) if gpu.has_clusters else (0, activations * (count - 1) / count)
+    step = _overlapped(gpu, gpu.multiprocessors, weights, 0, 2 * weights + hidden, 0)
+    return _STARTS + norms + step + alone / _SHARED + _ENDS
 
 
 def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capacity) -> float:
@@ -232,15 +249,29 @@ def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capa
 
 
 @cache
-def fastest_tiling(count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False) -> Tiling | DirectTiling:
-    """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
-    every = [*direct_tilings(count, gpu), *tilings(count, gpu, gated)]
-    return min(every, key=lambda tiling: tiling.clocks(rows, columns, gpu))
+def fastest_tiling(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
+) -> Tiling | DirectTiling:
+    """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
+    adapters, which direct kernels do not apply."""
+
+    def clocks(tiling: Tiling | DirectTiling) -> float:
+        return tiling.clocks(rows, columns, gpu)
+
+    direct = [] if adapted else direct_tilings(count, gpu)
+    fastest = min((*direct, *tilings(count, gpu, gated)), key=clocks)
+    if isinstance(fastest, Tiling):
+        return fastest
+    # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
+    as_fast = [tiling for tiling in direct if clocks(tiling) <= _AS_FAST * clocks(fastest)]
+    with_more = replace(gpu, architecture="sm_80")
+    return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
 
 
 def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
-    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: none or some."""
-    if gpu.has_clusters:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator and few multiprocessors:
+    none or some."""
+    if gpu.has_clusters or gpu.multiprocessors > _FEW_MULTIPROCESSORS:
         return []
     rows = -(-count // 16) * 16
     found = []

@@ -7,7 +7,11 @@
 
 namespace prefill {
 
+using decode::load_matrices;
+using decode::load_transposed_matrices;
+using decode::multiply;
 using decode::pack;
+using decode::power_of_two;
 using decode::shared_address;
 
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
@@ -21,34 +25,6 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int BLOCKS = TILES == 2 || SIZE == 256 ? 2 : SIZE == 128 ? 3 : 4;  // that registers leave room for
     using Scores = float[TILES][KEYS / 8][4];
 };
-
-__device__ __forceinline__ float power_of_two(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
-
-// Four 8 x 8 matrices of 16-bit elements, one to a register; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&fragment)[4], unsigned shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
-// The same, each matrix transposed.
-__device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4], unsigned shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const unsigned lower[2] = {a[0], a[1]}, upper[2] = {a[2], a[3]};
-    decode::multiply_add(sum, lower, upper, b0, b1, T());
-}
 
 // Bytes from the beginning of rows in shared memory to 8 elements of one; rows are as long as the padded heads. Which 8
 // elements lie where changes from row to row, so that equal columns of 8 rows lie in different banks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,22 @@ def test_executors_are_told_by_phase_tokens_and_batch(tiny_draft_engines: Path) 
     assert (line["name"], line["reason"]) == ("TensorRT", "no kernels for sm_75")
     (line, *_) = executor_facts(models, EngineLimits(8, 16, 96), "float32", "sm_90")
     assert line["name"] == "TensorRT" and "not float32" in line["reason"]
+
+
+def test_executors_tell_where_kernels_compute_attention_alone(tiny_draft_engines: Path) -> None:
+    models = EngineDirectory.open(tiny_draft_engines).models
+    limits = EngineLimits(1, 512, 4096, 10, 6, 60, max_lora_rank=8, lora_slots=2)
+    found: dict[str, dict[str, str | None]] = {}
+    for line in executor_facts(models, limits, "bfloat16", "sm_90"):
+        found.setdefault(line["name"], {}).update(dict.fromkeys(line["shapes"].split("; "), line["reason"]))
+    split = found["TensorRT, attention by kernels"]
+    assert split["draft prefill 128, 512"] == "kernels take up to 64 rows, not 128" and all(split.values())
+    for prefill in ("base prefill ", "base prefill with adapters "):
+        assert any(step.startswith(prefill) and step.endswith("128, 512") for step in split)
+    assert not any("prefill" in step for step in found.get("TensorRT", ()))
+    heads_of_20 = {**models, "base": replace(models["base"], head_dim=20, rotary_dim=20)}
+    for line in executor_facts(heads_of_20, limits, "float16", "sm_90"):
+        assert line["name"] == "TensorRT" or "base" not in line["shapes"]
 
 
 def test_directory_without_plans_says_how_they_come_to_be(plain_directory: Path) -> None:

@@ -22,7 +22,7 @@ from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.launch import KernelModule
-from tools.bench.as_device import MODES, ModeError, enter, measured_as, parse, python
+from tools.bench.as_device import MODES, ModeError, enter, measured_as, one_of, parse, python
 from tools.bench.same_bits import ON_TENSORRT, compare
 
 H200 = GPU("NVIDIA H200", "sm_90", (13, 0), 141 << 30, "sm_90", 132, 232_448, True, True)
@@ -146,12 +146,23 @@ def test_a_benchmark_measures_as_its_command_line_says(h200: GPU, capsys: pytest
     assert "--as orin: NVIDIA A100 cannot stand for orin" in capsys.readouterr().err
 
 
+def test_parts_of_a_benchmark_are_checked_and_have_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", type=one_of("steps", "loops"), default=["steps", "loops"])
+    assert parser.parse_args([]).parts == ["steps", "loops"]
+    assert parser.parse_args(["loops"]).parts == ["loops"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["step"])
+    assert "'step' is not one of steps, loops" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(find_gpu() is not None, reason="a GPU is present")
 @pytest.mark.parametrize(
     "command",
     [
         ["-m", "pytest", "--as", "orin", "tests/tools/test_as_device.py", "-p", "no:cacheprovider"],
         ["tools/bench/eagle_speed.py", "table", "--as", "orin"],
+        *([f"tools/bench/{name}_speed.py", "--as", "orin"] for name in ("gpu", "eagle", "kernel", "prefill")),
         ["-m", "tools.bench.drafting_equality", "--as", "orin"],
         ["tools/bench/as_device.py", "orin", "-m", "edgellm", "doctor"],
     ],

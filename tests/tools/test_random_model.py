@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.compiler import compile_module
@@ -23,16 +24,20 @@ def bench_modules(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(repository / "tools" / "bench"))
 
 
+def small_config(published: dict[str, Any]) -> DecoderConfig:
+    """What a `config.json` says, but narrow and shallow."""
+    small = {"num_layers": 8, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 192}
+    return replace(decoder_config(published), **small, num_heads=2, num_kv_heads=1)
+
+
 @pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "qwen3-1.7b", "llama-1b", "llama-8b"])
 def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape: str) -> None:
     """As the benchmark's rounds do: the rows behind the prompt were overwritten by then."""
-    from random_model import SHAPES, random_directory, random_eagle_runner
+    from random_model import SHAPES, random_directory, random_runner
 
-    published = decoder_config(SHAPES[shape])
-    small = {"num_layers": 8, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 192}
-    config = replace(published, **small, num_heads=2, num_kv_heads=1)
+    config = small_config(SHAPES[shape])
     plan = tree(4, 3, 12) if shape != "llama-8b" else chain(3)
-    with random_eagle_runner(random_directory(tmp_path, config, LIMITS), "numpy") as runner:
+    with random_runner(random_directory(tmp_path, config, LIMITS), "numpy") as runner:
 
         def logits(kept: int) -> np.ndarray:
             runner.start(0, PROMPT, kept, SamplingValues()).wait()
@@ -45,6 +50,16 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
         expected = logits(0)
         np.testing.assert_allclose(logits(len(PROMPT) - 1), expected, atol=1e-5)
         assert np.abs(expected[0] - expected[-1]).max() > 1e-3
+
+
+def test_a_loop_of_plain_steps_begins_behind_its_prompt_each_time(tmp_path: Path) -> None:
+    from random_model import SHAPES, loop_milliseconds, random_directory, random_runner
+
+    config = replace(small_config(SHAPES["llama-1b"]), vocab_size=1000)
+    with random_runner(random_directory(tmp_path, config, EngineLimits(1, 16, 240)), "numpy") as runner:
+        for _ in range(2):
+            assert loop_milliseconds(runner, 20, 4) > 0
+            assert runner.lengths[0] == 20 + 3 + 1 + 4
 
 
 def test_weights_are_spread_as_asked_for() -> None:

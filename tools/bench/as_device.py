@@ -14,7 +14,7 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,17 @@ def python() -> list[str]:
     """The command of a Python that measures as this process does."""
     name = measured_as()
     return [sys.executable] if name is None else [sys.executable, str(Path(__file__).resolve()), name]
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """The `type` of an argument that is given any number of times, where `choices` refuse a list as default."""
+
+    def checked(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(names)}")
+        return name
+
+    return checked
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:

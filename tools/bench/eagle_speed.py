@@ -27,17 +27,16 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import parse
+from as_device import one_of, parse
 from device_limits import device_limits
 from probes import counted_waits, enqueue_replaced, executor_name
 from provenance import provenance, report
-from random_model import SHAPES, random_eagle_runner, random_runner
-from round_bench import ROUNDS_PER_SERIES, SERIES, RoundBench, plans_of, prepare
+from random_model import SHAPES, loop_milliseconds, random_runner
+from round_bench import PROMPT_TOKENS, ROUNDS_PER_SERIES, SERIES, RoundBench, plans_of, prepare
 from round_table import measure_table
 from simulated_acceptance import SCHEDULE_ROUNDS, schedule, simulated_mean
 
 from edgellm.drafting.adaptive import measure_round_costs
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
 TARGETS = {"round_over_engines": 1.05, "other_kernels_us": 120.0, "host_waits": 1.0, "speedup": 2.0, "round_ms": 2.9}
@@ -86,30 +85,14 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
     }
 
 
-def plain_loop(runner: Any, prompt: Sequence[int], steps: int) -> float:
-    """Milliseconds of a plain step with the host reading every token while the next step runs."""
-    runner.start(0, prompt, runner.lengths[0] and len(prompt) - 1, SamplingValues()).wait()
-    for _ in range(3):
-        runner.decode(1).wait()
-    unread = [runner.decode(1)]
-    begin = time.perf_counter()
-    for _ in range(steps):
-        unread.append(runner.decode(1))
-        unread.pop(0).wait()
-    seconds = time.perf_counter() - begin
-    unread.pop(0).wait()
-    return seconds / steps * 1000
-
-
 def measure_loops(
     bench: RoundBench, plain: Any, rows: list[dict[str, Any]], plans: Sequence[DraftPlan], rounds: int
 ) -> dict[str, Any]:
     """Speeds of the loops, taking turns with plain decoding; added to `rows`. Returns what plain decoding took."""
     spans: dict[str, list[tuple[float, float]]] = {plan.name: [] for plan in plans}
     plain_ms, kept_ms = [], []
-    prompt = bench.prompt
     for _ in range(SERIES):
-        plain_ms.append(plain_loop(plain, prompt, 200))
+        plain_ms.append(loop_milliseconds(plain, PROMPT_TOKENS, 200))
         for plan, row in zip(plans, rows, strict=True):
             lengths = schedule(row["simulated_mean"], plan.steps)
             spans[plan.name].append(bench.loop(plan, lengths, rounds))
@@ -169,7 +152,7 @@ def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str
     """Everything about the rounds of one model."""
     plain_directory, directory = prepare(work, shape)
     plans, found = plans_of(directory), dict[str, Any]()
-    with random_runner(plain_directory) as plain, random_eagle_runner(directory) as runner:
+    with random_runner(plain_directory) as plain, random_runner(directory) as runner:
         bench = RoundBench(runner)
         found["rounds"] = []
         for plan in plans:
@@ -187,7 +170,7 @@ def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str
 def main() -> None:
     """Measure everything, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=("rounds", "table"), default="rounds")
+    parser.add_argument("sections", nargs="*", type=one_of("rounds", "table"), default=["rounds"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)

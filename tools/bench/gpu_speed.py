@@ -28,22 +28,21 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import measured_as, parse, python
+from as_device import measured_as, one_of, parse, python
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
-from random_model import SHAPES, random_runner, shape_directory
+from random_model import SHAPES, loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024
-PROMPT = "x" * 500
+PROMPT_TOKENS = 500
 REPEATS = 200
 #: Where the loops of all shapes begin, and their steps.
 LOOP_TOKENS, LOOP_STEPS = 128, 100
@@ -78,7 +77,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
     with open_runner("tensorrt", directory) as runner:
         results["open_seconds"] = time.perf_counter() - started
         stream, backend = runner.backend.stream, runner.backend
-        prompt = [int(token) for token in np.random.default_rng(0).integers(0, 1000, len(PROMPT))]
+        prompt = random_prompt(PROMPT_TOKENS)
 
         def fill() -> None:
             runner.start(0, prompt, 0, SamplingValues()).wait()
@@ -110,14 +109,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         bare_spans, loops = [], []
         for _ in range(5):
             bare_spans.append(bare_over_the_loop())
-            fill()
-            unread = [runner.decode(1)]
-            begin = time.perf_counter()
-            for _ in range(REPEATS):
-                unread.append(runner.decode(1))
-                unread.pop(0).wait()
-            loops.append((time.perf_counter() - begin) / REPEATS * 1000)
-            unread.pop(0).wait()
+            loops.append(loop_milliseconds(runner, PROMPT_TOKENS, REPEATS))
             bare_spans.append(bare_over_the_loop())
         results["bare_engine_ms"] = statistics.median(bare_spans)
         nbytes = weight_bytes(directory.config, shape, directory.dtype)
@@ -125,7 +117,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         results["decode_loop_ms"] = statistics.median(loops)
         results["loop_over_bare_engine"] = results["decode_loop_ms"] / results["bare_engine_ms"]
         for count in (128, 512):
-            ids = prompt[:count] if count <= len(prompt) else (prompt * 2)[:count]
+            ids = random_prompt(count)
             runner.start(0, ids, 0, SamplingValues()).wait()
             results[f"prefill_{count}_ms"] = gpu_milliseconds(
                 stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 10
@@ -158,29 +150,13 @@ def measure_loop(work: Path, shape: str) -> dict[str, Any]:
     return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
 
 
-def loop_milliseconds(runner: BaseEngineRunner, tokens: int, steps: int) -> float:
-    """Wall time of a step behind a prompt of so many tokens, whose rows are computed once."""
-    prompt = np.random.default_rng(0).integers(0, 1000, tokens).tolist()
-    runner.start(0, prompt, runner.lengths[0] and tokens - 1, SamplingValues()).wait()
-    for _ in range(3):
-        runner.decode(1).wait()
-    unread = [runner.decode(1)]
-    begin = time.perf_counter()
-    for _ in range(steps):
-        unread.append(runner.decode(1))
-        unread.pop(0).wait()
-    seconds = time.perf_counter() - begin
-    unread.pop(0).wait()
-    return seconds / steps * 1000
-
-
 def measure_prefill(work: Path, shape: str, prompts: list[int]) -> dict[str, Any]:
     """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
     directory, found = shape_directory(work, shape, EngineLimits(1, 2048, max(prompts) + 64)), dict[str, Any]()
     config = directory.config
     with random_runner(directory) as runner:
         for count in prompts:
-            ids = np.random.default_rng(count).integers(0, 1000, count).tolist()
+            ids = random_prompt(count)
             runner.start(0, ids, 0, SamplingValues()).wait()
             span = gpu_milliseconds(
                 runner.backend.stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 3, series=3
@@ -224,7 +200,7 @@ def measure_all_of_one(work: Path, with_torch: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure what is asked for and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=("step", "loops", "prefill"), default="step")
+    parser.add_argument("sections", nargs="*", type=one_of("step", "loops", "prefill"), default=["step"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")

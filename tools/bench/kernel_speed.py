@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import parse
+from as_device import one_of, parse
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import weight_bytes
@@ -251,7 +251,8 @@ SECTIONS = {
 def main() -> None:
     """Time what was asked for, print it and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=list(SECTIONS), default=["steps", "attention", "linear"])
+    usual = ["steps", "attention", "linear"]
+    parser.add_argument("sections", nargs="*", type=one_of(*SECTIONS), default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)

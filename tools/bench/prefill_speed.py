@@ -1,10 +1,12 @@
 """Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
 
-    python tools/bench/prefill_speed.py [attention] [linears] [torch] [--shapes llama-1b llama-8b] [--chunks 512 2048]
+    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [torch] [--shapes llama-1b llama-8b]
+                                        [--chunks 512 2048] [--as orin] [--output RESULTS.json]
 
-Needs pycuda and a GPU; TensorRT for `linears`, PyTorch for `torch`: its flash attention and matrix products. Times are
-medians of five, on the GPU; TFLOP/s count what causal attention and the linear layers need. `host` is what the host
-takes, for a layer to bind its weights and to enqueue its engine. Whole prompts: `gpu_speed.py prefill`.
+Needs pycuda and a GPU; TensorRT for `linears` and `narrow` (the largest chunk, with sums that are not in fp32), PyTorch
+for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s count what causal
+attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights and to enqueue its
+engine. Whole prompts: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import parse
+from as_device import one_of, parse
 from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
-from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.programs import model_program
 from edgellm.kernels.arrays import DeviceArray
@@ -41,6 +43,7 @@ SHAPES = {
     "llama-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 5e5, 128, "float16", False),
     "gemma-2b": DecoderConfig("gemma", 256000, 2048, 16384, 18, 8, 1, 256, 8192, 1e-6, 1e4, 256, "float16", True),
 }
+PARTS = ("attention", "linears", "narrow", "torch")
 #: Tokens that are new, and rows before them.
 STEPS = ((512, 0), (2048, 0), (512, 3488), (2048, 2048), (2048, 6144), (4096, 0), (8000, 0))
 LAYERS_IN_TURN = 4
@@ -99,12 +102,12 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
 
 def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide: bool) -> TensorRTEngine:
     """The engine of one segment."""
-    from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
-
     library = load_tensorrt()
     TensorRTOperations.wide_linear = wide
-    plan = build_plan(config, shape, "float16", "composed", bench.device.gpu.compute_capability)
-    TensorRTOperations.wide_linear = True
+    try:
+        plan = build_plan(config, shape, "float16", "composed", bench.device.gpu.compute_capability)
+    finally:
+        TensorRTOperations.wide_linear = True
     cache = SimpleNamespace(attach=lambda configuration: None)
     runtime = library.module.Runtime(library.module.Logger(library.module.Logger.ERROR))
     return TensorRTEngine(library, runtime, plan, shape, cache)
@@ -176,7 +179,7 @@ def time_torch(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["attention", "linears"])
+    parser.add_argument("parts", nargs="*", type=one_of(*PARTS), default=["attention", "linears"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-1b"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--output", type=Path, help="a JSON file for the results")

@@ -19,7 +19,7 @@ def executor_name(engine: Any) -> str:
     """What runs an engine's steps: hand-written kernels of few or many rows, TensorRT, or TensorRT around attention by
     kernels."""
     if isinstance(engine, SplitEngine):
-        return "TensorRT, attention by kernels"
+        return engine.name
     return engine.executor.name if isinstance(engine, KernelEngine) else "TensorRT"
 
 

@@ -5,6 +5,7 @@ Nothing is written but TensorRT's plans: eight billion weights are there in seco
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DRAFT_HEAD, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.kernels.bfloat16 import store_rounded
 
@@ -192,21 +194,36 @@ def _backend(kind: str, directory: EngineDirectory) -> Any:
 
 
 @contextmanager
-def random_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[BaseEngineRunner]:
-    """A runner of a directory's base with random weights, closed at the end."""
-    tensors: Any = RandomTensors()
-    runner = BaseEngineRunner(_backend(kind, directory), directory.config, directory.limits, tensors)
+def random_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[Any]:
+    """A runner of a directory's model with random weights, closed at the end: an `EagleRunner` where it has a draft."""
+    backend, tensors = _backend(kind, directory), RandomTensors()
+    runner: Any
+    if directory.draft is None:
+        runner = BaseEngineRunner(backend, directory.config, directory.limits, tensors)
+    else:
+        runner = EagleRunner.open(backend, directory)
     try:
         yield runner
     finally:
         runner.close()
 
 
-@contextmanager
-def random_eagle_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[EagleRunner]:
-    """A runner of a directory's base and draft with random weights, closed at the end."""
-    runner = EagleRunner.open(_backend(kind, directory), directory)
-    try:
-        yield runner
-    finally:
-        runner.close()
+def random_prompt(tokens: int) -> list[int]:
+    """So many token ids."""
+    return np.random.default_rng(0).integers(0, 1000, tokens).tolist()
+
+
+def loop_milliseconds(runner: BaseEngineRunner, tokens: int, steps: int) -> float:
+    """Wall time of a plain step behind a prompt of so many tokens, whose rows are computed once; the host reads each
+    token while the next step runs."""
+    runner.start(0, random_prompt(tokens), runner.lengths[0] and tokens - 1, SamplingValues()).wait()
+    for _ in range(3):
+        runner.decode(1).wait()
+    unread = [runner.decode(1)]
+    begin = time.perf_counter()
+    for _ in range(steps):
+        unread.append(runner.decode(1))
+        unread.pop(0).wait()
+    seconds = time.perf_counter() - begin
+    unread.pop(0).wait()
+    return seconds / steps * 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from gpu_timer import gpu_milliseconds
-from random_model import shape_directory
+from random_model import random_prompt, shape_directory
 from simulated_acceptance import ForcedAcceptance
 
 from edgellm.drafting.config import DraftingConfig
@@ -37,11 +37,6 @@ def prepare(work: Path, shape: str = "llama-1b") -> tuple[EngineDirectory, Engin
 def plans_of(directory: EngineDirectory) -> list[DraftPlan]:
     """Those that the controller chooses among, the largest tree last."""
     return candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
-
-
-def random_prompt(tokens: int) -> list[int]:
-    """So many token ids."""
-    return np.random.default_rng(0).integers(0, 1000, tokens).tolist()
 
 
 class RoundBench:

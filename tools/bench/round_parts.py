@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
 from probes import enqueue_replaced
-from random_model import random_eagle_runner
+from random_model import random_runner
 from round_bench import RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
@@ -119,7 +119,7 @@ def main() -> None:
     arguments = parse(parser)
     _, directory = prepare(arguments.work)
     plans = {plan.name: plan for plan in plans_of(directory)}
-    with random_eagle_runner(directory) as runner:
+    with random_runner(directory) as runner:
         bench = PartsBench(runner)
         for name in arguments.plans:
             plan = plans[name]

@@ -8,8 +8,8 @@ from typing import Any
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import enqueue_replaced, executor_name, weight_bytes
-from random_model import random_eagle_runner, random_runner
-from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare, random_prompt
+from random_model import random_prompt, random_runner
+from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -28,7 +28,7 @@ def measure_table(work: Path, shape: str, mean: float) -> dict[str, Any]:
         (decode,) = (engine for each, engine in plain.engines.loaded.items() if each.phase == "decode")
         engines = {decode.shape.name: engine_row(plain.backend, decode, plain_directory)}
     decode_ms, plans, rounds = engines[decode.shape.name]["ms"], plans_of(directory), []
-    with random_eagle_runner(directory) as runner:
+    with random_runner(directory) as runner:
         bench = RoundBench(runner)
         for plan in plans:
             tokens = simulated_mean(plan, plans[-1], mean)
@@ -52,7 +52,7 @@ def measure_table(work: Path, shape: str, mean: float) -> dict[str, Any]:
                     "simulated_tokens": tokens,
                     "ms_a_token": round_ms / tokens,
                     "speedup": plain_ms * tokens / round_ms,
-                    "on_tensorrt": [name for name in names if engines[name]["executor"] == "TensorRT"],
+                    "on_tensorrt": [name for name in names if engines[name]["executor"].startswith("TensorRT")],
                 }
             )
     for row in engines.values():

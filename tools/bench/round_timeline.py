@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
-from random_model import random_eagle_runner
+from random_model import random_runner
 from round_bench import RoundBench, plans_of, prepare
 from simulated_acceptance import schedule
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     _, directory = prepare(arguments.work)
     plan = next(plan for plan in plans_of(directory) if plan.name == arguments.plan)
-    with random_eagle_runner(directory) as runner:
+    with random_runner(directory) as runner:
         bench = RoundBench(runner)
         lengths = schedule(4.24, plan.steps)
         bench.fill(lengths)

@@ -202,8 +202,7 @@ def answer_digests(prompts: int, tokens: int) -> Iterator[tuple[str, str]]:
 def answers_on_tensorrt(capability: str) -> list[str]:
     """The engines of the shipped model that this device sends to TensorRT, images aside."""
     directory = EngineDirectory.read(SHIPPED_MODEL)
-    models = {"base": directory.config, "draft": EngineDirectory.read(SHIPPED_MODEL).model_config("draft")}
-    return [shape.name for shape in planned_shapes(models, LIMITS, directory.dtype, capability)]
+    return [shape.name for shape in planned_shapes(directory.models, LIMITS, directory.dtype, capability)]
 
 
 def compare(folder: Path) -> bool:

@@ -40,20 +40,28 @@ class Layer(nn.Module):
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(1, self.kv_heads, capacity, self.size))
 
-    def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        """One token: x [1, 1, hidden]."""
-        qkv = self.qkv(self.input_norm(x)).view(1, 1, -1, self.size).transpose(1, 2)
+    def _attention_inputs(self, x: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query, key and value heads [1, heads, T, size] of x [1, T, hidden], rotated by rope [2, T, size / 2]."""
+        qkv = self.qkv(self.input_norm(x)).view(1, x.shape[1], -1, self.size).transpose(1, 2)
         rotated, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         first, second = rotated.chunk(2, dim=-1)
         cos, sin = rope[0], rope[1]
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        query, key = rotated.split([self.heads, self.kv_heads], dim=1)
+        return *rotated.split([self.heads, self.kv_heads], dim=1), value
+
+    def _behind_attention(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """The layer's output [1, T, hidden], of its input x and attention's results [1, heads, T, size]."""
+        x = x + self.output(context.transpose(1, 2).reshape(1, x.shape[1], -1))
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """One token: x [1, 1, hidden]."""
+        query, key, value = self._attention_inputs(x, rope)
         self.keys.index_copy_(2, position, key)
         self.values.index_copy_(2, position, value)
         context = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask, enable_gqa=True)
-        x = x + self.output(context.transpose(1, 2).reshape(1, 1, -1))
-        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return self._behind_attention(x, context)
 
 
 class Decoder(nn.Module):
@@ -100,19 +108,11 @@ class PromptLayer(Layer):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """All tokens: x [1, T, hidden]."""
-        count = x.shape[1]
-        qkv = self.qkv(self.input_norm(x)).view(1, count, -1, self.size).transpose(1, 2)
-        rotated, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        first, second = rotated.chunk(2, dim=-1)
-        cos, sin = rope[0], rope[1]
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        query, key = rotated.split([self.heads, self.kv_heads], dim=1)
-        self.keys[:, :, :count] = key
-        self.values[:, :, :count] = value
+        query, key, value = self._attention_inputs(x, rope)
+        self.keys[:, :, : x.shape[1]] = key
+        self.values[:, :, : x.shape[1]] = value
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.output(context.transpose(1, 2).reshape(1, count, -1))
-        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return self._behind_attention(x, context)
 
 
 @torch.inference_mode()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
-from numpy_kernel_device import NumpyKernelDevice
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.executors import planned_shapes, refusal_on, split_refusal
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.errors import EngineError
@@ -68,9 +69,12 @@ class _Float32SplitEngine(SplitEngine):
 def numpy_split_engine(program: Program) -> tuple[SplitEngine, dict[int, NumpySegment]]:
     """The engine on NumPy, and those of its segments."""
     engines = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
-    engine = _Float32SplitEngine(NumpyPrefill(), program, engines, "float32")
+    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32"), engines
+
+
+def attach(engine: SplitEngine | KernelEngine) -> None:
+    """Give an engine its scratch."""
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
-    return engine, engines
 
 
 def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
@@ -82,7 +86,8 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
             values = random.standard_normal(size, np.float32) * 0.1
             arrays[name] = values if kind in ("compute", "float32") else values.astype(kind)
     arrays["kvcache_start_index"][:] = start
-    arrays["last_token_ids"][:] = shape.tokens - 3
+    if "last_token_ids" in arrays:
+        arrays["last_token_ids"][:] = shape.tokens - 3
     rows = start + np.arange(shape.tokens)[:, None]
     arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
     return arrays
@@ -99,6 +104,7 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
     expected = random_arrays(program, start)
     found = {name: array.copy() for name, array in expected.items()}
     engine, _ = numpy_split_engine(program)
+    attach(engine)
     engine.bind(bound_to(found, program))
     ProgramGraph(NumpyOperations(expected, expected), program).run()
     for _ in range(2):
@@ -131,8 +137,8 @@ def test_equal_segments_are_one_engine() -> None:
     program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96))
     assert [segment.number for segment in segments_of(program)] == [0, 1, *[2] * 6, 8]
     engine, engines = numpy_split_engine(program)
-    arrays = random_arrays(program, 0)
-    engine.bind(bound_to(arrays, program))
+    attach(engine)
+    engine.bind(bound_to(random_arrays(program, 0), program))
     layers: list[int] = []
     engine.enqueue_by_layer(layers.append)
     assert {number: each.enqueued for number, each in engines.items()} == {0: 1, 1: 1, 2: 6, 8: 1}
@@ -157,16 +163,32 @@ def test_memory_grows_with_the_chunk_not_with_the_context() -> None:
     assert scratch(128, 128) == 2 * scratch(64, 128)
 
 
-def test_says_what_was_not_bound() -> None:
-    program = model_program(LLAMA, EngineShape("prefill", 1, 32, 96, 96))
-    engine, _ = numpy_split_engine(program)
+@pytest.mark.parametrize(
+    ("shape", "on_kernels"),
+    [
+        (EngineShape("prefill", 1, 32, 96, 96), False),
+        (EngineShape("decode", 2, 1, 96, 96), True),
+        (EngineShape("verify", 1, 4, 96, 96, 4), True),
+    ],
+    ids=["split prefill", "kernels' decode", "kernels' verify"],
+)
+def test_says_what_was_not_bound(shape: EngineShape, on_kernels: bool) -> None:
+    program = model_program(LLAMA, shape)
+    engine = numpy_kernel_engine(LLAMA, shape) if on_kernels else numpy_split_engine(program)[0]
     arrays = bound_to(random_arrays(program, 0), program)
-    engine.bind({name: array for name, array in arrays.items() if name not in ("logits", "attention_mask")})
-    with pytest.raises(EngineError, match=r"base.prefill-b1-t32-l96: never bound: logits$"):
+    unread = () if engine.reads_attention_mask else ("attention_mask",)
+    engine.bind({name: array for name, array in arrays.items() if name not in ("logits", *unread)})
+    with pytest.raises(EngineError, match=f"{shape.name}: never bound: logits$"):
         engine.enqueue()
     with pytest.raises(EngineError, match="has no tensor 'other'"):
         engine.bind({"other": arrays["logits"]})
-    engine.bind({"logits": arrays["logits"], "present_k_cache_0": arrays["k_cache_1"]})
+    engine.bind({"logits": arrays["logits"]})
+    with pytest.raises(EngineError, match=f"{shape.name}: attach was not called"):
+        engine.enqueue()
+    with pytest.raises(EngineError, match=rf"{shape.name} needs {engine.scratch_bytes} bytes of scratch, got 1"):
+        engine.attach(NumpyKernelDevice(), np.zeros(1, np.uint8))
+    attach(engine)
+    engine.bind({"present_k_cache_0": arrays["k_cache_1"]})
     with pytest.raises(EngineError, match="present_k_cache_0 must be bound to the memory of its cache"):
         engine.enqueue()
 
