@@ -121,14 +121,14 @@ class FewRows:
     def clocks(cls, program: Program, gpu: Capacity) -> float:
         """An estimate of the GPU's time for the linear layers of a program."""
         layers = (step for step in program.steps if isinstance(step, NormLinear | LinearResidual))
-        return sum(cls._clocks(step, step_rows(step, program), gpu) for step in layers)
+        return sum(cls._clocks(step, program, gpu) for step in layers)
 
     @classmethod
-    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
+    def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         inside = isinstance(step, NormLinear) and cls.norms_inside(step)
         norms = 0 if inside else _norm_count(step)
         width, columns = step.linear.weight.shape
-        return few_rows_clocks(rows, width, columns, inside, gpu) + norms * NORM_CLOCKS
+        return few_rows_clocks(step_rows(step, program), width, columns, inside, gpu) + norms * NORM_CLOCKS
 
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
@@ -253,7 +253,7 @@ class ManyRows(FewRows):
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not _streams(step_rows(step, program), limit, _ranks(program)):
+        if isinstance(step, LinearResidual) and not _streams(step, program, limit):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
 
@@ -265,17 +265,18 @@ class ManyRows(FewRows):
         return [*launches, many.linear(x, linear, output, step.scale)]
 
     @classmethod
-    def _clocks(cls, step: NormLinear | LinearResidual, rows: int, gpu: Capacity) -> float:
-        gated = isinstance(step, NormLinear) and step.gated
+    def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
+        gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
         width, columns = step.linear.weight.shape
-        many = many_rows_clocks(rows, width, columns, gated, gpu) + _norm_count(step) * NORM_CLOCKS
-        few = isinstance(step, LinearResidual) and _streams(rows, gpu.shared_limit)
-        return min(many, super()._clocks(step, rows, gpu)) if few else many
+        many = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+        many += _norm_count(step) * NORM_CLOCKS
+        few = isinstance(step, LinearResidual) and _streams(step, program, gpu.shared_limit)
+        return min(many, super()._clocks(step, program, gpu)) if few else many
 
     def _residual_kernels(self, step: LinearResidual) -> Any:
-        rows, gpu = step_rows(step, self._program), self._kernels.gpu
-        streams = _streams(rows, self._limit, _ranks(self._program))
-        few = streams and super()._clocks(step, rows, gpu) <= self._clocks(step, rows, gpu)
+        program, gpu = self._program, self._kernels.gpu
+        few = _streams(step, program, self._limit)
+        few = few and super()._clocks(step, program, gpu) <= self._clocks(step, program, gpu)
         return self._kernels.few if few else self._kernels.many
 
 
@@ -283,8 +284,10 @@ class ManyRows(FewRows):
 Executor = type[FewRows]
 
 
-def _streams(rows: int, limit: int, ranks: int = 0) -> bool:
-    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, ranks) <= limit
+def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
+    """Whether the kernels of few rows take a layer."""
+    rows = step_rows(step, program)
+    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, _ranks(program)) <= limit
 
 
 def _ranks(program: Program) -> int:

@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4]
 
 // sum [8 or 16 rows, 8 weight rows] += a [.., 16] times the transpose of b [8, 16]; of 8 rows, the lower half of the 16
 // that the instruction multiplies is zero. A lane holds sums of row lane / 4, weight rows 2 (lane % 4) and + 1, then of
-// the row 8 further.
+// the row 8 further. `begins`: the sum is zero, whatever it holds.
 #define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
     __device__ __forceinline__ void multiply_add(float (&sum)[2], const unsigned (&a0)[1], const unsigned (&a2)[1],    \
                                                  unsigned b0, unsigned b1, T) {                                        \
@@ -179,6 +179,17 @@ __device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4]
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
                      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
                      : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1));                              \
+    }                                                                                                                  \
+    __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned (&a0)[2], const unsigned (&a2)[2],    \
+                                                 unsigned b0, unsigned b1, bool begins, T) {                           \
+        asm volatile("{\n.reg .pred begins;\nsetp.ne.u32 begins, %10, 0;\n"                                            \
+                     "@begins mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                            \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%11,%11,%11,%11};\n"                                     \
+                     "@!begins mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                           \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n}"                                        \
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
+                     : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1), "r"(begins ? 1u : 0u),        \
+                       "f"(0.f));                                                                                      \
     }
 DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")

@@ -7,7 +7,7 @@
 // tile's weights are copied while the sums of the last one are written. Where a GPU has many more multiprocessors than
 // there are tiles, the four blocks of a cluster share a tile; each takes a group of slices.
 #include "shared/clusters.cuh"
-#include "decode/outputs.cuh"
+#include "decode/many_rows.cuh"
 #include "decode/tiled_ring.cuh"
 #include "decode/tiled_sums.cuh"
 
@@ -205,18 +205,6 @@ __device__ __forceinline__ void join(
     cluster_barrier();  // others have read what this block left
 }
 
-// What the kernels take beside tensor maps. input: of T, rows `stride` elements apart; output: float, or T of gates and
-// ups; selected, tokens: see SelectedRows.
-struct TiledLinear {
-    Linear linear;
-    Kept kept;
-    const void *input, *residual;
-    void* output;
-    const int* selected;
-    int stride, stages, residual_float, activation, tokens;
-};
-static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
-
 template <typename T, typename G, bool MAPPED> struct ChunksOf { using type = Copies<T, G, SelectedRows>; };
 #if __CUDA_ARCH__ >= 900
 template <typename T, typename G> struct ChunksOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
@@ -296,12 +284,6 @@ TILED_KERNEL(gate_up) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
     using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, true, ADAPTED>;
     multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
-}
-
-template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const TiledLinear& arguments) {
-    return {static_cast<float*>(arguments.output), arguments.linear.scale, arguments.residual,
-            arguments.residual_float != 0, {arguments.selected, arguments.tokens},
-            static_cast<T*>(arguments.kept.target), arguments.kept.stride};
 }
 
 // output = residual + scale (input weight^T + bias)

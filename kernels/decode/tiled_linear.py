@@ -21,13 +21,21 @@ from edgellm.kernels.decode.arguments import (
     linear_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, activation_number, padded_columns
+from edgellm.kernels.decode.contract import (
+    MAX_TILED_ROWS,
+    STEP,
+    Kept,
+    LinearWeights,
+    activation_number,
+    padded_columns,
+)
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
     ROW_BYTES,
     WARPS,
     Capacity,
+    DirectTiling,
     Tiling,
     fastest_tiling,
     tilings,
@@ -37,6 +45,9 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Columns of a tensor map's tile: with 16-bit elements a line of 128 bytes, of which each 16 are swizzled by the row.
 _TILE_COLUMNS = ROW_BYTES // 2
+
+#: Bytes of sixteen rows of activations, a step of columns, in shared memory.
+_FRAGMENT_BYTES = 16 * STEP * 2
 
 _Map = ctypes.c_uint64 * 16
 
@@ -68,6 +79,17 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
+def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> Kernel:
+    """A kernel of direct_linear.cu for matrices of so many columns, or of others whose slices end as often."""
+    macros = (
+        ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
+    )
+    every = tiling.slices_end_every(columns)
+    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
+    return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
+
+
 def capacity_of(module: KernelModule) -> Capacity:
     """What decides of the GPU of a module's kernels."""
     return Capacity(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
@@ -88,7 +110,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: Tiling | None = None,
+        tiling: Tiling | DirectTiling | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -144,13 +166,23 @@ class CudaTiledKernels:
         )
 
     def _launch(
-        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling | None = None
+        self,
+        name: str,
+        x: DeviceArray,
+        linear: LinearWeights,
+        arguments: _TiledLinear,
+        tiling: Tiling | DirectTiling | None = None,
     ) -> Launch:
         batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
         gated = arguments.linear.rows != every_row
-        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated)
+        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapters is not None)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
+        if isinstance(tiling, DirectTiling):
+            arguments.stages = tiling.stages(columns, self.gpu)
+            kernel = direct_kernel(name.replace("selected", "linear"), self.dtype, tiling, columns)
+            grid, shared = tiling.grid(every_row, self.gpu), tiling.shared_bytes(arguments.stages)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
         arguments.stages = tiling.stages(self.gpu)
         tile_rows = tiling.weight_rows // (1 + gated)
         maps = (

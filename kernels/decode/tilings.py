@@ -7,10 +7,12 @@ layer: memory, shared memory or tensor cores.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
+from math import gcd
 
-from edgellm.kernels.decode.contract import SLICES, STEP
+from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
 #: Warps of a block; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
 WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
@@ -36,6 +38,13 @@ _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
 #: where registers have no room for the fragments of two steps.
 _STAGES, _NOT_AHEAD = 350, 1.2
+#: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
+#: other's reads and products, and four or fewer, make of their time.
+_FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: Clocks until memory gives what is asked for, under load.
+_LATENCY = 1450
+#: What takes so much longer than the fastest counts as fast: estimates are no better.
+_AS_FAST = 1.03
 #: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
 NORM_CLOCKS, _NORMED = 3400, 0.32
 
@@ -135,7 +144,7 @@ class Tiling:
         fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
         shared = weights + activations + fragments
         products = self.rows * self.weight_rows * STEP
-        step = _overlapped(gpu, blocks, weights, shared, products)
+        step = _overlapped(gpu, blocks, weights, activations, shared, products)
         if not gpu.has_clusters:  # warps that wait for each other each stage read at once, then multiply at once
             alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / 2
             step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
@@ -148,12 +157,83 @@ class Tiling:
         return waves * (_STARTS + on_each * steps / self.splits * step + _JOINS + _ENDS)
 
 
-def _overlapped(gpu: Capacity, blocks: int, weights: float, shared: float, products: float) -> float:
-    """Of a block that takes so many bytes of weights from memory, reads and writes so many bytes of shared memory and
-    multiplies and adds so often, while `blocks` multiprocessors do so."""
-    bandwidth, products_a_clock = gpu.speeds
-    spans = (weights / min(_STREAMED, bandwidth / blocks), shared / _SHARED, products / products_a_clock)
+@dataclass(frozen=True)
+class DirectTiling:
+    """Tiles of the kernels whose threads copy the weights that they multiply: `warps` of `weight_tiles` times 8 weight
+    rows each, times `rows` of activations, 16 to 64.
+
+    `depth` steps of weights are under way; activations come in chunks of `chunk_steps`.
+    """
+
+    rows: int
+    weight_tiles: int
+    warps: int
+    depth: int
+    chunk_steps: int
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 8 * self.weight_tiles * self.warps
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a chunk of activations."""
+        return self.chunk_steps * self.rows * STEP * 2
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the threads' rings, and of sums for which registers have no room: `Geometry::STAGES`."""
+        sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
+        leaves = 3 * sums + 8 * self.weight_tiles + 56 > min(255, 65_536 // threads)
+        return (self.depth * self.weight_tiles * 16 + leaves * sums * 4) * threads
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of a block."""
+        return self.own_bytes + stages * self.stage_bytes
+
+    def stages(self, columns: int, gpu: Capacity) -> int:
+        """Of the ring: as many as K has chunks, which are copied once, or four or three."""
+        room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
+        return chunks if chunks <= room else max(3, min(4, room))
+
+    def slices_end_every(self, columns: int) -> int:
+        """Slices end behind as many steps, or a multiple of it."""
+        return gcd(4, slice_steps(columns))
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles, steps = -(-rows // self.weight_rows), -(-columns // STEP)
+        blocks = min(tiles, gpu.multiprocessors)
+        stay = self.stages(columns, gpu) * self.chunk_steps >= steps
+        weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
+        # Weights are written and read once; activations are copied, and read and written once more.
+        shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
+        products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * (_MORE_WARPS if self.warps > 8 else 1)
+        alone *= _FEW_WARPS if self.warps <= 4 else 1
+        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations)
+        streamed = max(streamed, _LATENCY / self.depth)
+        step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
+        return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+
+
+def _overlapped(
+    gpu: Capacity, blocks: int, weights: float, activations: float, shared: float, products: float
+) -> float:
+    """Of a block that takes so many bytes of weights from memory and of activations from the cache, reads and writes so
+    many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
+    spans = _streamed(gpu, blocks, weights, activations), shared / _SHARED, products / gpu.speeds[1]
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+
+
+def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float) -> float:
+    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache."""
+    return max(weights * blocks / gpu.speeds[0], (weights + activations) / _STREAMED)
 
 
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
@@ -161,20 +241,56 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     `normed`: each multiprocessor for itself."""
     weights = 2 * rows * columns / gpu.multiprocessors
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
-    shared = weights * (2 + count / (8 if normed else 16) * (1 if normed else 2))
+    activations = weights * count / 8
     norms = _NORMED * count * columns if normed else 0
-    return _STARTS + norms + _overlapped(gpu, gpu.multiprocessors, weights, shared, 0) + _ENDS
+    # Without the next kernel's blocks beside them, nothing hides that activations are read.
+    hidden, alone = (activations, 0) if gpu.has_clusters else (0, activations * (count - 1) / count)
+    step = _overlapped(gpu, gpu.multiprocessors, weights, 0, 2 * weights + hidden, 0)
+    return _STARTS + norms + step + alone / _SHARED + _ENDS
 
 
-def many_rows_clocks(count: int, rows: int, columns: int, gated: bool, gpu: Capacity) -> float:
+def many_rows_clocks(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
+) -> float:
     """The same by the kernels of many rows, whose input is normed."""
-    return fastest_tiling(count, rows, columns, gpu, gated).clocks(rows, columns, gpu)
+    return fastest_tiling(count, rows, columns, gpu, gated, adapted).clocks(rows, columns, gpu)
 
 
 @cache
-def fastest_tiling(count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False) -> Tiling:
-    """For `count` rows of activations times a matrix [rows, columns], `gated`: of gates and ups."""
-    return min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
+def fastest_tiling(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
+) -> Tiling | DirectTiling:
+    """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
+    adapters, which direct kernels do not apply."""
+
+    def clocks(tiling: Tiling | DirectTiling) -> float:
+        return tiling.clocks(rows, columns, gpu)
+
+    direct = [] if adapted else direct_tilings(count, gpu)
+    fastest = min((*direct, *tilings(count, gpu, gated)), key=clocks)
+    if isinstance(fastest, Tiling):
+        return fastest
+    # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
+    as_fast = [tiling for tiling in direct if clocks(tiling) <= _AS_FAST * clocks(fastest)]
+    with_more = replace(gpu, architecture="sm_80")
+    return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
+
+
+def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator and few multiprocessors:
+    none or some."""
+    if gpu.has_clusters or gpu.multiprocessors > _FEW_MULTIPROCESSORS:
+        return []
+    rows = -(-count // 16) * 16
+    found = []
+    for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
+        depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
+        for depth, chunk_steps in product(depths, (16, 8, 4)):
+            tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
+            if tiling.shared_bytes(3) <= gpu.shared_limit and depth <= chunk_steps:
+                found.append(tiling)
+                break
+    return found
 
 
 def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:

@@ -14,8 +14,8 @@ from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
-from edgellm.kernels.decode.tiled_linear import tiled_kernel
-from edgellm.kernels.decode.tilings import Capacity, tilings
+from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
+from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
@@ -71,6 +71,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
         kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
         kernels.append(tiled_kernel("gate_up", dtype, tilings(64, gpu, gated=True)[-1], gpu, adapted=True))
+    names = ("linear", "gate_up", "linear_residual")
+    kernels += [direct_kernel(name, dtype, direct_tilings(64, gpu)[-1], 2048) for name in names]
+    kernels += [direct_kernel("linear", dtype, tiling, 1032) for tiling in direct_tilings(16, gpu)[:2]]
     return [kernel.source for kernel in kernels]
 
 

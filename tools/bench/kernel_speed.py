@@ -47,7 +47,7 @@ from edgellm.kernels.decode.contract import (
 )
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
-from edgellm.kernels.decode.tilings import tilings
+from edgellm.kernels.decode.tilings import direct_tilings, tilings
 from edgellm.kernels.launch import KernelModule, Launch
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
@@ -155,14 +155,14 @@ def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
         for rows in all_rows:
             x, out = bench.array((rows, columns), scale=50), bench.device.empty((rows, width), "float32")
             expected = None
-            for tiling in tilings(rows, bench.tiled.gpu):
+            for tiling in (*tilings(rows, bench.tiled.gpu), *direct_tilings(rows, bench.tiled.gpu)):
                 launches = [bench.tiled.linear(x, LinearWeights(weight), out, tiling=tiling) for weight in weights]
                 bench.device.upload(out, np.full(out.shape, np.nan, np.float32))
                 launches[0]()
                 found = bench.device.download(out)
                 expected = found if expected is None else expected
                 same = "same bits" if np.array_equal(found, expected) else "OTHER BITS"
-                name = f"{label}: {tiling.weight_rows} rows, {tiling.splits} blocks, {same}"
+                name = f"{label}: {tiling}, {same}"
                 bench.report(name, rows, bench.microseconds(launches, name), 2 * width * columns)
 
 

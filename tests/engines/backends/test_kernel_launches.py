@@ -136,7 +136,7 @@ def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
 
 
 def test_what_a_gpu_is_estimated_to_take_decides() -> None:
-    """Few rows are normed inside their layers, more by launches of their own; where memory is slow, later so."""
+    """Few rows are normed inside their layers, more by launches of their own: sooner where none overlap."""
 
     def most_of_few(capacity: Capacity) -> int:
         shapes = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in range(1, 17))
@@ -145,7 +145,7 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
         return found.count(FewRows)
 
     h200, orin = (most_of_few(capacity) for capacity in (Capacity(), Capacity(16, ORIN, False, "sm_87")))
-    assert 1 <= h200 < orin <= 16
+    assert 1 <= orin < h200 <= 16
 
 
 @GPUS

@@ -13,7 +13,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_kernel
-from edgellm.kernels.decode.tilings import Capacity, tilings
+from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 
@@ -72,6 +72,24 @@ def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequenc
     for kernels in (few, many) if sequences <= MAX_ROWS else (many,):
         kernels.linear_residual(x, linear, residual, own, selected=selected)()
         np.testing.assert_array_equal(gpu.download(own), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 20, 40, 64])
+@pytest.mark.parametrize(("width", "columns"), [(330, 520), (200, 2312), (9000, 2048)])
+def test_every_direct_tiling_gives_the_same_bits(gpu, older_module, rows: int, width: int, columns: int) -> None:
+    """As kernels of few rows, of less than a tile a block, and of several; of slices that end every step, or fourth."""
+    few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(older_module, "float16")
+    x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
+    linear, expected = LinearWeights(weight, bias), []
+    for part in np.array_split(gpu.download(x), -(-rows // MAX_ROWS)):
+        own, sums = device_copy(gpu, part), gpu.empty((len(part), width), "float32")
+        few.linear_residual(own, linear, None, sums)()
+        expected.append(gpu.download(sums))
+    output = gpu.empty((rows, width), "float32")
+    for tiling in direct_tilings(rows, many.gpu):
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        many.linear(x, linear, output, tiling=tiling)()
+        np.testing.assert_array_equal(gpu.download(output), np.concatenate(expected), err_msg=str(tiling))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 32, 45, 64])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode.tilings import WARPS, Capacity, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import WARPS, Capacity, direct_tilings, fastest_tiling, tilings
 
 GPUS = {
     "H200": Capacity(132, 232_448, True, "sm_90"),
@@ -22,7 +22,7 @@ MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 
 def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
     gpu = GPUS[name]
     for rows, columns in MATRICES:
-        tiling = fastest_tiling(count, rows, columns, gpu, gated)
+        tiling = min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
         assert tiling.rows == (16 if count <= 16 else 32 if count <= 32 else 64)
         assert tiling.stages(gpu) >= 3
         assert tiling.shared_bytes(tiling.stages(gpu)) <= gpu.shared_limit
@@ -35,6 +35,28 @@ def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
         assert blocks <= gpu.multiprocessors if splits == 1 else blocks * tiling.weight_rows >= rows
 
 
+@pytest.mark.parametrize("count", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize("shared_limit", [166_912, 101_376])
+def test_direct_tilings_fit(shared_limit: int, count: int) -> None:
+    gpu = Capacity(16, shared_limit, False, "sm_87")
+    for tiling in direct_tilings(count, gpu):
+        assert count <= tiling.rows < count + 16
+        assert 3 <= tiling.depth <= tiling.chunk_steps
+        for rows, columns in MATRICES:
+            stages, chunks = tiling.stages(columns, gpu), -(-columns // (32 * tiling.chunk_steps))
+            assert tiling.shared_bytes(stages) <= gpu.shared_limit
+            assert 3 <= stages <= 4 or stages == chunks
+            assert tiling.grid(rows, gpu)[0] <= gpu.multiprocessors
+    assert len(direct_tilings(count, gpu)) >= 3
+    assert not direct_tilings(count, GPUS["H200"]) + direct_tilings(count, GPUS["RTX 4090"])
+
+
+def test_slices_end_where_they_are_said_to() -> None:
+    (tiling, *_) = direct_tilings(64, GPUS["Orin"])
+    for columns, every in ((2048, 4), (1536, 1), (3072, 2), (14_336, 4), (8, 1)):
+        assert tiling.slices_end_every(columns) == every
+
+
 def test_a_second_block_finds_room_where_kernels_overlap() -> None:
     for tiling in tilings(32, GPUS["H200"]):
         shared = tiling.shared_bytes(tiling.stages(GPUS["H200"]))
@@ -44,9 +66,17 @@ def test_a_second_block_finds_room_where_kernels_overlap() -> None:
 
 def test_few_multiprocessors_take_tiles_that_come_out_even_and_share_none() -> None:
     for matrix in MATRICES[:4]:
-        tiling = fastest_tiling(16, *matrix, GPUS["Orin"])
+        tiling = fastest_tiling(16, *matrix, GPUS["Orin"], adapted=True)
         assert tiling.splits == 1
         assert tiling.tiles(matrix[0]) % 16 == 0
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_few_multiprocessors_take_the_direct_tiles_that_were_found_fastest(count: int) -> None:
+    """In 16 multiprocessors of an H200: weight rows and warps, for Llama-1B's shapes."""
+    for matrix, found in zip(MATRICES[:5], ((192, 12), (128, 8), (256, 8), (128, 8), (256, 8)), strict=True):
+        tiling = fastest_tiling(count, *matrix, GPUS["Orin"], matrix[0] == 16_384)
+        assert (tiling.weight_rows, tiling.warps) == found
 
 
 def test_many_multiprocessors_share_a_small_matrix() -> None:
