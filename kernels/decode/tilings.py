@@ -267,7 +267,8 @@ def fastest_tiling(
         return tiling.clocks(rows, columns, gpu)
 
     direct = [] if adapted else direct_tilings(count, gpu)
-    fastest = min((*direct, *tilings(count, gpu, gated)), key=clocks)
+    every: list[Tiling | DirectTiling] = [*direct, *tilings(count, gpu, gated)]
+    fastest = min(every, key=clocks)
     if isinstance(fastest, Tiling):
         return fastest
     # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
