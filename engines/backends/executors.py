@@ -10,6 +10,7 @@ from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRow
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.prefill.contract import prefill_refusal
 from edgellm.kernels.prefill.launcher import attention_bytes
@@ -20,15 +21,15 @@ SHARED_MEMORY = {
     **dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99 << 10),
     **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), 227 << 10),
 }
-#: Up to so many rows the kernels of few are the faster ones (`kernel_speed.py steps`, H200).
-_FEW_ROWS = 12
 
 
 def kernel_executor(
-    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int
+    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, capacity: Capacity | None = None
 ) -> tuple[Executor | None, str]:
     """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
     memory, and why no faster one; or None, and the first step of the program that none can run, with the reason.
+
+    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit.
 
     A verify step of more rows than one launch takes runs in passes, each of some of its sequences.
     """
@@ -41,7 +42,8 @@ def kernel_executor(
     if rows > ManyRows.most_rows:
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
     program = model_program(config, part)
-    few_first = rows <= _FEW_ROWS or part.model == "draft" or part.phase == "prefill"
+    capacity = capacity or Capacity(shared_limit=shared_limit)
+    few_first = rows <= FewRows.most_rows and FewRows.clocks(program, capacity) <= ManyRows.clocks(program, capacity)
     reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
         reason = executor.refusal(program, shared_limit)

@@ -12,13 +12,15 @@ and in the decode step that computes it alone: whether a draft is accepted canno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from edgellm.engines.backends.base import check_bound, checked_bindings
-from edgellm.engines.backends.kernel_executors import Executor, StepKernels, passes, scratch_of
+from edgellm.engines.backends.kernel_executors import Executor, StepKernels, adapter_words, passes, scratch_of
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
@@ -59,6 +61,7 @@ class KernelEngine:
         self._launches: list[Any] = []
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
+        self._is_whole = True
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -76,6 +79,8 @@ class KernelEngine:
             # Not in the shared scratch: the counters must be zero between steps.
             arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
             self._scratch.append(arrays)
+        words = max(adapter_words(program) for _, program in self._passes)
+        self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer = [], []
 
     def load_kernels(self) -> None:
@@ -97,8 +102,7 @@ class KernelEngine:
             self._launches = self._prepare()
             for launch in self._launches:
                 launch.overlap_previous()
-        for launch in self._launches:
-            launch()
+        self._enqueue(self._launches, lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """As `enqueue`; `before_layer` is called before each layer's work is enqueued, and can let that wait."""
@@ -107,18 +111,36 @@ class KernelEngine:
             for number, launch in enumerate(self._launches_by_layer):
                 if number not in self._layer_starts:  # that one must not overtake what its layer waits for
                     launch.overlap_previous()
-        for number, launch in enumerate(self._launches_by_layer):
+        self._enqueue(self._launches_by_layer, before_layer)
+
+    def _enqueue(self, launches: Sequence[Any], before_layer: Callable[[int], None]) -> None:
+        if not self._is_whole:  # a step was left half done: its next launch did not clear what the last one wrote
+            for area in self._areas:
+                self._device.upload(area, np.zeros(area.shape, np.uint32))
+        self._is_whole = False
+        for number, launch in enumerate(launches):
             if number in self._layer_starts:
                 before_layer(self._layer_starts[number])
             launch()
+        self._is_whole = True
+
+    def _lows(self) -> Iterator[tuple[Array, Array]]:
+        """Of each launch with adapters, in order: the area that it uses, and that of the next one, which it clears.
+
+        Neighbours have different ones, also the last launch of a step and the first.
+        """
+        count = sum(len(program.adapted) for _, program in self._passes)
+        areas = [self._areas[2 if number == count - 1 else number % 2] for number in range(count)]
+        return zip(areas, areas[1:] + areas[:1], strict=True)
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
         check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
         launches: list[Any] = []
+        lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
             arrays = partial(self._array, slots, scratch)
-            executor = self.executor(self._kernels, program, arrays, self._shared_limit)
+            executor = self.executor(self._kernels, program, arrays, lows, self._shared_limit)
             # A layer begins with the step before its attention.
             starts = {n - 1: step.index for n, step in enumerate(program.steps) if isinstance(step, Attention)}
             first = min(starts)
@@ -133,7 +155,7 @@ class KernelEngine:
         """A tensor at the edge, of a pass its sequences' part, or a value."""
         if name in scratch:
             return scratch[name]
-        of_sequences = name not in self._program.weights
+        of_sequences = name not in self._program.matrices
         return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
 
     def _own(self, kind: str) -> str:

@@ -7,11 +7,12 @@ all blocks of the linear layer that follows. Either gives a row the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from edgellm.engines.lora.config import SCALES, AdaptedProjection
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import (
     Attention,
@@ -37,10 +38,14 @@ from edgellm.kernels.decode.contract import (
     AttentionStep,
     AttentionWeights,
     Kept,
+    LinearAdapters,
     LinearWeights,
     NormedInput,
+    adapters_refusal,
     attention_refusal,
+    low_words,
     padded_columns,
+    padded_ranks,
 )
 from edgellm.kernels.decode.linear import (
     linear_residual_shared_bytes,
@@ -48,16 +53,18 @@ from edgellm.kernels.decode.linear import (
     norm_shared_bytes,
 )
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
 
 
 class StepKernels(NamedTuple):
-    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many."""
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; and the GPU."""
 
     few: Any
     many: Any
+    gpu: Capacity = Capacity()
 
 
 class FewRows:
@@ -66,11 +73,17 @@ class FewRows:
     name = "kernels of few rows"
     most_rows = MAX_ROWS
 
-    def __init__(self, kernels: StepKernels, program: Program, arrays: Callable[[str], Array], limit: int) -> None:
-        """`arrays` gives the array of a tensor at the engine's edge, or of a value; `limit` is the shared memory that a
-        block may have, in bytes."""
-        self._kernels, self._program, self._array, self._limit = kernels, program, arrays, limit
-        self._rows = program.shape.batch * program.shape.tokens
+    def __init__(
+        self,
+        kernels: StepKernels,
+        program: Program,
+        arrays: Callable[[str], Array],
+        lows: Iterator[tuple[Array, Array]],
+        limit: int,
+    ) -> None:
+        """`arrays` gives the array of a tensor at the engine's edge, or of a value; `lows` what each linear layer with
+        adapters has of `LinearAdapters.low` and `next_low`; `limit` is the shared memory of a block, in bytes."""
+        self._kernels, self._program, self._array, self._lows, self._limit = kernels, program, arrays, lows, limit
 
     @classmethod
     def refusal(cls, program: Program, limit: int) -> str | None:
@@ -89,21 +102,33 @@ class FewRows:
         needed = cls._shared_bytes(step, program, limit)
         if needed <= limit:
             return None
-        rows = program.shape.batch * program.shape.tokens
+        rows = step_rows(step, program)
         return f"{rows} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
-        shape = program.shape
-        rows = shape.batch * shape.tokens
+        rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
             return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
-            return norm_linear_shared_bytes(rows, widths, limit, step.gated)
+            return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
         if isinstance(step, NormLinear | LinearResidual):
-            return linear_residual_shared_bytes(rows, limit)
+            return linear_residual_shared_bytes(rows, limit, _ranks(program))
         return 0
+
+    @classmethod
+    def clocks(cls, program: Program, gpu: Capacity) -> float:
+        """An estimate of the GPU's time for the linear layers of a program."""
+        layers = (step for step in program.steps if isinstance(step, NormLinear | LinearResidual))
+        return sum(cls._clocks(step, program, gpu) for step in layers)
+
+    @classmethod
+    def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
+        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        norms = 0 if inside else _norm_count(step)
+        width, columns = step.linear.weight.shape
+        return few_rows_clocks(step_rows(step, program), width, columns, inside, gpu) + norms * NORM_CLOCKS
 
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
@@ -132,14 +157,12 @@ class FewRows:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
-    @property
-    def _residual_kernels(self) -> Any:
-        """Those of `LinearResidual`."""
+    def _residual_kernels(self, step: LinearResidual) -> Any:
         return self._kernels.few
 
     def _linear_residual(self, step: LinearResidual) -> Any:
         selected = (self._array("last_token_ids"),) if step.selects else ()
-        return self._residual_kernels.linear_residual(
+        return self._residual_kernels(step).linear_residual(
             self._array(step.value),
             self._weights(step.linear),
             self._array(step.residual),
@@ -207,7 +230,14 @@ class FewRows:
 
     def _weights(self, linear: Linear) -> LinearWeights:
         bias = None if linear.bias is None else self._array(linear.bias.name)
-        return LinearWeights(self._array(linear.weight.name), bias)
+        return LinearWeights(self._array(linear.weight.name), bias, self._adapters(linear))
+
+    def _adapters(self, linear: Linear) -> LinearAdapters | None:
+        adapted, shape = self._program.adapted.get(linear.name), self._program.shape
+        if adapted is None:
+            return None
+        a, b = (self._array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return LinearAdapters(a, b, self._array(SCALES), _module_rows(adapted), *next(self._lows))
 
     def _kept(self, keep: Keep | None) -> Kept | None:
         return None if keep is None else Kept(self._array(keep.target), keep.place, keep.raw)
@@ -221,19 +251,11 @@ class ManyRows(FewRows):
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
-        rows = program.shape.batch * program.shape.tokens
         if isinstance(step, NormLinear):
             return max(norm_shared_bytes(step.linear.weight.shape[1]), tiled_shared_bytes(limit))
-        if isinstance(step, LinearResidual) and not step.selects and not _streams(rows, limit):
+        if isinstance(step, LinearResidual) and not _streams(step, program, limit):
             return tiled_shared_bytes(limit)
         return super()._shared_bytes(step, program, limit)
-
-    @classmethod
-    def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
-        rows = program.shape.batch * program.shape.tokens
-        if isinstance(step, LinearResidual) and step.selects and rows > MAX_ROWS:
-            return f"it selects rows, of up to {MAX_ROWS}, not {rows}"
-        return super()._memory_refusal(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
@@ -242,17 +264,46 @@ class ManyRows(FewRows):
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
 
-    @property
-    def _residual_kernels(self) -> Any:
-        return self._kernels.few if _streams(self._rows, self._limit) else self._kernels.many
+    @classmethod
+    def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
+        gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
+        width, columns = step.linear.weight.shape
+        many = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+        many += _norm_count(step) * NORM_CLOCKS
+        few = isinstance(step, LinearResidual) and _streams(step, program, gpu.shared_limit)
+        return min(many, super()._clocks(step, program, gpu)) if few else many
+
+    def _residual_kernels(self, step: LinearResidual) -> Any:
+        program, gpu = self._program, self._kernels.gpu
+        few = _streams(step, program, self._limit)
+        few = few and super()._clocks(step, program, gpu) <= self._clocks(step, program, gpu)
+        return self._kernels.few if few else self._kernels.many
 
 
 #: A class of executors.
 Executor = type[FewRows]
 
 
-def _streams(rows: int, limit: int) -> bool:
-    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit) <= limit
+def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
+    """Whether the kernels of few rows take a layer."""
+    rows = step_rows(step, program)
+    return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, _ranks(program)) <= limit
+
+
+def _ranks(program: Program) -> int:
+    return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
+
+
+def _norm_count(step: NormLinear | LinearResidual) -> int:
+    """Launches that bring the inputs of a layer together, where it does not norm them itself."""
+    return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0
+
+
+def step_rows(step: Step, program: Program) -> int:
+    """Rows of activations that a step computes."""
+    shape = program.shape
+    selects = isinstance(step, NormLinear | LinearResidual) and step.selects
+    return shape.batch * (shape.selected if selects else shape.tokens)
 
 
 def step_refusal(step: Step, program: Program) -> str | None:
@@ -266,8 +317,10 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return None
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
-    if step.linear.name in program.adapted:
-        return "LoRA adapters are not applied"
+    adapted = program.adapted.get(step.linear.name)
+    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, _module_rows(adapted))
+    if refused:
+        return refused
     columns = step.linear.weight.shape[1]
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
@@ -289,6 +342,17 @@ def title(step: Step) -> str:
     if isinstance(step, NormLinear | LinearResidual):
         return f"the linear layer {step.linear.name}"
     return f"the step {type(step).__name__} to {step.output}"
+
+
+def _module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
+    return tuple(rows for _, rows in adapted.modules)
+
+
+def adapter_words(program: Program) -> int:
+    """The most words that a linear layer needs as `LinearAdapters.low`."""
+    shape = program.shape
+    rows, fused = shape.batch * shape.tokens, max((len(each.modules) for each in program.adapted.values()), default=0)
+    return low_words(rows, shape.lora_slots, fused, shape.lora_rank)
 
 
 def scratch_of(program: Program) -> Edge:

@@ -29,7 +29,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -144,7 +144,7 @@ class TensorRTBackend(CudaDevice):
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit)
+        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
         if executor is None:
             name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
             logger.info("%s runs on %s: %s", shape.name, name, reason)
@@ -170,7 +170,7 @@ class TensorRTBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         if executor is ManyRows and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many)
+        return StepKernels(few, self._many, capacity_of(self._module))
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

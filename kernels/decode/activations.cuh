@@ -90,6 +90,7 @@ template <typename T, int PARTS> struct NormInputs {
     }
     // The norms' weights to shared memory, by the whole block, as part of the thread's next group of copies.
     __device__ void copy_weights(T* shared, int columns) const {
+#pragma unroll 1
         for (int column = threadIdx.x * 8; column < columns; column += THREADS * 8) {
             const bool last = in_last(column);
             copy_async_16(shared_address(shared + column),
@@ -98,87 +99,98 @@ template <typename T, int PARTS> struct NormInputs {
     }
 };
 
-// Each warp puts its slice of all rows, normalized, into `activations`; all warps call it. `sums` [PARTS, rows, SUM_STRIDE];
-// `weights` [columns] holds the norms' weights when the threads' oldest group of copies has come. As many lanes serve a
-// row as it has chunks of 8 columns in the slice, up to 32, so that few rows are no more work than they must be. HELD: so
-// many chunks of a lane stay in registers, more are read twice. Columns before `begin` are not read, those and columns from
-// `end` on not written.
+// All rows, normalized, to `activations`; the whole block calls it. `sums` [PARTS, rows, SUM_STRIDE]; `weights` [columns]
+// holds the norms' weights when the threads' oldest group of copies has come. As many lanes serve a slice of a row as it has
+// chunks of 8 columns, up to 32, so that of few rows few warps have work: warps with nothing to do leave the instructions
+// to the others. HELD: so many chunks of a lane stay in registers, more are read twice. Columns before `begin` are not read,
+// those and columns from `end` on not written.
 template <typename T, int PARTS, int HELD, typename G>
 __device__ __forceinline__ void stage_normalized(
     const NormInputs<T, PARTS>& inputs, const T* weights, float* sums, char* activations, int batch, int columns,
     int steps, int end = EVERY_COLUMN, int begin = 0) {
     constexpr int ROWS = 8 * G::HALVES;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = steps * 4;
-    const int lanes = chunks > 16 ? 32 : chunks > 8 ? 16 : 8, rows_at_once = 32 / lanes;
-    const int groups = (chunks + 31) / 32, count = (batch + rows_at_once - 1) / rows_at_once * groups;
-    const int own_row = lane / lanes, own_chunk = lane % lanes;
+    const int warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+    const int chunks = steps * 4, lane_bits = chunks > 16 ? 5 : chunks > 8 ? 4 : 3;
+    const int slice = (threadIdx.x >> lane_bits) % SLICES, own_chunk = lane & ((1 << lane_bits) - 1);
+    // A warp's items: all chunks of a slice, as many at a time as it has lanes, then those of its next row.
+    struct Item {
+        int row, group;
+    };
+    const Item first{warp >> lane_bits - 1, 0};
+    const auto advance = [&](Item& item) {
+        item.group += 32;
+        if (item.group >= chunks) item.group = 0, item.row += 32 >> lane_bits;
+    };
     float values[HELD][8];
-    // Of item i the row, and the chunk of the slice.
-    auto row_of = [&](int item) { return item / groups * rows_at_once + own_row; };
-    auto chunk_of = [&](int item) { return item % groups * 32 + own_chunk; };
-    auto load = [&](int first) {
+    const auto load = [&](Item item) {
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const int row = row_of(first + i), chunk = chunk_of(first + i), column = warp * chunks * 8 + chunk * 8;
+        for (int i = 0; i < HELD && item.row < batch; ++i, advance(item)) {
+            const int chunk = item.group + own_chunk, column = (slice * chunks + chunk) * 8;
 #pragma unroll
             for (int j = 0; j < 8; ++j) values[i][j] = 0.f;
-            if (first + i < count && row < batch && chunk < chunks && column >= begin && column < columns)
-                inputs.load(row, column, values[i]);
+            if (chunk < chunks && column >= begin && column < columns) inputs.load(item.row, column, values[i]);
         }
     };
-    for (int first = 0; first < count; first += HELD) {
-        load(first);
+    Item next = first;
+    bool all_held = true;
+#pragma unroll 1
+    while (next.row < batch) {
+        load(next);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            if (first + i >= count) break;
-            const int row = row_of(first + i), column = (warp * chunks + chunk_of(first + i)) * 8;
+        for (int i = 0; i < HELD && next.row < batch; ++i, advance(next)) {
+            const int column = (slice * chunks + next.group + own_chunk) * 8;
             float squares = 0.f;
 #pragma unroll
             for (int j = 0; j < 8; ++j) squares = fmaf(values[i][j], values[i][j], squares);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 float sum = PARTS == 1 || inputs.in_last(column) == (part == 1) ? squares : 0.f;
-                for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-                float* total = sums + (part * ROWS + row) * SUM_STRIDE + warp;
-                if (own_chunk == 0 && row < batch) *total = (first + i) % groups == 0 ? sum : *total + sum;
+                for (int offset = 1 << lane_bits - 1; offset > 0; offset >>= 1)
+                    sum += __shfl_xor_sync(FULL_WARP, sum, offset);
+                float* total = sums + (part * ROWS + next.row) * SUM_STRIDE + slice;
+                if (own_chunk == 0) *total = next.group == 0 ? sum : *total + sum;
             }
         }
+        all_held = all_held && next.row >= batch;
     }
     wait_for_copies<G::STAGES - 1>();
     __syncthreads();
-    float factor_of_row[PARTS] = {};  // of row `lane`
+    if (first.row < batch) {
+        float factor_of_row[PARTS] = {};  // of row `lane`
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        if (lane >= batch) continue;
-        float total = 0.f;
+        for (int part = 0; part < PARTS; ++part) {
+            if (lane >= batch) continue;
+            float total = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) total += sums[(part * ROWS + lane) * SUM_STRIDE + w];
-        factor_of_row[part] = rsqrtf(total / inputs.width + inputs.epsilon);
-    }
-    for (int first = 0; first < count; first += HELD) {
-        if (count > HELD) load(first);
+            for (int i = 0; i < SLICES; ++i) total += sums[(part * ROWS + lane) * SUM_STRIDE + i];
+            factor_of_row[part] = rsqrtf(total / inputs.width + inputs.epsilon);
+        }
+        next = first;
+#pragma unroll 1
+        while (next.row < batch) {
+            if (!all_held) load(next);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            if (first + i >= count) break;
-            const int row = row_of(first + i), chunk = chunk_of(first + i), column = (warp * chunks + chunk) * 8;
-            float factor = __shfl_sync(FULL_WARP, factor_of_row[0], row);
-            if (PARTS == 2) {
-                const float last = __shfl_sync(FULL_WARP, factor_of_row[PARTS - 1], row);
-                if (inputs.in_last(column)) factor = last;
+            for (int i = 0; i < HELD && next.row < batch; ++i, advance(next)) {
+                const int row = next.row, chunk = slice * chunks + next.group + own_chunk, column = chunk * 8;
+                float factor = __shfl_sync(FULL_WARP, factor_of_row[0], row);
+                if (PARTS == 2) {
+                    const float last = __shfl_sync(FULL_WARP, factor_of_row[PARTS - 1], row);
+                    if (inputs.in_last(column)) factor = last;
+                }
+                if (next.group + own_chunk >= chunks || column < begin) continue;
+                float factors[8] = {};
+                if (column < columns) inputs.factors_of(weights + column, factors);
+                float normalized[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) normalized[j] = values[i][j] * factor * factors[j];
+                const uint4 packed = pack8<T>(normalized);
+                char* target = activations + ((chunk / 4 * batch + row) * 4 + chunk % 4) * 16;
+                if (end == EVERY_COLUMN || column < end) *reinterpret_cast<uint4*>(target) = packed;
+                if (blockIdx.x == 0 && inputs.kept != nullptr && column < columns) inputs.keep(row, column, values[i], packed);
             }
-            if (row >= batch || chunk >= chunks || column < begin) continue;
-            float factors[8] = {};
-            if (column < columns) inputs.factors_of(weights + column, factors);
-            float normalized[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) normalized[j] = values[i][j] * factor * factors[j];
-            const uint4 packed = pack8<T>(normalized);
-            char* target = activations + (((warp * steps + chunk / 4) * batch + row) * 4 + chunk % 4) * 16;
-            if (end == EVERY_COLUMN || column < end) *reinterpret_cast<uint4*>(target) = packed;
-            if (blockIdx.x == 0 && inputs.kept != nullptr && column < columns) inputs.keep(row, column, values[i], packed);
         }
     }
-    __syncwarp();
+    __syncthreads();
 }
 
 // The same of two inputs of T with little code, which counts where it comes from memory each time: the rows come into
@@ -276,17 +288,17 @@ __device__ __forceinline__ void stage_normalized_in_place(
 template <typename T, typename Rows>
 __device__ __forceinline__ void stage_as_is(
     const T* input, const Rows& source, char* activations, int batch, int columns, int steps) {
-    const int warp = threadIdx.x / 32, chunks = steps * 4;
-#pragma unroll 4
-    for (int i = threadIdx.x % 32; i < batch * chunks; i += 32) {
-        const int row = i / chunks, chunk = i % chunks, column = (warp * chunks + chunk) * 8;
-        uint4 packed = make_uint4(0, 0, 0, 0);
-        if (column < columns)
-            packed = __ldcg(reinterpret_cast<const uint4*>(input + static_cast<size_t>(source(row)) * columns + column));
-        char* target = activations + (((warp * steps + chunk / 4) * batch + row) * 4 + chunk % 4) * 16;
-        *reinterpret_cast<uint4*>(target) = packed;
+#pragma unroll 1
+    for (int row = 0; row < batch; ++row) {
+        const T* own = input + static_cast<size_t>(source(row)) * columns;
+#pragma unroll 2
+        for (int chunk = threadIdx.x; chunk < SLICES * steps * 4; chunk += THREADS) {
+            uint4 packed = make_uint4(0, 0, 0, 0);
+            if (chunk * 8 < columns) packed = __ldcg(reinterpret_cast<const uint4*>(own + chunk * 8));
+            *reinterpret_cast<uint4*>(activations + ((chunk / 4 * batch + row) * 4 + chunk % 4) * 16) = packed;
+        }
     }
-    __syncwarp();
+    __syncthreads();
 }
 
 }  // namespace decode

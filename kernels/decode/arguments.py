@@ -9,15 +9,21 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
+from itertools import accumulate
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
+    MAX_FUSED,
+    MAX_LORA_PLACES,
     SLICES,
     Kept,
+    LinearAdapters,
     LinearWeights,
     NormedInput,
+    adapters_refusal,
+    low_words,
     slice_steps,
 )
 from edgellm.kernels.errors import KernelError
@@ -35,6 +41,19 @@ class KeptArgument(ctypes.Structure):
     _fields_ = [("target", ctypes.c_void_p), ("stride", ctypes.c_int), ("raw", ctypes.c_int)]
 
 
+class AdaptersArgument(ctypes.Structure):
+    """`Adapters` of common.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "scales", "low", "next_low")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("places", "modules", "rank", "tokens", "next_words", "low_units", "low_blocks")
+        ),
+        ("ends", ctypes.c_int * (MAX_FUSED - 1)),
+    ]
+
+
 class LinearArgument(ctypes.Structure):
     """`Linear` of common.cuh."""
 
@@ -42,6 +61,7 @@ class LinearArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("batch", "rows", "columns", "steps")),
+        ("adapters", AdaptersArgument),
     ]
 
 
@@ -62,6 +82,7 @@ MACROS = (
     ("HOST_GELU_TANH", ACTIVATIONS["gelu_tanh"]),
     ("HOST_KEPT_BYTES", ctypes.sizeof(KeptArgument)),
     ("HOST_LINEAR_BYTES", ctypes.sizeof(LinearArgument)),
+    ("HOST_MOST_PLACES", MAX_LORA_PLACES),
     ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
 )
 
@@ -86,7 +107,37 @@ def kept_argument(kept: Kept | None, width: int) -> KeptArgument:
 def linear_argument(linear: LinearWeights, batch: int, rows: int, scale: float) -> LinearArgument:
     """A linear layer of `rows` outputs for `batch` rows of activations."""
     columns = linear.weight.shape[1]
-    return LinearArgument(*addresses(*linear), scale, batch, rows, columns, slice_steps(columns))
+    return LinearArgument(
+        *addresses(linear.weight, linear.bias),
+        scale,
+        *(batch, rows, columns, slice_steps(columns)),
+        AdaptersArgument() if linear.adapters is None else adapters_argument(linear.adapters, linear, batch),
+    )
+
+
+def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: int) -> AdaptersArgument:
+    """The LoRA adapters of a linear layer. Raises KernelError for those that no kernel takes."""
+    sequences, places = adapters.scales.shape
+    modules, (outputs, columns) = adapters.modules, linear.weight.shape
+    rank, rest = divmod(adapters.a.shape[0], places * len(modules))
+    reason = adapters_refusal(places, rank, modules)
+    if reason is not None:
+        raise KernelError(reason)
+    sizes = (places * len(modules) * rank, columns), (places * len(modules) * rank, outputs)
+    words = low_words(batch, places, len(modules), rank)
+    if rest or (adapters.a.shape, adapters.b.shape) != sizes or sum(modules) != outputs or batch % sequences:
+        raise KernelError(
+            f"LoRA adapters a {adapters.a.shape}, b {adapters.b.shape}, scales {adapters.scales.shape} of layers of "
+            f"{modules} rows do not fit a linear layer {linear.weight.shape} for {batch} rows"
+        )
+    if adapters.low.size < words or adapters.low.pointer == adapters.next_low.pointer:
+        raise KernelError(f"LoRA adapters need {words} words of memory that the next launch does not use")
+    ends = [*accumulate(modules), outputs, outputs][: MAX_FUSED - 1]
+    return AdaptersArgument(
+        *addresses(*adapters[:3], adapters.low, adapters.next_low),
+        *(places, len(modules), rank, batch // sequences, adapters.next_low.size, 0, 0),
+        (ctypes.c_int * (MAX_FUSED - 1))(*ends),
+    )
 
 
 def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:

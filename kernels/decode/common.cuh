@@ -30,12 +30,23 @@ struct Kept {
     int stride, raw;
 };
 
+// LoRA adapters of a linear layer, see adapters.cuh: a [places * P, K], b [places * P, N] and scales [sequences, places] of T,
+// P = modules * rank for the layers that are fused in this one, whose columns end at `ends`; each sequence has `tokens` rows.
+// low [places, batch, P / 2] words; the next launch's `low` is to be cleared. Of a kernel of few rows, the units that A's rows
+// are, and the first blocks, which multiply them.
+struct Adapters {
+    const void *a, *b, *scales;
+    unsigned *low, *next_low;
+    int places, modules, rank, tokens, next_words, low_units, low_blocks, ends[2];
+};
+
 // A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,
 // and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's.
 struct Linear {
     const void *weight, *bias;
     float scale;
     int batch, rows, columns, steps;
+    Adapters adapters;
 };
 static_assert(sizeof(Kept) == HOST_KEPT_BYTES && sizeof(Linear) == HOST_LINEAR_BYTES, "as the host's structures");
 
@@ -104,6 +115,12 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// A value that is computed here, once, rather than anew wherever it is used.
+template <typename Value> __device__ __forceinline__ Value in_register(Value value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // 16 bytes to shared memory, asynchronously; zeros, and nothing is read, where they do not exist.
 __device__ __forceinline__ void copy_async_16(unsigned shared, const void* global, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -146,7 +163,7 @@ __device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4]
 
 // sum [8 or 16 rows, 8 weight rows] += a [.., 16] times the transpose of b [8, 16]; of 8 rows, the lower half of the 16
 // that the instruction multiplies is zero. A lane holds sums of row lane / 4, weight rows 2 (lane % 4) and + 1, then of
-// the row 8 further.
+// the row 8 further. `begins`: the sum is zero, whatever it holds.
 #define DECODE_MULTIPLY_ADD(T, NAME)                                                                                   \
     __device__ __forceinline__ void multiply_add(float (&sum)[2], const unsigned (&a0)[1], const unsigned (&a2)[1],    \
                                                  unsigned b0, unsigned b1, T) {                                        \
@@ -162,6 +179,17 @@ __device__ __forceinline__ void load_transposed_matrices(unsigned (&fragment)[4]
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
                      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
                      : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1));                              \
+    }                                                                                                                  \
+    __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned (&a0)[2], const unsigned (&a2)[2],    \
+                                                 unsigned b0, unsigned b1, bool begins, T) {                           \
+        asm volatile("{\n.reg .pred begins;\nsetp.ne.u32 begins, %10, 0;\n"                                            \
+                     "@begins mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                            \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%11,%11,%11,%11};\n"                                     \
+                     "@!begins mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                           \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n}"                                        \
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                          \
+                     : "r"(a0[0]), "r"(a0[1]), "r"(a2[0]), "r"(a2[1]), "r"(b0), "r"(b1), "r"(begins ? 1u : 0u),        \
+                       "f"(0.f));                                                                                      \
     }
 DECODE_MULTIPLY_ADD(__half, "f16")
 DECODE_MULTIPLY_ADD(__nv_bfloat16, "bf16")

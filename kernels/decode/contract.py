@@ -7,6 +7,7 @@ step, B T in a verify or draft step. "compute" is the model's dtype, float16 or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from edgellm.kernels.arrays import OwnArray
@@ -18,6 +19,8 @@ MAX_ROWS = 16
 MAX_TILED_ROWS = 64
 #: The most new tokens of a sequence that attention takes, query heads a key-value head, and elements of a head.
 MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
+#: The largest rank of LoRA adapters, how many may be in use at once, and how many layers be fused in one.
+MAX_LORA_RANK, MAX_LORA_PLACES, MAX_FUSED = 64, 8, 3
 #: What a gated layer applies to its gate, and the number by which the kernels know it.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
@@ -51,11 +54,42 @@ class NormedInput(NamedTuple):
         return width
 
 
+class LinearAdapters(NamedTuple):
+    """LoRA adapters (Hu et al. 2021) of a linear layer [N, K], in S places: each row x gets (x a^T * scales) b more.
+
+    `a` [S P, K], `b` [S P, N] and `scales` [B, S] compute; each of B sequences has as many rows. `modules` are the rows
+    of the layers that are fused in this one, N in all, whose ranks P / len(modules) follow each other in P; b is zero
+    where it would add ranks of one to another. `low` uint32 of `low_words` is the launch's own memory, zeros before; it
+    clears `next_low`, which must not be `low`.
+    """
+
+    a: OwnArray
+    b: OwnArray
+    scales: OwnArray
+    modules: tuple[int, ...]
+    low: OwnArray
+    next_low: OwnArray
+
+
 class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups."""
 
     weight: OwnArray
     bias: OwnArray | None = None
+    adapters: LinearAdapters | None = None
+
+    @property
+    def ranks(self) -> int:
+        """`padded_ranks` of LoRA adapters."""
+        if self.adapters is None:
+            return 0
+        places = self.adapters.scales.shape[1]
+        return padded_ranks(places, self.low_rows // (places * len(self.adapters.modules)))
+
+    @property
+    def low_rows(self) -> int:
+        """Rows of their a, which are multiplied like rows of the weight."""
+        return 0 if self.adapters is None else self.adapters.a.shape[0]
 
 
 class Kept(NamedTuple):
@@ -115,6 +149,28 @@ def slice_steps(columns: int) -> int:
 def padded_columns(columns: int) -> int:
     """Columns of all slices."""
     return SLICES * STEP * slice_steps(columns)
+
+
+def low_words(rows: int, places: int, modules: int, rank: int) -> int:
+    """Words of memory for what adapters' a makes of so many rows: two products of 16 bits each."""
+    return rows * places * modules * rank // 2
+
+
+def padded_ranks(places: int, rank: int) -> int:
+    """Of adapters in all places: what the kernels multiply, in steps of 16."""
+    return places * -(-rank // 16) * 16
+
+
+def adapters_refusal(places: int, rank: int, modules: Sequence[int]) -> str | None:
+    """Why linear layers do not take LoRA adapters of a rank in so many places, or None if they do."""
+    fits = places <= MAX_LORA_PLACES and rank <= MAX_LORA_RANK and rank % 8 == 0
+    if fits and len(modules) <= MAX_FUSED and not any(rows % 8 for rows in modules):
+        return None
+    return (
+        f"LoRA adapters are applied in up to {MAX_LORA_PLACES} places, of ranks up to {MAX_LORA_RANK} in eights, to up "
+        f"to {MAX_FUSED} fused layers of rows in eights, not in {places} places, of rank {rank}, to layers of "
+        f"{', '.join(map(str, modules))} rows"
+    )
 
 
 def attention_refusal(heads: int, kv_heads: int, head_size: int) -> str | None:

@@ -7,20 +7,19 @@
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
 // activations half as often) and from those of tiled_linear.cu.
-#include "decode/activations.cuh"
+#include "decode/linear_weights.cuh"
 #include "decode/outputs.cuh"
 
 namespace decode {
 
-constexpr int TILE_ROWS = 8;  // weight rows of one tensor-core instruction
-
 // PAIRED: a unit's tiles are gate and up rows, which lie `rows` apart; else they follow each other. DEPTH: 16-byte copies of
 // weights that a thread has in flight. HALVES of 16 rows of activations: the kernels are narrow (two blocks on a
-// multiprocessor) or wide.
+// multiprocessor; also with a deep ring, for long rows) or wide.
 template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int TILES = TILES_, HALVES = HALVES_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int STAGES = DEPTH / TILES;
+    static constexpr unsigned TURN = TILES * THREADS * 16, TURNS = STAGES * TURN;  // bytes of a stage, and of the ring
     static constexpr int UNIT = PAIRED ? TILE_ROWS : TILES * TILE_ROWS;  // output columns of a unit
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
@@ -29,8 +28,9 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 
     // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
-    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes].
-    static constexpr int PARTIAL = STAGES * TILES * THREADS * 16, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
+    // or activations as they are, staged or [STAGES, WARPS, batch, 64 bytes]. At the end,
+    // twice, what adapters add [places, PARTIALS], then their rows of B [warps of all places, rank, 16 bytes].
+    static constexpr int PARTIAL = TURNS, SUMS_BEGIN = PARTIAL + 2 * WARPS * PARTIALS * 4;
     static __device__ constexpr int weights_begin(int parts) { return SUMS_BEGIN + parts * HALVES * 8 * SUM_STRIDE * 4; }
     static __device__ constexpr int norm_bytes(int parts, int batch, int steps) {
         return weights_begin(parts) + WARPS * steps * 64 * (1 + batch);
@@ -40,6 +40,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
 };
 
 using Narrow = Geometry<1, false, 1, HOST_NARROW_DEPTH>;
+using Deep = Geometry<1, false, 1, HOST_DEEP_DEPTH>;
 using NarrowPairs = Geometry<2, true, 1, HOST_NARROW_DEPTH>;
 using Wide = Geometry<1, false, 2, HOST_WIDE_DEPTH>;
 using WidePairs = Geometry<2, true, 2, HOST_WIDE_DEPTH>;
@@ -51,115 +52,124 @@ static_assert(Wide::norm_bytes(2, 9, 3) == HOST_WIDE_BYTES && WidePairs::norm_by
 static_assert(Narrow::staged_bytes(2, 3) == HOST_STAGED_BYTES && WideTwice::streamed_bytes(9) == HOST_STREAMED_BYTES,
               "the host gives linear_residual its shared memory");
 
-
-// What a thread copies: the steps of its warp through the warp's slice of K, unit after unit.
-template <typename T, typename G> struct Weights {
-    const T* weight;
-    const T* row[G::TILES];
-    unsigned ring;  // the thread's place in shared memory
-    int rows, columns, steps, column, step, unit;
-
-    __device__ void start_unit() {
+// The warp's sums of a unit, over its slice of K. Every group of copies holds one step of weights and, where they are
+// streamed, activations. place: the thread's in the ring, of the next step.
+template <typename T, typename G, bool ADAPTED, typename Activations>
+__device__ __forceinline__ void multiply_unit(
+    float (&sum)[G::TILES][4], Weights<T, G, ADAPTED>& weights, const Activations& activations, unsigned& place,
+    int batch) {
+    const int steps = weights.steps;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        wait_for_copies<G::STAGES - 1>();
+        unsigned x[2] = {}, y[2] = {}, z[2] = {}, w[2] = {};
+#pragma unroll
+        for (int half = 0; half < G::HALVES; ++half)
+            if (own_row() + 8 * half < batch) {
+                const uint4 a = read_shared_16(activations.place((place - weights.ring) / G::TURN, step) + half * 512);
+                x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
+            }
 #pragma unroll
         for (int tile = 0; tile < G::TILES; ++tile) {
-            const int line = min(unit * G::UNIT + (G::PAIRED ? 0 : tile * TILE_ROWS) + own_row(), rows - 1);
-            row[tile] = weight + static_cast<size_t>(line + (G::PAIRED ? tile * rows : 0)) * columns + column;
+            const uint4 b = read_shared_16(place + tile * THREADS * 16);
+            multiply_add(sum[tile], x, y, b.x, b.y, T());
+            multiply_add(sum[tile], z, w, b.z, b.w, T());
         }
-    }
-    __device__ unsigned place(int stage, int tile) const { return ring + (stage * G::TILES + tile) * THREADS * 16; }
-    // Where no weights are left, zeros are put into the ring.
-    __device__ void copy(int stage) const {
-        const bool exists = unit * G::UNIT < rows && column + step * 32 < columns;
-#pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile) copy_async_16(place(stage, tile), row[tile] + step * 32, exists);
-    }
-    __device__ void advance() {
-        if (++step == steps) {
-            step = 0;
-            unit += gridDim.x;
-            start_unit();
+        if (weights.has_more()) {
+            weights.copy(place);
+            activations.copy((place - weights.ring) / G::TURN, weights.step);
+            weights.advance();
         }
-    }
-};
-
-template <typename T, typename G>
-__device__ __forceinline__ Weights<T, G> start_weights(const T* weight, char* ring, int rows, int columns, int steps) {
-    Weights<T, G> weights;
-    weights.weight = weight, weights.rows = rows, weights.columns = columns, weights.steps = steps;
-    weights.ring = shared_address(ring) + threadIdx.x * 16;
-    weights.column = own_column(steps), weights.step = 0, weights.unit = blockIdx.x;
-    weights.start_unit();
-#pragma unroll
-    for (int stage = 0; stage < G::STAGES; ++stage) {
-        weights.copy(stage);
         commit_copies();
-        weights.advance();
+        place = weights.after(place);
     }
-    return weights;
 }
 
-// All units of the block; every group of copies holds one step of weights and, where they are streamed, activations.
-template <typename T, typename G, typename Activations, typename Output>
-__device__ __forceinline__ void multiply_units(
-    Weights<T, G>& weights, const Activations& activations, const T* bias, const Output& output, float* partial,
-    int batch) {
-    const int warp = threadIdx.x / 32, quad = own_quad(), rows = weights.rows, steps = weights.steps;
-    int buffer = 0, slot = 0;
-    for (int unit = blockIdx.x; unit * G::UNIT < rows; unit += gridDim.x) {
-        float sum[G::TILES][2 * G::HALVES] = {};
-#pragma unroll 4
-        for (int step = 0; step < steps; ++step) {
-            wait_for_copies<G::STAGES - 1>();
-            unsigned x[G::HALVES] = {}, y[G::HALVES] = {}, z[G::HALVES] = {}, w[G::HALVES] = {};
+// The sums of an output, of what the warps left of it at `theirs`.
+template <typename G> __device__ __forceinline__ void add_slices(float (&total)[G::SUMS], const float* theirs) {
 #pragma unroll
-            for (int half = 0; half < G::HALVES; ++half)
-                if (own_row() + 8 * half < batch) {
-                    const uint4 a = read_shared_16(activations.place(slot, step) + half * 512);
-                    x[half] = a.x, y[half] = a.y, z[half] = a.z, w[half] = a.w;
-                }
+    for (int s = 0; s < G::SUMS; ++s) total[s] = 0.f;
 #pragma unroll
-            for (int tile = 0; tile < G::TILES; ++tile) {
-                const uint4 b = read_shared_16(weights.place(slot, tile));
-                multiply_add(sum[tile], x, y, b.x, b.y, T());
-                multiply_add(sum[tile], z, w, b.z, b.w, T());
-            }
-            weights.copy(slot);
-            activations.copy(slot, weights.step);
-            commit_copies();
-            weights.advance();
-            slot = (slot + 1) % G::STAGES;
+    for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            float group = 0.f;
+#pragma unroll
+            for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += theirs[i * G::PARTIALS + s * G::HALVES * 64];
+            total[s] += group;
         }
-        float* mine = partial + (buffer * WARPS + warp) * G::PARTIALS;
+}
+
+// What a thread writes of a unit: the sums of one output, and what that needs beside them.
+template <typename G> struct Result {
+    float total[G::SUMS], biases[G::SUMS], before;
+};
+
+// All units of the block. With adapters a unit's result waits until the next one has been multiplied: what A made of the
+// activations comes from other blocks.
+template <typename T, typename G, bool ADAPTED, typename Activations, typename Output>
+__device__ __forceinline__ void multiply_units(
+    Weights<T, G, ADAPTED>& weights, const Activations& activations, const T* bias, const Output& output,
+    float* partial, int batch) {
+    const int warp = threadIdx.x / 32, rows = weights.rows, steps = weights.steps;
+    const int column = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT;  // of the output that the thread writes
+    const int own = b * 8 + column % 8 + (G::PAIRED ? 0 : column / 8) * G::HALVES * 64;
+    const auto writes = [&](int unit) { return unit >= 0 && b < batch && unit + column < rows; };
+    Result<G> result = {};
+    const auto prepare = [&](int unit) {  // reads what is needed beside sums
+        if (!writes(unit)) return;
+        result.before = output.before(b, unit + column, rows);
 #pragma unroll
-        for (int tile = 0; tile < G::TILES; ++tile)
+        for (int s = 0; s < G::SUMS; ++s)
+            if (bias != nullptr) result.biases[s] = to_float(bias[s * rows + unit + column]);
+    };
+    const auto write = [&](int unit) {
+        if (bias != nullptr)
 #pragma unroll
-            for (int half = 0; half < G::HALVES; ++half)
-                if (own_row() + 8 * half < batch)
-                    *reinterpret_cast<float2*>(mine + (tile * G::HALVES + half) * 64 + own_row() * 8 + quad * 2) =
-                        make_float2(sum[tile][2 * half], sum[tile][2 * half + 1]);
+            for (int s = 0; s < G::SUMS; ++s) result.total[s] += result.biases[s];
+        output(b, unit + column, rows, result.total, result.before);
+    };
+    int buffer = 0;
+    unsigned place = weights.ring;
+    for (int unit = weights.first_unit();; unit = weights.unit_after(unit)) {
+        const bool is_last = unit >= rows;
+        if (is_last && !ADAPTED) break;
+        const int held = unit - gridDim.x * G::UNIT;  // the unit whose result waits; below 0 for none
+        if (!is_last) {
+            if constexpr (!ADAPTED) prepare(unit);
+            else if (held >= 0) weights.copy_b(buffer, unit);  // those of the first one come already
+            float sum[G::TILES][4] = {};
+            multiply_unit(sum, weights, activations, place, batch);
+#pragma unroll
+            for (int tile = 0; tile < G::TILES; ++tile)
+                leave_sums<G>(partial + (buffer * WARPS + warp) * G::PARTIALS, tile, sum[tile], batch);
+        }
+        if constexpr (ADAPTED)
+            if (held >= 0 && weights.adapters.has_share) {
+                // Rows of B came with the unit's first step, 2 * `steps` groups before the last.
+                if (is_last || 2 * steps < G::STAGES) wait_for_copies<0>();
+                else if (2 * steps == G::STAGES) wait_for_copies<G::STAGES - 1>();
+                __syncwarp();
+                weights.adapters.add_share(buffer ^ 1, weights.tile_column(held, weights.adapters.tile()));
+            }
         __syncthreads();
-        if (threadIdx.x < batch * G::UNIT) {
-            const int place = threadIdx.x % G::UNIT, b = threadIdx.x / G::UNIT, row = unit * G::UNIT + place;
-            const float* theirs = partial + buffer * WARPS * G::PARTIALS + b * 8 + place % 8;
-            float total[G::SUMS] = {};
-#pragma unroll
-            for (int first = 0; first < WARPS; first += SLICES_OF_A_GROUP)
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) {
-                    const float* slices = theirs + (G::PAIRED ? s : place / 8) * G::HALVES * 64;
-                    float group = 0.f;
-#pragma unroll
-                    for (int i = first; i < first + SLICES_OF_A_GROUP; ++i) group += slices[i * G::PARTIALS];
-                    total[s] += group;
-                }
-            if (row < rows) {
+        if constexpr (ADAPTED) {
+            if (writes(held)) {
 #pragma unroll
                 for (int s = 0; s < G::SUMS; ++s)
-                    if (bias != nullptr) total[s] += to_float(bias[s * rows + row]);
-                output(b, row, rows, total);
+                    result.total[s] += weights.adapters.of_all(buffer ^ 1, own + s * G::HALVES * 64);
+                write(held);
             }
+            if (is_last) break;
+            prepare(unit);
         }
-        buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
+        if (ADAPTED ? warp * 32 < batch * G::UNIT : writes(unit)) {
+            add_slices<G>(result.total, partial + buffer * WARPS * G::PARTIALS + own);
+            if constexpr (!ADAPTED) write(unit);
+            else if (unit < 0) weights.adapters.leave_products(unit, b, column, result.total);
+        }
+        if (ADAPTED && unit < 0) __syncthreads();
+        else buffer ^= 1;  // the next unit's partial sums; this buffer's turn comes after another barrier
     }
     wait_for_copies<0>();
 }
@@ -187,11 +197,11 @@ static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResid
               "as the host's structures");
 
 // Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
-template <typename T, int PARTS, int HELD, typename G, typename Output>
+template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, typename Output>
 __device__ __forceinline__ void multiply_normalized(
     const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
     extern __shared__ __align__(16) char shared[];
-    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
     float* sums = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
     T* norm_weights = reinterpret_cast<T*>(shared + G::weights_begin(PARTS));
@@ -199,15 +209,18 @@ __device__ __forceinline__ void multiply_normalized(
 
     if (next_early) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);
-    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    Weights<T, G, ADAPTED> weights(linear, shared);
+    weights.begin(shared + G::norm_bytes(PARTS, batch, steps));
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
+    weights.adapters.clear_next();
     if constexpr (HELD == 0)
         stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     else
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
-    multiply_units<T, G>(
-        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial, batch);
+    multiply_units(
+        weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial,
+        batch);
 }
 
 template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
@@ -218,17 +231,18 @@ template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(cons
 }
 
 // output = scale (norm(input) weight^T + bias)
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, arguments.next_early != 0);
+    const bool next_early = arguments.next_early != 0;
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, next_early);
 }
 
 // output = activation(gate) up of norm(input) weight^T + bias
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, 1, G::HELD, G>(one_input<T>(arguments), arguments.linear, output, true);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, true);
 }
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
@@ -242,15 +256,16 @@ __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant
         first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
         arguments.kept.stride, arguments.kept.raw != 0};
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide>(inputs, arguments.linear, output, arguments.next_early != 0);
+    const bool next_early = arguments.next_early != 0;
+    multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide, false>(inputs, arguments.linear, output, next_early);
 }
 
 // output = residual + scale (input weight^T + bias)
-template <typename T, typename G>
+template <typename T, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __grid_constant__ LinearResidual arguments) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
-    const int batch = linear.batch, rows = linear.rows, columns = linear.columns, steps = linear.steps;
+    const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     const T *input = static_cast<const T*>(arguments.input), *bias = static_cast<const T*>(linear.bias);
     const ResidualOutput<T> output{
         arguments.output, linear.scale, arguments.residual, arguments.residual_float != 0,
@@ -259,11 +274,13 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     char* staged = shared + G::SUMS_BEGIN;
 
     launch_next_kernel();
-    Weights<T, G> weights = start_weights<T, G>(static_cast<const T*>(linear.weight), shared, rows, columns, steps);
+    Weights<T, G, ADAPTED> weights(linear, shared);
+    weights.begin(shared + (arguments.stage ? G::staged_bytes(batch, steps) : G::streamed_bytes(batch)));
     wait_for_previous_kernel();
+    weights.adapters.clear_next();
     if (arguments.stage) {
         stage_as_is(input, output.source, staged, batch, columns, steps);
-        multiply_units<T, G>(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
+        multiply_units(weights, staged_for_lane(staged, batch, steps), bias, output, partial, batch);
         return;
     }
     Streamed<T, G::HALVES> activations;
@@ -281,7 +298,7 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     for (int stage = 0; stage < G::STAGES; ++stage) activations.copy(stage, stage % steps);
     commit_copies();
     wait_for_copies<0>();
-    multiply_units<T, G>(weights, activations, bias, output, partial, batch);
+    multiply_units(weights, activations, bias, output, partial, batch);
 }
 
 }  // namespace decode

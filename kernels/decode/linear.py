@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
@@ -43,6 +44,8 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
+#: Bytes of shared memory that CUDA takes of each block.
+_RESERVED = 1024
 #: Shared memory of a norm's sums in norm.cu.
 _NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
 
@@ -66,25 +69,31 @@ class _Geometry:
         """Of 8 weight rows in a unit of `linear_residual`."""
         return 2 if self.twice else 1
 
-    def ring_bytes(self, tiles: int) -> int:
-        """Shared memory of the ring and of the partial sums, for units of `tiles` times 8 weight rows."""
-        return self.depth * THREADS * 16 + 2 * SLICES * tiles * self.rows * 8 * 4
+    def ring_bytes(self, tiles: int, ranks: int = 0) -> int:
+        """Shared memory of the ring, partial sums, and what LoRA adapters of so many `padded_ranks` need, for units of
+        `tiles` times 8 weight rows: for each place the sums that it adds and its rows of B, twice."""
+        sums = tiles * self.rows * 8 * 4
+        return self.depth * THREADS * 16 + 2 * SLICES * sums + 2 * (ranks // 16 * sums + ranks * tiles * 16)
 
-    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int) -> int:
+    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, ranks: int = 0) -> int:
         """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
         slices = SLICES * slice_steps(columns)
-        return self.ring_bytes(tiles) + parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
+        own = parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
+        return self.ring_bytes(tiles, ranks) + own
 
-    def staged_bytes(self, batch: int, columns: int) -> int:
-        """Ring, partial sums and the activations of `linear_residual`, where they are staged."""
-        return self.ring_bytes(self.residual_tiles) + SLICES * slice_steps(columns) * STEP * 2 * batch
+    def staged_bytes(self, batch: int, columns: int, ranks: int = 0) -> int:
+        """Of `linear_residual`, where its activations are staged."""
+        return self.ring_bytes(self.residual_tiles, ranks) + SLICES * slice_steps(columns) * STEP * 2 * batch
 
-    def streamed_bytes(self, batch: int) -> int:
+    def streamed_bytes(self, batch: int, ranks: int = 0) -> int:
         """The same with a ring of activations."""
-        return self.ring_bytes(self.residual_tiles) + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
+        ring = self.ring_bytes(self.residual_tiles, ranks)
+        return ring + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
 
 
 _NARROW = _Geometry("Narrow", 8, 4, 2, False)
+#: For `linear_residual`, whose rows are the longest: more of them is there before the input is.
+_DEEP = _Geometry("Deep", 8, 8, 2, False)
 _WIDE = _Geometry("Wide", 16, 8, 1, True)
 #: More rows are served by the wide kernels, where the GPU has the shared memory.
 _NARROW_ROWS = 2
@@ -128,6 +137,7 @@ class _Norm(ctypes.Structure):
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
     ("HOST_NARROW_DEPTH", _NARROW.depth),
+    ("HOST_DEEP_DEPTH", _DEEP.depth),
     ("HOST_WIDE_DEPTH", _WIDE.depth),
     ("HOST_NARROW_BYTES", _NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
     ("HOST_NARROW_PAIRS_BYTES", _NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
@@ -163,9 +173,10 @@ class CudaDecodeKernels:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = CUDA_TYPES[dtype]
-        narrow = [linear_kernel(name, kind, "decode::Narrow") for name in ("norm_linear", "linear_residual")]
-        gated = linear_kernel("norm_gate_up", kind, "decode::NarrowPairs")
-        for kernel in (*narrow, gated, attention_kernel(dtype, head_size)):
+        staged = _staged_geometry(1, STEP, module.shared_limit) or _NARROW
+        kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
+        linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
+        for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
     def norm_linear(
@@ -183,7 +194,7 @@ class CudaDecodeKernels:
         two inputs, which are as wide as each other and normed alike, the first is of the compute dtype.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch = self._batch(inputs, linear)
+        batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
@@ -193,13 +204,13 @@ class CudaDecodeKernels:
             next_early,
         )
         if len(inputs) == 1:
-            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False)
-            kernel = linear_kernel("norm_linear", self._type, f"decode::{geometry.name}")
+            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
+            kernel = self._kernel("norm_linear", geometry.name, linear)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
-        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths))
-        return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
+        shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.norm_gate_up`."""
@@ -213,10 +224,10 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
-        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True)
-        kernel = linear_kernel("norm_gate_up", self._type, f"decode::{geometry.name}Pairs")
-        shared = geometry.norm_bytes(2, 1, batch, normed.columns)
-        return self._launch(kernel, geometry, -(-rows // 8), shared, arguments)
+        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
+        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
+        shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
+        return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
     def linear_residual(
         self,
@@ -234,21 +245,23 @@ class CudaDecodeKernels:
         _check_rows(batch, columns, batch * columns, linear)
         check_room("x", x, batch, columns)
         check_room("output", output, batch, rows)
-        geometry, limit = _residual_geometry(batch, self.module.shared_limit), self.module.shared_limit
+        limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        stage = batch <= _NARROW_ROWS and geometry.staged_bytes(batch, columns) <= limit
+        staged = _staged_geometry(batch, columns, limit, ranks)
+        geometry = staged or _residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
             *addresses(x, residual, output, selected),
             residual is not None and residual.dtype == "float32",
             1 if selected is None else x.size // columns // batch,
-            stage,
+            staged is not None,
         )
-        shared = geometry.staged_bytes(batch, columns) if stage else geometry.streamed_bytes(batch)
-        name = "WideTwice" if geometry.twice else "Narrow"
-        kernel = linear_kernel("linear_residual", self._type, f"decode::{name}")
-        return self._launch(kernel, geometry, -(-rows // (8 * geometry.residual_tiles)), shared, arguments)
+        shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
+        # So few registers would let more blocks on a multiprocessor, and none on others.
+        shared = max(shared, _share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
+        kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else geometry.name, linear)
+        return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
     def attention(
         self,
@@ -307,6 +320,8 @@ class CudaDecodeKernels:
         """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
+        if len(inputs) == 2 and linear.adapters is not None:
+            raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
         if any(each.weight is None for each in inputs):
             raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
         if len(inputs) == 2 and (
@@ -320,22 +335,41 @@ class CudaDecodeKernels:
             )
         return batch
 
+    def _kernel(self, name: str, geometry: str, linear: LinearWeights) -> Kernel:
+        adapted = () if linear.adapters is None else ("true",)
+        return linear_kernel(name, self._type, f"decode::{geometry}", *adapted)
+
     def _launch(
-        self, kernel: Kernel, geometry: _Geometry, units: int, shared_bytes: int, arguments: ctypes.Structure
+        self,
+        kernel: Kernel,
+        geometry: _Geometry,
+        tiles: int,
+        linear: LinearWeights,
+        shared_bytes: int,
+        arguments: Any,
     ) -> Launch:
-        blocks = min(units, self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        """With units of `tiles` times 8 weight rows."""
+        units, low_units = (-(-rows // (8 * tiles)) for rows in (linear.weight.shape[0], linear.low_rows))
+        blocks = min(units + low_units, self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        adapters = arguments.linear.adapters
+        # At most one block of a multiprocessor has such units: others wait for it, which may come before it otherwise.
+        adapters.low_units = low_units
+        adapters.low_blocks = min(low_units, -(-blocks // geometry.blocks_per_multiprocessor))
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
 
 
-def norm_linear_shared_bytes(rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False) -> int:
-    """Shared memory that a block of `norm_linear` or `norm_gate_up` needs for inputs of such widths, on such a GPU."""
-    geometry = _norm_geometry(rows, widths, shared_limit, gated)
-    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths))
+def norm_linear_shared_bytes(
+    rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False, ranks: int = 0
+) -> int:
+    """Shared memory that a block of `norm_linear` or `norm_gate_up` needs on such a GPU: inputs of such widths, LoRA
+    adapters of so many `padded_ranks`."""
+    geometry = _norm_geometry(rows, widths, shared_limit, gated, ranks)
+    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
 
-def linear_residual_shared_bytes(rows: int, shared_limit: int) -> int:
+def linear_residual_shared_bytes(rows: int, shared_limit: int, ranks: int = 0) -> int:
     """The same of `linear_residual`, whose input comes with the weights, however wide it is."""
-    return _residual_geometry(rows, shared_limit).streamed_bytes(rows)
+    return _residual_geometry(rows, shared_limit, ranks).streamed_bytes(rows, ranks)
 
 
 def norm_shared_bytes(columns: int) -> int:
@@ -343,15 +377,15 @@ def norm_shared_bytes(columns: int) -> int:
     return _NORM_SUMS_BYTES + 2 * padded_columns(columns)
 
 
-def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool) -> _Geometry:
+def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, ranks: int) -> _Geometry:
     def needed(geometry: _Geometry) -> int:
-        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths))
+        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
 
     return _WIDE if len(widths) > 1 else _geometry(rows, needed, shared_limit)
 
 
-def _residual_geometry(rows: int, shared_limit: int) -> _Geometry:
-    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows), shared_limit)
+def _residual_geometry(rows: int, shared_limit: int, ranks: int) -> _Geometry:
+    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows, ranks), shared_limit)
 
 
 def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) -> _Geometry:
@@ -359,6 +393,19 @@ def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) 
     if rows <= _NARROW_ROWS or (rows <= _NARROW.rows and needed(_WIDE) > shared_limit):
         return _NARROW
     return _WIDE
+
+
+def _staged_geometry(batch: int, columns: int, shared_limit: int, ranks: int = 0) -> _Geometry | None:
+    """Of `linear_residual`, where it stages so many rows: the deep ring if that leaves room for as many blocks."""
+    limits = (_DEEP, _share(shared_limit, _DEEP.blocks_per_multiprocessor)), (_NARROW, shared_limit)
+    if batch > _NARROW_ROWS:
+        return None
+    return next((each for each, limit in limits if each.staged_bytes(batch, columns, ranks) <= limit), None)
+
+
+def _share(shared_limit: int, blocks: int) -> int:
+    """Shared memory of a block where so many are on a multiprocessor, which has what a block may have alone."""
+    return (shared_limit + _RESERVED) // blocks - _RESERVED
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:

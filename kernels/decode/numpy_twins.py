@@ -14,6 +14,7 @@ from edgellm.kernels.decode.contract import (
     AttentionStep,
     AttentionWeights,
     Kept,
+    LinearAdapters,
     LinearWeights,
     NormedInput,
     activation_number,
@@ -53,12 +54,22 @@ class NumpyTiledKernels:
         output: np.ndarray,
         scale: float = 1.0,
         kept: Kept | None = None,
+        selected: np.ndarray | None = None,
     ) -> NumpyLaunch:
-        """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept."""
+        """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept.
+
+        With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
+        the B rows of the output.
+        """
 
         def compute() -> None:
-            before = np.zeros((len(rows_of(x)), len(linear.weight)), np.float32) if residual is None else residual
-            _add(before.reshape(len(rows_of(x)), -1), scaled(product(x, linear), scale), output, kept)
+            inputs = rows_of(x)
+            before = np.zeros((len(inputs), len(linear.weight)), np.float32) if residual is None else rows_of(residual)
+            if selected is not None:
+                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
+                inputs, before = inputs[chosen], before[chosen]
+            keep(kept, before, before)
+            write(output, before + scaled(product(inputs, linear), scale))
 
         return NumpyLaunch(compute)
 
@@ -91,32 +102,7 @@ class NumpyDecodeKernels:
         activation_number(activation)
         return NumpyLaunch(lambda: write(output, gated(product(normalized(normed), linear), activation)))
 
-    def linear_residual(
-        self,
-        x: np.ndarray,
-        linear: LinearWeights,
-        residual: np.ndarray | None,
-        output: np.ndarray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: np.ndarray | None = None,
-    ) -> NumpyLaunch:
-        """`output` [R, N] = residual [R, N] (None: 0) + scale (x [R, K] weight^T + bias); the residual is kept.
-
-        With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
-        the B rows of the output.
-        """
-        rows, columns = linear.weight.shape
-
-        def compute() -> None:
-            inputs = x.reshape(-1, columns)
-            before = np.zeros((len(inputs), rows), np.float32) if residual is None else residual.reshape(-1, rows)
-            if selected is not None:
-                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
-                inputs, before = inputs[chosen], before[chosen]
-            _add(before, scaled(product(inputs, linear), scale), output, kept)
-
-        return NumpyLaunch(compute)
+    linear_residual = NumpyTiledKernels.linear_residual
 
     def attention(
         self,
@@ -158,11 +144,6 @@ class NumpyDecodeKernels:
             keep(kept, selected_columns(normed), values)
 
         return NumpyLaunch(compute)
-
-
-def _add(before: np.ndarray, sums: np.ndarray, output: np.ndarray, kept: Kept | None) -> None:
-    keep(kept, before, before)
-    write(output, before + sums)
 
 
 def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:
@@ -213,9 +194,20 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 
 
 
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
-    """The first K columns of x times the transpose of [N, K], plus [N]."""
-    sums = rows_of(x)[:, : linear.weight.shape[1]] @ linear.weight.T
+    """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
+    rows = rows_of(x)[:, : linear.weight.shape[1]]
+    sums = rows @ linear.weight.T
+    if linear.adapters is not None:
+        sums += adapted(rows, linear.adapters)
     return sums if linear.bias is None else sums + linear.bias
+
+
+def adapted(x: np.ndarray, adapters: LinearAdapters) -> np.ndarray:
+    """What LoRA adapters add to a linear layer of x [R, K]: (x a^T * scales) b, [R, N]."""
+    sequences, places = adapters.scales.shape
+    low = (x @ adapters.a.T).reshape(sequences, -1, places, len(adapters.a) // places)
+    scaled_low = low * adapters.scales[:, None, :, None]
+    return scaled_low.reshape(len(x), -1) @ adapters.b
 
 
 def scaled(x: np.ndarray, scale: float) -> np.ndarray:

@@ -5,12 +5,45 @@
 
 namespace decode {
 
-// What becomes of the sums of one row b of activations and one column n of N (gate and up).
+// Two values of neighbouring columns, the first of which is even, of a row of `width`: at once where rows begin evenly.
+// Behind the last column nothing is read or written.
+__device__ __forceinline__ float2 read_two(const float* values, int column, int width) {
+    if (width % 2 == 0) return __ldcg(reinterpret_cast<const float2*>(values));
+    return make_float2(__ldcg(values), column + 1 < width ? __ldcg(values + 1) : 0.f);
+}
+template <typename T> __device__ __forceinline__ float2 read_two(const T* values, int column, int width) {
+    if (width % 2 == 0) return unpack<T>(__ldcg(reinterpret_cast<const unsigned*>(values)));
+    return make_float2(to_float(__ldcg(values)), column + 1 < width ? to_float(__ldcg(values + 1)) : 0.f);
+}
+__device__ __forceinline__ void write_two(float* target, float2 values, int column, int width) {
+    if (width % 2 == 0) {
+        *reinterpret_cast<float2*>(target) = values;
+    } else {
+        target[0] = values.x;
+        if (column + 1 < width) target[1] = values.y;
+    }
+}
+template <typename T> __device__ __forceinline__ void write_two(T* target, float2 values, int column, int width) {
+    if (width % 2 == 0) {
+        *reinterpret_cast<unsigned*>(target) = pack<T>(values.x, values.y);
+    } else {
+        target[0] = from_float<T>(values.x);
+        if (column + 1 < width) target[1] = from_float<T>(values.y);
+    }
+}
+
+// What becomes of the sums of one row b of activations and one column n of N (gate and up), or of columns n, which is even,
+// and n + 1. `before` is what must be read for it: of many outputs, all of it is read before any of them is written.
 struct FloatOutput {
     float* output;
     float scale;
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float) const {
         output[static_cast<size_t>(b) * rows + n] = sum[0] * scale;
+    }
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2) const {
+        write_two(output + static_cast<size_t>(b) * rows + n, make_float2(sum[0].x * scale, sum[0].y * scale), n, rows);
     }
 };
 
@@ -32,15 +65,26 @@ template <typename T> struct ResidualOutput {
     SelectedRows source;
     T* kept;
     int kept_stride;
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1]) const {
-        float before = 0.f;
-        if (residual != nullptr) {
-            const size_t index = static_cast<size_t>(source(b)) * rows + n;
-            before = residual_float ? __ldcg(static_cast<const float*>(residual) + index)
-                                    : to_float(__ldcg(static_cast<const T*>(residual) + index));
-        }
+    __device__ float before(int b, int n, int rows) const {
+        if (residual == nullptr) return 0.f;
+        const size_t index = static_cast<size_t>(source(b)) * rows + n;
+        return residual_float ? __ldcg(static_cast<const float*>(residual) + index)
+                              : to_float(__ldcg(static_cast<const T*>(residual) + index));
+    }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float before) const {
         if (kept != nullptr) kept[static_cast<size_t>(b) * kept_stride + n] = from_float<T>(before);
         output[static_cast<size_t>(b) * rows + n] = before + sum[0] * scale;
+    }
+    __device__ float2 before_two(int b, int n, int rows) const {
+        if (residual == nullptr) return make_float2(0.f, 0.f);
+        const size_t index = static_cast<size_t>(source(b)) * rows + n;
+        return residual_float ? read_two(static_cast<const float*>(residual) + index, n, rows)
+                              : read_two(static_cast<const T*>(residual) + index, n, rows);
+    }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2 before) const {
+        if (kept != nullptr) write_two(kept + static_cast<size_t>(b) * kept_stride + n, before, n, rows);
+        const float2 values = make_float2(before.x + sum[0].x * scale, before.y + sum[0].y * scale);
+        write_two(output + static_cast<size_t>(b) * rows + n, values, n, rows);
     }
 };
 
@@ -54,50 +98,15 @@ template <typename T> struct GatedOutput {
         if (activation == HOST_GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
         return gate / (1.f + expf(-z)) * up;
     }
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[2]) const {
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[2], float) const {
         output[static_cast<size_t>(b) * rows + n] = from_float<T>(value(sum[0], sum[1]));
     }
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[2], float2) const {
+        const float2 values = make_float2(value(sum[0].x, sum[1].x), value(sum[0].y, sum[1].y));
+        write_two(output + static_cast<size_t>(b) * rows + n, values, n, rows);
+    }
 };
-
-// What becomes of four neighbouring sums, where rows are a multiple of four: first what must be read for it, then the rest.
-template <typename Output> __device__ __forceinline__ float4 read_before(const Output&, int, int, int) {
-    return make_float4(0.f, 0.f, 0.f, 0.f);
-}
-
-template <typename T>
-__device__ __forceinline__ float4 read_before(const ResidualOutput<T>& output, int b, int n, int rows) {
-    if (output.residual == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const size_t index = static_cast<size_t>(output.source(b)) * rows + n;
-    if (output.residual_float)
-        return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(output.residual) + index));
-    const uint2 packed = __ldcg(reinterpret_cast<const uint2*>(static_cast<const T*>(output.residual) + index));
-    const float2 low = unpack<T>(packed.x), high = unpack<T>(packed.y);
-    return make_float4(low.x, low.y, high.x, high.y);
-}
-
-__device__ __forceinline__ void write_four(
-    const FloatOutput& output, int b, int n, int rows, const float4 (&sum)[1], const float4&) {
-    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) =
-        make_float4(sum[0].x * output.scale, sum[0].y * output.scale, sum[0].z * output.scale, sum[0].w * output.scale);
-}
-
-template <typename T>
-__device__ __forceinline__ void write_four(
-    const ResidualOutput<T>& output, int b, int n, int rows, const float4 (&sum)[1], const float4& before) {
-    if (output.kept != nullptr)
-        *reinterpret_cast<uint2*>(output.kept + static_cast<size_t>(b) * output.kept_stride + n) =
-            make_uint2(pack<T>(before.x, before.y), pack<T>(before.z, before.w));
-    *reinterpret_cast<float4*>(output.output + static_cast<size_t>(b) * rows + n) =
-        make_float4(before.x + sum[0].x * output.scale, before.y + sum[0].y * output.scale,
-                    before.z + sum[0].z * output.scale, before.w + sum[0].w * output.scale);
-}
-
-template <typename T>
-__device__ __forceinline__ void write_four(
-    const GatedOutput<T>& output, int b, int n, int rows, const float4 (&sum)[2], const float4&) {
-    *reinterpret_cast<uint2*>(output.output + static_cast<size_t>(b) * rows + n) =
-        make_uint2(pack<T>(output.value(sum[0].x, sum[1].x), output.value(sum[0].y, sum[1].y)),
-                   pack<T>(output.value(sum[0].z, sum[1].z), output.value(sum[0].w, sum[1].w)));
-}
 
 }  // namespace decode

@@ -1,332 +1,303 @@
-// Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows of
-// activations.
+// Linear layers of up to 64 rows of activations, as trees have that are verified: tiles of weight rows times all rows
+// of activations.
 //
 // Every sum has the order of linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
-// the bits of the decode step. A warp multiplies 16 or 32 weight rows with all rows of activations, which keeps what it
-// reads from shared memory small beside what it multiplies. The warps of a block are two or four teams, the blocks of a
-// tile a cluster. Each team takes its part of the slices, through a ring of its own, and leaves its sums in shared memory,
-// where the blocks of the cluster read them and add them in order.
+// the bits of the decode step. A warp has its own 16 or 32 rows of activations and weight rows, for all of K, and keeps
+// its sums in registers: of the slice, of the group, and in all. Blocks stay: each walks over its tiles, and the next
+// tile's weights are copied while the sums of the last one are written. Where a GPU has many more multiprocessors than
+// there are tiles, the four blocks of a cluster share a tile; each takes a group of slices.
 #include "shared/clusters.cuh"
-#include "decode/outputs.cuh"
+#include "decode/many_rows.cuh"
 #include "decode/tiled_ring.cuh"
+#include "decode/tiled_sums.cuh"
 
 namespace decode {
 namespace tiled {
 
-constexpr int TILED_THREADS = HOST_TILED_THREADS, TILED_WARPS = TILED_THREADS / 32;
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
-constexpr int AT_ONCE = 2;  // times four outputs of a thread whose residuals are read together
+constexpr int AT_ONCE = 8;  // outputs of a thread that are made of what the blocks of a cluster left
 
-// A tile of WEIGHT_ROWS_ times ROWS_ of activations; BLOCKS_ on a multiprocessor. ROW_TILES and COLUMN_TILES: of a warp, 16
-// rows of activations and 8 weight rows each. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the
-// gate rows in the first half.
-template <int ROWS_, int WEIGHT_ROWS_, int TEAMS_, int BLOCKS_, bool PAIRED_> struct Geometry {
-    static constexpr int ROWS = ROWS_, WEIGHT_ROWS = WEIGHT_ROWS_, TEAMS = TEAMS_, BLOCKS = BLOCKS_;
-    static constexpr bool PAIRED = PAIRED_;
-    static constexpr int TEAM_WARPS = TILED_WARPS / TEAMS, TEAM_THREADS = 32 * TEAM_WARPS;
-    static constexpr int ROW_TILES = ROWS / 16, COLUMN_TILES = WEIGHT_ROWS / (8 * TEAM_WARPS);
+// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS beside each other have
+// the rows. BLOCKS on a multiprocessor. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the
+// gate rows in the first half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters, whose rows
+// of A are tiles like others.
+template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool PAIRED_, bool ADAPTED_> struct Geometry {
+    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_, BLOCKS = BLOCKS_;
+    static constexpr bool PAIRED = PAIRED_, ADAPTED = ADAPTED_;
+    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * (TILED_WARPS / ROW_WARPS);
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
     static constexpr int STAGE_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES;
-    static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats; against bank conflicts
-    static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a team leaves
-    static_assert(STAGE_STEPS == 1 || (STAGE_BYTES % 1024 == 0 && 2 * STAGE_BYTES >= AREA * 4),
-                  "every stage of every ring begins where the tensor memory accelerator's swizzling begins");
+    static constexpr int AREA_STRIDE = WEIGHT_ROWS + 4;  // floats of a row that a block leaves; against bank conflicts
+    // Whether a thread's registers hold the next step's fragments beside this one's, and its sums of three kinds.
+    static constexpr int SUM_REGISTERS = 12 * ROW_TILES * COLUMN_TILES, FRAGMENT = 8 * ROW_TILES + 4 * COLUMN_TILES;
+    static constexpr int ROOM = (BLOCKS == 1 ? 180 : 64) - SUM_REGISTERS - 2 * FRAGMENT;
+    static constexpr bool AHEAD = ROOM >= 0, EARLY_B = ROOM >= 4 * COLUMN_TILES;  // or rows of adapters' B
+    static_assert(COLUMN_TILES % SUMS == 0 && STAGE_BYTES % 1024 == 0, "pairs of tiles; where swizzling begins");
+    static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a block leaves, and as many of what adapters add
+    static_assert(2 * STAGE_BYTES >= AREA * 4, "two stages take what a block leaves");
 
-    static __device__ constexpr int ring_bytes(int stages) { return max_of(stages * STAGE_BYTES, AREA * 4); }
-    static __device__ constexpr int shared_bytes(int stages, int splits) {
-        const int parts = splits * TEAMS, items = (parts > GROUPS ? SLICES : GROUPS) / parts;
-        return TEAMS * (ring_bytes(stages) + (items > 1 ? AREA * 4 : 0) + MOST_STAGES * 8);
-    }
-    static __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+    static __device__ constexpr int shared_bytes(int stages) { return stages * (STAGE_BYTES + BARRIER_BYTES); }
 };
-using Small = Geometry<32, 64, 4, 2, false>;
-using Large = Geometry<64, 128, 2, 1, false>;
-static_assert(Small::shared_bytes(3, 1) == (STAGE_STEPS == 2 ? HOST_SMALL_BYTES : HOST_SMALL_BYTES_ALONE) &&
-                  Large::shared_bytes(2, 1) == (STAGE_STEPS == 2 ? HOST_LARGE_BYTES : HOST_LARGE_BYTES_ALONE),
+static_assert(Geometry<1, 2, 1, 2, false, false>::shared_bytes(3) == HOST_SMALL_BYTES &&
+                  Geometry<2, 6, 2, 1, true, false>::shared_bytes(2) == HOST_LARGE_BYTES,
               "the host gives a block its shared memory");
 
-template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
+// What a warp multiplies in a step of 32 columns.
+template <typename G> struct Fragments {
+    uint4 weights[G::COLUMN_TILES], activations[G::ROW_TILES][2];
 
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
+    __device__ void read(unsigned stage, const Lane<G>& lane, int step) {
+        const unsigned own = stage + lane_offset(step), rows = own + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES;
 #pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
+        for (int c = 0; c < G::COLUMN_TILES; ++c) weights[c] = read_shared_16(own + lane.tile_row(c) * ROW_BYTES);
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
+        for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) action(r, c, i);
-}
+            for (int half = 0; half < 2; ++half)
+                activations[r][half] = read_shared_16(rows + (r * 16 + half * 8) * ROW_BYTES);
+    }
+    // Products of one sum stand as far apart as they can: each waits for the one before.
+    template <typename T> __device__ void multiply(Sums<G>& sum, T) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int r = 0; r < G::ROW_TILES; ++r) {
+                const uint4 &low = activations[r][0], &high = activations[r][1];
+                const unsigned a0[2] = {half == 0 ? low.x : low.z, half == 0 ? high.x : high.z};
+                const unsigned a2[2] = {half == 0 ? low.y : low.w, half == 0 ? high.y : high.w};
+#pragma unroll
+                for (int c = 0; c < G::COLUMN_TILES; ++c) {
+                    const uint4& b = weights[c];
+                    multiply_add(sum[r][c], a0, a2, half == 0 ? b.x : b.z, half == 0 ? b.y : b.w, T());
+                }
+            }
+    }
+};
 
-// The first weight row, in the tile, of a warp's tile `c`; of PAIRED tiles every second one holds up rows.
-template <typename G> __device__ __forceinline__ int tile_row(int column_warp, int c) {
-    const int tile = column_warp * G::COLUMN_TILES + c;
-    return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
-}
-
-// One step of 32 columns; `weights` and `activations`: of the lane, in the stage's shared memory.
-template <typename T, typename G>
-__device__ __forceinline__ void multiply(Sums<G>& sum, unsigned weights, unsigned activations, int column_warp) {
-    uint4 b[G::COLUMN_TILES];
-    unsigned a[G::ROW_TILES][4][2];
-#pragma unroll
-    for (int c = 0; c < G::COLUMN_TILES; ++c) b[c] = read_shared_16(weights + tile_row<G>(column_warp, c) * ROW_BYTES);
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4 values = read_shared_16(activations + (r * 2 + half) * 8 * ROW_BYTES);
-            a[r][0][half] = values.x, a[r][1][half] = values.y, a[r][2][half] = values.z, a[r][3][half] = values.w;
+// A warp's sums over the columns of a tile. steps: of a slice.
+template <typename T, typename G, typename Chunks>
+__device__ __forceinline__ void multiply_tile(
+    Sums<G>& total, Chunks& chunks, const Lane<G>& lane, int count, int steps) {
+    Sums<G> sum = {}, group = {};
+    int slice_step = 0, slice = 0;
+    const auto end_step = [&] {
+        if (++slice_step < steps) return;
+        slice_step = 0;
+        add_to<G>(group, sum);
+        if (++slice % SLICES_OF_A_GROUP == 0) add_to<G>(total, group);
+    };
+    static_assert(STAGE_STEPS == 2, "a chunk is multiplied in two steps");
+    if constexpr (G::AHEAD) {  // of a chunk the first step is read while the last one of the chunk before is multiplied
+        Fragments<G> first, second;
+        const auto start_chunk = [&] {
+            chunks.wait();
+            first.read(chunks.ring.place(), lane, 0);
+            chunks.refill();
+        };
+        if (count > 0) start_chunk();
+        for (int chunk = 1; chunk <= count; ++chunk) {
+            second.read(chunks.ring.place(), lane, 1);
+            first.multiply(sum, T());
+            end_step();
+            chunks.release();
+            if (chunk < count) start_chunk();
+            second.multiply(sum, T());
+            end_step();
         }
+    } else {
+        for (int chunk = 0; chunk < count; ++chunk) {
+            chunks.wait();
+            chunks.refill();
 #pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][0], a[r][1], b[c].x, b[c].y, T());
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) multiply_add(sum[r][c], a[r][2], a[r][3], b[c].z, b[c].w, T());
+            for (int step = 0; step < STAGE_STEPS; ++step) {
+                Fragments<G> fragments;
+                fragments.read(chunks.ring.place(), lane, step);
+                if (step == STAGE_STEPS - 1) chunks.release();
+                fragments.multiply(sum, T());
+                end_step();
+            }
+        }
+    }
+    add_to<G>(group, sum);  // of a slice, and of a group, that ends with the columns
+    add_to<G>(total, group);
 }
 
-// Sums of the thread into an area [ROWS, AREA_STRIDE].
-template <typename G> __device__ __forceinline__ void leave(const Sums<G>& sum, float* area, int column_warp) {
-    const int lane_row = row_of_eight(threadIdx.x % 32 / 4), quad = threadIdx.x % 4;
+// What becomes of a thread's sums.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, int first, int batch, int rows) {
+    float before[G::ROW_TILES][G::COLUMN_TILES / G::SUMS][4];  // is read as a whole before anything is written
+    const auto exists = [&](int r, int c, int i) {
+        return c % G::SUMS == 0 && lane.row_of(r, i) < batch && first + lane.weight_row_of(c, i) < rows;
+    };
     for_each_sum<G>([&](int r, int c, int i) {
-        const int row = r * 16 + i / 2 * 8 + lane_row, column = row_of_eight(quad * 2 + i % 2);
-        area[row * G::AREA_STRIDE + tile_row<G>(column_warp, c) + column] = sum[r][c][i];
+        if (exists(r, c, i))
+            before[r][c / G::SUMS][i] = output.before(lane.row_of(r, i), first + lane.weight_row_of(c, i), rows);
+    });
+    for_each_sum<G>([&](int r, int c, int i) {
+        if (!exists(r, c, i)) return;
+        const int n = first + lane.weight_row_of(c, i);
+        float one[G::SUMS];
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            one[s] = total[r][c + s][i];
+            if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
+        }
+        output(lane.row_of(r, i), n, rows, one, before[r][c / G::SUMS][i]);
     });
 }
 
-__device__ __forceinline__ void add_to(float4& sum, const float4& value) {
-    sum.x += value.x, sum.y += value.y, sum.z += value.z, sum.w += value.w;
-}
-
-// How the slices of K are shared by `splits` blocks of a cluster, each with TEAMS teams, and where teams leave sums.
-template <typename G> struct Shares {
-    int splits, rank, parts, steps, ring_bytes;
-
-    __device__ Shares(int slice_steps, int stages)
-        : splits(gridDim.y), rank(blockIdx.y), parts(gridDim.y * G::TEAMS), steps(slice_steps),
-          ring_bytes(G::ring_bytes(stages)) {}
-    __device__ bool of_slices() const { return parts > GROUPS; }  // a team leaves sums of slices, otherwise of groups
-    __device__ int items() const { return (of_slices() ? SLICES : GROUPS) / parts; }  // of a team
-    __device__ int item_steps() const { return (of_slices() ? 1 : SLICES_OF_A_GROUP) * steps; }
-    __device__ int team_steps() const { return items() * item_steps(); }
-    __device__ int group_teams() const { return max(parts / GROUPS, 1); }  // of a block, that share a group
-    // Offsets in shared memory: of the area of a team's last item, and of the one for those before.
-    __device__ int last_area(int team) const { return team * ring_bytes; }
-    __device__ int first_area(int team) const { return G::TEAMS * ring_bytes + team * G::AREA * 4; }
-    __device__ int barriers(int team) const { return first_area(items() > 1 ? G::TEAMS : 0) + team * MOST_STAGES * 8; }
-    // Of the block's own group `own`, once slices are joined.
-    __device__ int group_area(int own) const {
-        if (of_slices()) return last_area(own * group_teams());
-        const int team_groups = GROUPS / parts;  // one, or two
-        return (own + 1) % team_groups == 0 ? last_area(own / team_groups) : first_area(own / team_groups);
-    }
-};
-
-// The sums of the team's part: of two items the first is left in its first area, the last one is returned.
-template <typename T, typename G>
-__device__ __forceinline__ void multiply_part(
-    Sums<G>& part, Ring<T, G>& ring, const Shares<G>& shares, unsigned first_stage, float* first_area, int team,
-    int column_warp, int stages) {
-    const int item_steps = shares.item_steps(), team_steps = shares.team_steps();
-    Sums<G> sum = {};
-    int stage = 0, next_stage = stages - 1, slice_step = 0, summed = 0;
-    for (int first = 0; first < team_steps; first += STAGE_STEPS) {
-        ring.wait(stage);
-        wait_for_team<G::TEAM_THREADS>(team);  // what all copied of this stage has come, and the one before has been read by all
-        const int next = first + (stages - 1) * STAGE_STEPS;
-        if (next < team_steps) {
-            ring.copy_weights(next_stage, next);
-            ring.copy_activations(next_stage, next);
+// The same of a tile that the blocks of a cluster share: each leaves its sums in shared memory, and writes a part of
+// the outputs, for which it reads the sums of all; the last block also leaves what adapters add. All threads call it.
+template <typename T, typename G, typename Adapters, typename Output>
+__device__ __forceinline__ void join(
+    const Sums<G>& total, const Lane<G>& lane, float* area, const T* bias, const Output& output, Adapters& adapters,
+    int tile, int batch, int rows) {
+    const bool has_outputs = tile >= 0 && tile * G::UNIT < rows;
+    __syncthreads();  // the ring, whose memory takes the sums, has been read by all
+    leave<G>(area, total, lane);
+    if constexpr (G::ADAPTED)
+        if (has_outputs && blockIdx.y == GROUPS - 1) {
+            Sums<G> added = {};
+            adapters.add(added, tile * G::UNIT);
+            leave<G>(area + G::AREA, added, lane);
         }
-        ring.commit();
-        const unsigned weights = first_stage + stage * G::STAGE_BYTES;
-        next_stage = stage;
-        stage = stage + 1 == stages ? 0 : stage + 1;
+    cluster_barrier();
+    unsigned areas[GROUPS];
 #pragma unroll
-        for (int step = 0; step < STAGE_STEPS; ++step) {
-            if (first + step >= team_steps) break;
-            const unsigned lane = weights + lane_offset(step);
-            multiply<T, G>(sum, lane, lane + G::WEIGHT_ROWS * ROW_BYTES, column_warp);
-            if (++slice_step < shares.steps) continue;
-            slice_step = 0;
-            for_each_sum<G>([&](int r, int c, int i) { part[r][c][i] += sum[r][c][i], sum[r][c][i] = 0.f; });
-            summed += shares.steps;
-            if (summed != item_steps || summed == team_steps) continue;  // not the first of two items
-            leave<G>(part, first_area, column_warp);
-            for_each_sum<G>([&](int r, int c, int i) { part[r][c][i] = 0.f; });
+    for (int g = 0; g < GROUPS; ++g) areas[g] = address_in_block(shared_address(area), g);
+    const int own = blockIdx.y * TILED_THREADS + threadIdx.x, first = tile * G::UNIT;
+    if constexpr (G::ADAPTED)
+        if (tile < 0) leave_joined<T, G>(adapters, areas, ~tile * G::WEIGHT_ROWS, own, batch);
+    for (int place = own; has_outputs && place < batch * G::UNIT; place += AT_ONCE * GROUPS * TILED_THREADS) {
+        float before[AT_ONCE], values[AT_ONCE][G::SUMS][GROUPS + G::ADAPTED];
+        const auto place_of = [&](int k) { return place + k * GROUPS * TILED_THREADS; };
+        const auto exists = [&](int k) {
+            return place_of(k) < batch * G::UNIT && first + place_of(k) % G::UNIT < rows;
+        };
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (!exists(k)) continue;
+            const int b = place_of(k) / G::UNIT, column = place_of(k) % G::UNIT;
+            before[k] = output.before(b, first + column, rows);
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) {
+                const unsigned at = (b * G::AREA_STRIDE + s * G::UNIT + column) * 4;
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) values[k][s][g] = read_cluster(areas[g] + at);
+                if constexpr (G::ADAPTED) values[k][s][GROUPS] = read_cluster(areas[GROUPS - 1] + G::AREA * 4 + at);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (!exists(k)) continue;
+            const int n = first + place_of(k) % G::UNIT;
+            float one[G::SUMS] = {};
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) {
+#pragma unroll
+                for (int g = 0; g < GROUPS + G::ADAPTED; ++g) one[s] += values[k][s][g];
+                if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
+            }
+            output(place_of(k) / G::UNIT, n, rows, one, before[k]);
         }
     }
+    cluster_barrier();  // others have read what this block left
 }
 
-// Adds the slices of each group of the block; the sum goes to the last area of the group's first team.
-template <typename G> __device__ __forceinline__ void join_slices(const Shares<G>& shares, char* shared, int batch) {
-    constexpr int QUADS = G::WEIGHT_ROWS / 4;
-    const int group_teams = shares.group_teams(), quads = batch * QUADS;
-    const bool leaves_two = shares.items() > 1;
-    for (int i = threadIdx.x; i < G::TEAMS / group_teams * quads; i += TILED_THREADS) {
-        const int first = i / quads * group_teams, place = (i % quads / QUADS * G::AREA_STRIDE + i % QUADS * 4) * 4;
-        float4 group = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int team = 0; team < G::TEAMS; ++team) {
-            if (team >= group_teams) continue;
-            const int first_area = shares.first_area(first + team), last_area = shares.last_area(first + team);
-            if (leaves_two) add_to(group, *reinterpret_cast<const float4*>(shared + first_area + place));
-            add_to(group, *reinterpret_cast<const float4*>(shared + last_area + place));
-        }
-        *reinterpret_cast<float4*>(shared + shares.last_area(first) + place) = group;
-    }
-}
+template <typename T, typename G, bool MAPPED> struct ChunksOf { using type = Copies<T, G, SelectedRows>; };
+#if __CUDA_ARCH__ >= 900
+template <typename T, typename G> struct ChunksOf<T, G, true> { using type = Accelerator<T, G, SelectedRows>; };
+#endif
 
-// What becomes of four sums of row b, from column n on, whose parts `read` returns.
-template <typename T, typename G, typename Output, typename Read>
-__device__ __forceinline__ void finish(
-    const Output& output, const T* bias, int b, int n, int rows, const float4& before, bool in_fours, const Read& read) {
-    float4 total[G::SUMS], values[G::SUMS][GROUPS];
-#pragma unroll
-    for (int s = 0; s < G::SUMS; ++s)
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) values[s][g] = read(s, g);
-#pragma unroll
-    for (int s = 0; s < G::SUMS; ++s) {
-        total[s] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) add_to(total[s], values[s][g]);
-        if (bias == nullptr) continue;
-        const auto own = [&](int i) { return n + i < rows ? to_float(bias[s * rows + n + i]) : 0.f; };
-        add_to(total[s], make_float4(own(0), own(1), own(2), own(3)));
-    }
-    if (in_fours) return write_four(output, b, n, rows, total, before);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float one[G::SUMS];
-#pragma unroll
-        for (int s = 0; s < G::SUMS; ++s)
-            one[s] = i == 0 ? total[s].x : i == 1 ? total[s].y : i == 2 ? total[s].z : total[s].w;
-        if (n + i < rows) output(b, n + i, rows, one);
-    }
-}
-
-// steps: of a slice. stages: 2 to MOST_STAGES. Grid (tiles, splits) in clusters of (1, splits); splits 1, 2 or 4. Dynamic
-// shared memory, each once a team: the rings, whose memory also takes an area; another area where a team leaves two items;
-// MOST_STAGES barriers of 8 bytes.
-template <typename T, typename G, typename Output>
-__device__ __forceinline__ void multiply_tile(
-    const TensorMap* weight_map, const TensorMap* input_map, const Operands<T>& operands, const T* bias,
-    const Output& output, int steps, int stages) {
+// Grid (blocks, 1), which walk over the tiles, or (tiles, those of A included, 4) in clusters of (1, 4). Dynamic shared
+// memory: the ring and its barriers. MAPPED: rows are not selected, so that tensor maps, where a GPU has them, tell
+// where activations are.
+template <typename T, typename G, bool MAPPED, typename Output>
+__device__ __forceinline__ void multiply(
+    const TensorMap* weight_map, const TensorMap* input_map, const TensorMap* low_map, const TiledLinear& arguments,
+    const Output& output) {
     extern __shared__ __align__(1024) char shared[];
-    if (STAGE_STEPS == 2 && shared_address(shared) % 1024 != 0) __trap();  // the accelerator would swizzle otherwise
-    const Shares<G> shares(steps, stages);
-    const int team = threadIdx.x / G::TEAM_THREADS, column_warp = threadIdx.x % G::TEAM_THREADS / 32;
-    const int splits = shares.splits, batch = operands.batch, rows = operands.rows, team_steps = shares.team_steps();
+    if (shared_address(shared) % 1024 != 0) __trap();  // the accelerator would swizzle otherwise
+    const Linear& linear = arguments.linear;
+    const int batch = linear.batch, rows = linear.rows, columns = linear.columns;
+    const bool shares = gridDim.y > 1;
+    const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
+    const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
+    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, rows);
+    const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
+    Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile, shares};
+    int low_rows = 0;
+    if constexpr (G::ADAPTED) {
+        adapters.fetch_scales();
+        low_rows = adapters.all_low_rows();
+        work.low_tiles = (low_rows + G::WEIGHT_ROWS - 1) / G::WEIGHT_ROWS;
+    }
+    const T* bias = static_cast<const T*>(linear.bias);
+    const Operands<T, SelectedRows> operands{
+        weight_map, input_map, low_map, static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input),
+        static_cast<const T*>(linear.adapters.a), arguments.stride, batch, rows, columns, low_rows,
+        {arguments.selected, arguments.tokens}};
 
     launch_next_kernel();
-    Ring<T, G> ring(weight_map, input_map, operands, shared + shares.last_area(team), shared + shares.barriers(team),
-                    (shares.rank * G::TEAMS + team) * team_steps * 32, stages);
-    for (int stage = 0; stage < stages - 1; ++stage)
-        if (stage * STAGE_STEPS < team_steps) ring.copy_weights(stage, stage * STAGE_STEPS);
-    ring.commit();
-    wait_for_previous_kernel();
-    for (int stage = 0; stage < stages - 1; ++stage) {
-        if (stage * STAGE_STEPS < team_steps) ring.copy_activations(stage, stage * STAGE_STEPS);
-        ring.commit();
-    }
-    Sums<G> part = {};
-    float* first_area = reinterpret_cast<float*>(shared + shares.first_area(team));
-    const unsigned base = shared_address(shared);
-    multiply_part<T, G>(part, ring, shares, base + shares.last_area(team), first_area, team, column_warp, stages);
-
-    constexpr int QUADS = G::UNIT / 4;  // of a row, four outputs each
-    const bool in_fours = rows % 4 == 0;
-    const auto quad = [&](int first, int k) { return first + (k * splits + shares.rank) * TILED_THREADS + threadIdx.x; };
-    const auto row_of = [&](int quad) { return quad / QUADS; };
-    const auto column_of = [&](int quad) { return quad % QUADS * 4; };
-    float4 before[AT_ONCE];
-    const auto read_residuals = [&](int first) {
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            const int b = row_of(quad(first, k)), n = blockIdx.x * G::UNIT + column_of(quad(first, k));
-            if (in_fours && b < batch && n < rows) before[k] = read_before(output, b, n, rows);
+    typename ChunksOf<T, G, MAPPED>::type chunks(operands, Ring(shared, G::STAGE_BYTES, arguments.stages), work);
+    adapters.clear_next();
+    adapters.read_scales();
+    const Lane<G> lane;
+    Sums<G> total = {};
+    for (int tile = work.first(); tile < work.tiles; tile = work.after(tile)) {
+        if constexpr (G::ADAPTED)
+            if (tile >= 0 && blockIdx.y == gridDim.y - 1) adapters.begin(tile * G::UNIT);
+        multiply_tile<T, G>(total, chunks, lane, work.chunks, linear.steps);
+        if (shares) break;  // a tile alone
+        if constexpr (G::ADAPTED) {
+            if (tile < 0) {
+                leave_products<T, G>(adapters, total, lane, ~tile * G::WEIGHT_ROWS);
+            } else {
+                Sums<G> added = {};
+                adapters.add(added, tile * G::UNIT);
+                add_to<G>(total, added);
+            }
         }
-    };
-    read_residuals(0);
-    wait_for_team<G::TEAM_THREADS>(team);  // the ring has been read by all: it takes the last sums
-    leave<G>(part, reinterpret_cast<float*>(shared + shares.last_area(team)), column_warp);
-    if (shares.of_slices()) {
-        __syncthreads();
-        join_slices(shares, shared, batch);
+        if (!G::ADAPTED || tile >= 0) write<T, G>(total, lane, bias, output, tile * G::UNIT, batch, rows);
+        for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] = 0.f; });
     }
-    unsigned areas[GROUPS];
-    const int own_groups = GROUPS / splits;
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-        areas[g] = address_in_block(base, g / own_groups) + shares.group_area(g % own_groups);
-    if (splits > 1) cluster_barrier();
-    else __syncthreads();
-    for (int first = 0; first < batch * QUADS; first += AT_ONCE * splits * TILED_THREADS) {
-        if (first > 0) read_residuals(first);
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            const int b = row_of(quad(first, k)), column = column_of(quad(first, k)), n = blockIdx.x * G::UNIT + column;
-            if (b >= batch || n >= rows) continue;
-            finish<T, G>(output, bias, b, n, rows, before[k], in_fours, [&](int s, int g) {
-                return read_cluster(areas[g] + (b * G::AREA_STRIDE + s * G::UNIT + column) * 4);
-            });
-        }
-    }
-    if (splits > 1) cluster_barrier();  // others have read what this block left
+    float* area = reinterpret_cast<float*>(shared);
+    if (shares) join<T, G>(total, lane, area, bias, output, adapters, work.first(), batch, rows);
 }
 
-// What the kernels take beside tensor maps. input: of T, rows `stride` elements apart; output: float, or T of gates and ups.
-struct TiledLinear {
-    Linear linear;
-    Kept kept;
-    const void *input, *residual;
-    void* output;
-    int stride, stages, residual_float, activation;
-};
-static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
-
-template <typename T, typename G, typename Output>
-__device__ __forceinline__ void multiply_with(
-    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const Output& output) {
-    const Linear& linear = arguments.linear;
-    const Operands<T> operands{
-        static_cast<const T*>(linear.weight), static_cast<const T*>(arguments.input), arguments.stride, linear.batch,
-        linear.rows, linear.columns};
-    const T* bias = static_cast<const T*>(linear.bias);
-    multiply_tile<T, G>(weight_map, input_map, operands, bias, output, linear.steps, arguments.stages);
-}
+#define TILED_KERNEL(NAME)                                                                                             \
+    template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int BLOCKS, bool ADAPTED = false>            \
+    __global__ void __launch_bounds__(TILED_THREADS, BLOCKS) NAME(                                                     \
+        const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
+        const __grid_constant__ TensorMap low_map, const __grid_constant__ TiledLinear arguments)
 
 // output = scale (input weight^T + bias)
-template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
-__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) linear(
-    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
-    const __grid_constant__ TiledLinear arguments) {
+TILED_KERNEL(linear) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, false>>(&weight_map, &input_map, arguments, output);
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
-template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
-__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) gate_up(
-    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
-    const __grid_constant__ TiledLinear arguments) {
+TILED_KERNEL(gate_up) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, true>>(&weight_map, &input_map, arguments, output);
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, true, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias)
-template <typename T, int ROWS, int WEIGHT_ROWS, int TEAMS, int BLOCKS>
-__global__ void __launch_bounds__(TILED_THREADS, BLOCKS) linear_residual(
-    const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,
-    const __grid_constant__ TiledLinear arguments) {
-    const ResidualOutput<T> output{
-        static_cast<float*>(arguments.output), arguments.linear.scale, arguments.residual,
-        arguments.residual_float != 0, {nullptr, 0}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
-    multiply_with<T, Geometry<ROWS, WEIGHT_ROWS, TEAMS, BLOCKS, false>>(&weight_map, &input_map, arguments, output);
+TILED_KERNEL(linear_residual) {
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, residual_output<T>(arguments));
 }
+
+// The same of the rows of input and residual that are selected.
+TILED_KERNEL(selected_residual) {
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
+    multiply<T, G, false>(&weight_map, &input_map, &low_map, arguments, residual_output<T>(arguments));
+}
+#undef TILED_KERNEL
 
 }  // namespace tiled
 }  // namespace decode

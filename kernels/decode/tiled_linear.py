@@ -21,14 +21,33 @@ from edgellm.kernels.decode.arguments import (
     linear_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, activation_number, padded_columns
-from edgellm.kernels.decode.tilings import MOST_STAGES, STEP_BYTES, TiledGpu, Tiling, fastest_tiling, tilings
+from edgellm.kernels.decode.contract import (
+    MAX_TILED_ROWS,
+    STEP,
+    Kept,
+    LinearWeights,
+    activation_number,
+    padded_columns,
+)
+from edgellm.kernels.decode.tilings import (
+    BARRIER_BYTES,
+    MOST_STAGES,
+    ROW_BYTES,
+    WARPS,
+    Capacity,
+    DirectTiling,
+    Tiling,
+    fastest_tiling,
+    tilings,
+)
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-_THREADS = 256
 #: Columns of a tensor map's tile: with 16-bit elements a line of 128 bytes, of which each 16 are swizzled by the row.
-_TILE_COLUMNS = 64
+_TILE_COLUMNS = ROW_BYTES // 2
+
+#: Bytes of sixteen rows of activations, a step of columns, in shared memory.
+_FRAGMENT_BYTES = 16 * STEP * 2
 
 _Map = ctypes.c_uint64 * 16
 
@@ -39,27 +58,41 @@ class _TiledLinear(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("kept", KeptArgument),
-        *((name, ctypes.c_void_p) for name in ("input", "residual", "output")),
-        *((name, ctypes.c_int) for name in ("stride", "stages", "residual_float", "activation")),
+        *((name, ctypes.c_void_p) for name in ("input", "residual", "output", "selected")),
+        *((name, ctypes.c_int) for name in ("stride", "stages", "residual_float", "activation", "tokens")),
     ]
 
 
-def tiled_kernel(name: str, dtype: str, tiling: Tiling) -> Kernel:
-    """A kernel of tiled_linear.cu; blocks of a cluster share the same."""
-    with_clusters, alone = (TiledGpu(1, 1 << 20, has_clusters) for has_clusters in (True, False))
-    small, large = Tiling(32, 64, 1), Tiling(64, 128, 1)
+def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: bool = False) -> Kernel:
+    """A kernel of tiled_linear.cu; blocks of a cluster share the same. `adapted`: with LoRA adapters."""
     macros = (
-        ("HOST_TILED_THREADS", _THREADS),
+        ("HOST_TILED_WARPS", WARPS),
         ("HOST_MOST_STAGES", MOST_STAGES),
-        ("HOST_STEP_BYTES", STEP_BYTES),
-        ("HOST_SMALL_BYTES", small.shared_bytes(3, with_clusters)),
-        ("HOST_SMALL_BYTES_ALONE", small.shared_bytes(3, alone)),
-        ("HOST_LARGE_BYTES", large.shared_bytes(2, with_clusters)),
-        ("HOST_LARGE_BYTES_ALONE", large.shared_bytes(2, alone)),
+        ("HOST_ROW_BYTES", ROW_BYTES),
+        ("HOST_BARRIER_BYTES", BARRIER_BYTES),
+        ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
+        ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    sizes = f"{tiling.rows}, {tiling.weight_rows}, {tiling.teams}, {tiling.resident}"
+    sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
+    sizes += ", true" if adapted else ""
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
+
+
+def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> Kernel:
+    """A kernel of direct_linear.cu for matrices of so many columns, or of others whose slices end as often."""
+    macros = (
+        ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
+    )
+    every = tiling.slices_end_every(columns)
+    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
+    return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
+
+
+def capacity_of(module: KernelModule) -> Capacity:
+    """What decides of the GPU of a module's kernels."""
+    return Capacity(module.multiprocessors, module.shared_limit, module.has_clusters, module.architecture)
 
 
 class CudaTiledKernels:
@@ -69,7 +102,7 @@ class CudaTiledKernels:
         if dtype not in CUDA_TYPES:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype = module, dtype
-        self.gpu = TiledGpu(module.multiprocessors, module.shared_limit, module.has_clusters)
+        self.gpu = capacity_of(module)
 
     def linear(
         self,
@@ -77,7 +110,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: Tiling | None = None,
+        tiling: Tiling | DirectTiling | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -97,19 +130,27 @@ class CudaTiledKernels:
         output: DeviceArray,
         scale: float = 1.0,
         kept: Kept | None = None,
+        selected: DeviceArray | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear_residual`."""
         rows = linear.weight.shape[0]
-        arguments = self._arguments(x, linear, output, rows, scale)
+        arguments = self._arguments(x, linear, output, rows, scale, selected)
         arguments.kept = kept_argument(kept, rows)
-        (arguments.residual,) = addresses(residual)
+        arguments.residual, arguments.selected = addresses(residual, selected)
         arguments.residual_float = residual is not None and residual.dtype == "float32"
-        return self._launch("linear_residual", x, linear, arguments)
+        return self._launch("linear_residual" if selected is None else "selected_residual", x, linear, arguments)
 
     def _arguments(
-        self, x: DeviceArray, linear: LinearWeights, output: DeviceArray, rows: int, scale: float
+        self,
+        x: DeviceArray,
+        linear: LinearWeights,
+        output: DeviceArray,
+        rows: int,
+        scale: float,
+        selected: DeviceArray | None = None,
     ) -> _TiledLinear:
-        batch, columns, stride = rows_of(x), linear.weight.shape[1], x.shape[-1]
+        columns, stride = linear.weight.shape[1], x.shape[-1]
+        batch = rows_of(x) if selected is None else selected.size
         if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
             raise KernelError(
                 f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
@@ -117,31 +158,48 @@ class CudaTiledKernels:
             )
         check_room("output", output, batch, rows)
         return _TiledLinear(
-            linear=linear_argument(linear, batch, rows, scale), input=x.pointer, output=output.pointer, stride=stride
+            linear=linear_argument(linear, batch, rows, scale),
+            input=x.pointer,
+            output=output.pointer,
+            stride=stride,
+            tokens=rows_of(x) // batch,
         )
 
     def _launch(
-        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling | None = None
+        self,
+        name: str,
+        x: DeviceArray,
+        linear: LinearWeights,
+        arguments: _TiledLinear,
+        tiling: Tiling | DirectTiling | None = None,
     ) -> Launch:
-        batch, (every_row, columns) = rows_of(x), linear.weight.shape
-        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu)
+        batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
+        gated = arguments.linear.rows != every_row
+        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapters is not None)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
+        if isinstance(tiling, DirectTiling):
+            arguments.stages = tiling.stages(columns, self.gpu)
+            kernel = direct_kernel(name.replace("selected", "linear"), self.dtype, tiling, columns)
+            grid, shared = tiling.grid(every_row, self.gpu), tiling.shared_bytes(arguments.stages)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
         arguments.stages = tiling.stages(self.gpu)
+        tile_rows = tiling.weight_rows // (1 + gated)
         maps = (
-            tensor_map(self.module, linear.weight, columns, tiling.weight_rows * arguments.linear.rows // every_row),
+            tensor_map(self.module, linear.weight, columns, tile_rows),
             tensor_map(self.module, x, columns, tiling.rows),
+            _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows),
         )
-        kernel = tiled_kernel(name, self.dtype, tiling)
-        grid, cluster = (tiling.blocks(every_row) // tiling.splits, tiling.splits, 1), (1, tiling.splits, 1)
-        shared = tiling.shared_bytes(arguments.stages, self.gpu)
-        return Launch(self.module, kernel, grid, _THREADS, shared, (*maps, arguments), cluster)
+        kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapters is not None)
+        grid = tiling.grid(every_row, self.gpu, linear.low_rows)
+        shared = tiling.shared_bytes(arguments.stages)
+        return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
 
 def tiled_shared_bytes(shared_limit: int) -> int:
     """The least shared memory with which a block computes a linear layer of many rows, where a GPU has a limit."""
-    gpu = TiledGpu(1, shared_limit, has_clusters=True)  # which needs more than one without
-    return min(tiling.shared_bytes(2, gpu) for tiling in tilings(MAX_TILED_ROWS, gpu))
+    gpu = Capacity(1, shared_limit, has_clusters=False)
+    return min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 
 def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows: int) -> Any:

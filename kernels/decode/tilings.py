@@ -1,39 +1,79 @@
-"""How the linear layers of up to 64 rows of activations are spread over a GPU: which tiles, and who shares K.
+"""What a linear layer costs on a GPU, and how those of many rows are spread over it: which tiles, and who shares K.
 
-What decides is time alone: every choice gives the same bits.
+What decides is time alone: every choice gives the same bits. The times are estimates, in clocks, of what limits a
+layer: memory, shared memory or tensor cores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import gcd
 
-from edgellm.kernels.decode.contract import SLICES
+from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
-#: Bytes of a row in a step, and the most stages of a ring, as the device takes them.
-STEP_BYTES, MOST_STAGES = 64, 8
-_GROUPS = 4
-#: Of tiles (rows, weight rows): microseconds that a block takes to start and to end, and for 2048 columns, on an H200
-#: whose other multiprocessors are idle.
-_MICROSECONDS = {(32, 64): (2.6, 6.4), (32, 128): (3.6, 10.3), (64, 64): (4.4, 12.8), (64, 128): (5.7, 16.0)}
-#: Microseconds that blocks of a cluster wait for each other. They share a part of the GPU, of which some
-#: multiprocessors are left over.
-_MEETING, _OF_CLUSTERS = 0.5, 0.85
+#: Warps of a block; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
+WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
+#: By compute capability, bytes that the memory gives and multiply-adds of a multiprocessor's tensor cores (`mma.sync`,
+#: 16-bit, sums in float32), each in a clock: of A100, RTX 3090, Orin, RTX 4090, H200, B200, Thor, RTX 5090, GB10.
+_SPEEDS = {
+    80: (1350, 1024),
+    86: (550, 256),
+    87: (157, 1024),
+    89: (400, 256),
+    90: (2420, 1290),
+    100: (4000, 1290),
+    103: (4000, 1290),
+    110: (174, 1024),
+    120: (745, 256),
+    121: (114, 256),
+}
+#: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
+_STREAMED, _SHARED = 36, 128
+#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
+#: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
+_STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
+#: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
+#: where registers have no room for the fragments of two steps.
+_STAGES, _NOT_AHEAD = 350, 1.2
+#: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
+#: other's reads and products, and four or fewer, make of their time.
+_FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: Clocks until memory gives what is asked for, under load.
+_LATENCY = 1450
+#: What takes so much longer than the fastest counts as fast: estimates are no better.
+_AS_FAST = 1.03
+#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
+NORM_CLOCKS, _NORMED = 3400, 0.32
 
 
 @dataclass(frozen=True)
-class TiledGpu:
-    """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, whether it has clusters."""
+class Capacity:
+    """What decides of a GPU: its multiprocessors, the shared memory of a block in bytes, whether it has clusters (and
+    kernels that overlap), and its compute capability, as "sm_90" or "compute_87", by which its speeds are estimated.
 
-    multiprocessors: int
-    shared_limit: int
-    has_clusters: bool
+    By itself an H200.
+    """
+
+    multiprocessors: int = 132
+    shared_limit: int = 232_448
+    has_clusters: bool = True
+    architecture: str = "sm_90"
+
+    @property
+    def speeds(self) -> tuple[int, int]:
+        """Bytes from memory, and multiply-adds of a multiprocessor, in a clock."""
+        number = int(re.sub(r"\D", "", self.architecture))
+        return _SPEEDS[max((known for known in _SPEEDS if known <= number), default=80)]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of `weight_rows` (64 or 128) times `rows` (32 or 64) of activations.
+    """Tiles of `weight_rows` times `rows` (16, 32 or 64) of activations.
 
-    K is shared by teams of warps in a block and by `splits` blocks of a cluster.
+    `splits` blocks of a cluster share K: 1, or 4, each with one of the groups of slices.
     """
 
     rows: int
@@ -41,54 +81,229 @@ class Tiling:
     splits: int
 
     @property
-    def teams(self) -> int:
-        """Of warps in a block."""
-        return 4 if (self.rows, self.weight_rows) == (32, 64) else 2
+    def row_warps(self) -> int:
+        """That have the rows of activations beside each other."""
+        return 2 if self.rows == 64 else 1
 
     @property
-    def resident(self) -> int:
-        """Blocks that the registers of a multiprocessor hold."""
-        return 1 if (self.rows, self.weight_rows) == (64, 128) else 2
+    def row_tiles(self) -> int:
+        """Of a warp, 16 rows of activations each."""
+        return self.rows // (16 * self.row_warps)
 
-    def shared_bytes(self, stages: int, gpu: TiledGpu) -> int:
-        """Of the teams' rings, which also take sums of theirs, of sums where a team leaves more, and of barriers."""
-        sums = self.rows * (self.weight_rows + 4) * 4
-        stage_steps = 2 if gpu.has_clusters else 1
-        ring = max(stages * stage_steps * (self.rows + self.weight_rows) * STEP_BYTES, sums)
-        parts = self.teams * self.splits
-        leaves_two = (SLICES if parts > _GROUPS else _GROUPS) > parts
-        return self.teams * (ring + (sums if leaves_two else 0) + 8 * MOST_STAGES)
+    @property
+    def column_tiles(self) -> int:
+        """Of a warp, 8 weight rows each."""
+        return self.weight_rows * self.row_warps // (8 * WARPS)
 
-    def stages(self, gpu: TiledGpu) -> int:
-        """Of a ring: as many as fit (2 at least), beside a second block if registers allow one and 2 stages fit so."""
+    def resident(self, gpu: Capacity) -> int:
+        """Blocks that the registers of a multiprocessor hold: the next kernel's begins beside the last one's."""
+        return 2 if gpu.has_clusters and self.row_tiles * self.column_tiles <= 4 else 1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether registers hold the next step's fragments: `Geometry::AHEAD` of a block alone."""
+        sums, fragments = 12 * self.row_tiles * self.column_tiles, 8 * self.row_tiles + 4 * self.column_tiles
+        return sums + 2 * fragments <= 180
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of weights and activations, 64 columns of each."""
+        return (self.weight_rows + self.rows) * ROW_BYTES
+
+    @property
+    def area_bytes(self) -> int:
+        """What a block of a cluster leaves in the ring's memory: sums; the last one as much of what adapters add."""
+        return self.rows * (self.weight_rows + 4) * 4
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of a ring and its barriers."""
+        return stages * (self.stage_bytes + BARRIER_BYTES)
+
+    def stages(self, gpu: Capacity) -> int:
+        """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
-        beside = self.resident > 1 and self.shared_bytes(2, gpu) <= half
+        beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
         limit = half if beside else gpu.shared_limit
-        fitting = (stages for stages in range(MOST_STAGES, 2, -1) if self.shared_bytes(stages, gpu) <= limit)
-        return next(fitting, 2)
+        return max(2, min(MOST_STAGES, limit // self.shared_bytes(1)))
 
-    def blocks(self, rows: int) -> int:
+    def tiles(self, rows: int) -> int:
         """Of a matrix of `rows`."""
-        return -(-rows // self.weight_rows) * self.splits
+        return -(-rows // self.weight_rows)
+
+    def grid(self, rows: int, gpu: Capacity, low_rows: int = 0) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles and those of `low_rows` rows of LoRA adapters, or clusters of one tile
+        each."""
+        tiles = self.tiles(rows) + self.tiles(low_rows)
+        return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles = self.tiles(rows)
+        blocks = min(tiles * self.splits, gpu.multiprocessors)
+        weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
+        fragments = WARPS * (16 * self.row_tiles + 8 * self.column_tiles) * STEP * 2
+        shared = weights + activations + fragments
+        products = self.rows * self.weight_rows * STEP
+        step = _overlapped(gpu, blocks, weights, activations, shared, products)
+        if not gpu.has_clusters:  # warps that wait for each other each stage read at once, then multiply at once
+            alone = shared / _SHARED + products / gpu.speeds[1] + _STAGES / 2
+            step = max(step, alone * (1 if self.ahead else _NOT_AHEAD))
+        steps = -(-columns // STEP)
+        if self.splits == 1:
+            return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+        places = max(1, int(_OF_CLUSTERS * gpu.multiprocessors * self.resident(gpu)))
+        waves = -(-tiles * self.splits // places)
+        on_each = max(1, min(tiles * self.splits, places) / gpu.multiprocessors)
+        return waves * (_STARTS + on_each * steps / self.splits * step + _JOINS + _ENDS)
 
 
-def fastest_tiling(count: int, rows: int, columns: int, gpu: TiledGpu) -> Tiling:
-    """For `count` rows of activations times a matrix [rows, columns]."""
+@dataclass(frozen=True)
+class DirectTiling:
+    """Tiles of the kernels whose threads copy the weights that they multiply: `warps` of `weight_tiles` times 8 weight
+    rows each, times `rows` of activations, 16 to 64.
 
-    def cost(tiling: Tiling) -> float:
-        once, streaming = _MICROSECONDS[tiling.rows, tiling.weight_rows]
-        once, streaming = once + _MEETING * (tiling.splits > 1), streaming * columns / 2048 / tiling.splits
-        if tiling.rows == 32:  # memory is what limits: a second block of a multiprocessor takes nothing away
-            return once + max(1, tiling.blocks(rows) / gpu.multiprocessors) * streaming
-        places = int(gpu.multiprocessors * (_OF_CLUSTERS if tiling.splits > 2 else 1))
-        return -(-tiling.blocks(rows) // places) * (once + streaming)
+    `depth` steps of weights are under way; activations come in chunks of `chunk_steps`.
+    """
 
-    return min(tilings(count, gpu), key=cost)
+    rows: int
+    weight_tiles: int
+    warps: int
+    depth: int
+    chunk_steps: int
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 8 * self.weight_tiles * self.warps
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a chunk of activations."""
+        return self.chunk_steps * self.rows * STEP * 2
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the threads' rings, and of sums for which registers have no room: `Geometry::STAGES`."""
+        sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
+        leaves = 3 * sums + 8 * self.weight_tiles + 56 > min(255, 65_536 // threads)
+        return (self.depth * self.weight_tiles * 16 + leaves * sums * 4) * threads
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of a block."""
+        return self.own_bytes + stages * self.stage_bytes
+
+    def stages(self, columns: int, gpu: Capacity) -> int:
+        """Of the ring: as many as K has chunks, which are copied once, or four or three."""
+        room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
+        return chunks if chunks <= room else max(3, min(4, room))
+
+    def slices_end_every(self, columns: int) -> int:
+        """Slices end behind as many steps, or a multiple of it."""
+        return gcd(4, slice_steps(columns))
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles, steps = -(-rows // self.weight_rows), -(-columns // STEP)
+        blocks = min(tiles, gpu.multiprocessors)
+        stay = self.stages(columns, gpu) * self.chunk_steps >= steps
+        weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
+        # Weights are written and read once; activations are copied, and read and written once more.
+        shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
+        products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * (_MORE_WARPS if self.warps > 8 else 1)
+        alone *= _FEW_WARPS if self.warps <= 4 else 1
+        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations)
+        streamed = max(streamed, _LATENCY / self.depth)
+        step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
+        return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
 
 
-def tilings(count: int, gpu: TiledGpu) -> list[Tiling]:
+def _overlapped(
+    gpu: Capacity, blocks: int, weights: float, activations: float, shared: float, products: float
+) -> float:
+    """Of a block that takes so many bytes of weights from memory and of activations from the cache, reads and writes so
+    many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
+    spans = _streamed(gpu, blocks, weights, activations), shared / _SHARED, products / gpu.speeds[1]
+    return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
+
+
+def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float) -> float:
+    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache."""
+    return max(weights * blocks / gpu.speeds[0], (weights + activations) / _STREAMED)
+
+
+def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
+    """Of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm inside where
+    `normed`: each multiprocessor for itself."""
+    weights = 2 * rows * columns / gpu.multiprocessors
+    # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
+    activations = weights * count / 8
+    norms = _NORMED * count * columns if normed else 0
+    # Without the next kernel's blocks beside them, nothing hides that activations are read.
+    hidden, alone = (activations, 0) if gpu.has_clusters else (0, activations * (count - 1) / count)
+    step = _overlapped(gpu, gpu.multiprocessors, weights, 0, 2 * weights + hidden, 0)
+    return _STARTS + norms + step + alone / _SHARED + _ENDS
+
+
+def many_rows_clocks(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
+) -> float:
+    """The same by the kernels of many rows, whose input is normed."""
+    return fastest_tiling(count, rows, columns, gpu, gated, adapted).clocks(rows, columns, gpu)
+
+
+@cache
+def fastest_tiling(
+    count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
+) -> Tiling | DirectTiling:
+    """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
+    adapters, which direct kernels do not apply."""
+
+    def clocks(tiling: Tiling | DirectTiling) -> float:
+        return tiling.clocks(rows, columns, gpu)
+
+    direct = [] if adapted else direct_tilings(count, gpu)
+    every: list[Tiling | DirectTiling] = [*direct, *tilings(count, gpu, gated)]
+    fastest = min(every, key=clocks)
+    if isinstance(fastest, Tiling):
+        return fastest
+    # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
+    as_fast = [tiling for tiling in direct if clocks(tiling) <= _AS_FAST * clocks(fastest)]
+    with_more = replace(gpu, architecture="sm_80")
+    return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
+
+
+def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator and few multiprocessors:
+    none or some."""
+    if gpu.has_clusters or gpu.multiprocessors > _FEW_MULTIPROCESSORS:
+        return []
+    rows = -(-count // 16) * 16
+    found = []
+    for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
+        depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
+        for depth, chunk_steps in product(depths, (16, 8, 4)):
+            tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
+            if tiling.shared_bytes(3) <= gpu.shared_limit and depth <= chunk_steps:
+                found.append(tiling)
+                break
+    return found
+
+
+def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
-    rows = 32 if count <= 32 else 64
-    splits = (1, 2, 4) if gpu.has_clusters else (1,)
-    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 128) for own in splits]
-    return [tiling for tiling in every if tiling.shared_bytes(2, gpu) <= gpu.shared_limit] or every[:1]
+    rows = 16 if count <= 16 else 32 if count <= 32 else 64
+    splits = (1, SLICES // 4) if gpu.has_clusters else (1,)
+    every = [Tiling(rows, weight_rows, own) for weight_rows in (64, 96, 128, 160, 192, 256) for own in splits]
+    possible = [
+        tiling
+        for tiling in every
+        if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
+        and tiling.row_tiles * tiling.column_tiles <= 16
+        and (tiling.splits == 1 or 2 * tiling.area_bytes <= tiling.stages(gpu) * tiling.stage_bytes)
+    ]
+    return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]

@@ -36,16 +36,12 @@ __device__ __forceinline__ unsigned address_in_block(unsigned address, int rank)
     return address;
 }
 
-__device__ __forceinline__ float4 read_cluster(unsigned address) {
-    float4 value;
+__device__ __forceinline__ float read_cluster(unsigned address) {
+    float value;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address));
 #else
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address));
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
 #endif
     return value;
 }

@@ -13,13 +13,14 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -99,6 +100,21 @@ def random_model(
         for name in ("k_cache", "v_cache"):
             arrays[f"{name}_{index}"] = random.standard_normal(cache, np.float32)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def random_adapters(config: DecoderConfig, taken: list[int | None], places: int, rank: int) -> dict[str, np.ndarray]:
+    """LoRA adapters in all places, and the place that each sequence takes, by their names at the engine's edge."""
+    random, arrays = np.random.default_rng(11), {}
+    for each in adapted_projections(decoder_weights(config)):
+        (name_a, shape_a), (name_b, shape_b) = each.edge(places, rank)
+        module = np.repeat(np.arange(len(each.modules)), [rows for _, rows in each.modules])
+        own = (
+            np.arange(shape_b[0])[:, None] // rank % len(each.modules) == module
+        )  # what other modules' ranks add is zero
+        arrays[name_a] = random.standard_normal(shape_a, np.float32) * np.float32(each.inputs**-0.5)
+        arrays[name_b] = random.standard_normal(shape_b, np.float32) * np.float32(rank**-0.5) * own
+    arrays[SCALES] = np.array([[place == one for place in range(places)] for one in taken], np.float32)
+    return arrays
 
 
 EAGLE3 = DraftConfig(
@@ -214,7 +230,9 @@ def gpu():
 @lru_cache(maxsize=64)
 def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernels:
     """The kernels for a compute dtype and heads of a size, loaded once."""
-    return StepKernels(CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype))
+    return StepKernels(
+        CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), capacity_of(module)
+    )
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:

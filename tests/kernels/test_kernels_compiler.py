@@ -14,8 +14,8 @@ from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
-from edgellm.kernels.decode.tiled_linear import tiled_kernel
-from edgellm.kernels.decode.tilings import Tiling
+from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
+from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
@@ -59,15 +59,21 @@ def compiled(monkeypatch) -> list[str]:
 def decode_sources(dtype: str) -> list[ModuleSource]:
     """All modules of linear layers and attention for a dtype."""
     kind = CUDA_TYPES[dtype]
-    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "WideTwice")}
+    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "Deep", "WideTwice")}
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
-    kernels = [linear_kernel(name, kind, f"decode::{unit}") for name in units for unit in units[name]]
+    units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
+    kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
-    tilings = [Tiling(rows, weight_rows, 1) for rows in (32, 64) for weight_rows in (64, 128)]
+    for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
+        names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
+        kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
+        kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
+        kernels.append(tiled_kernel("gate_up", dtype, tilings(64, gpu, gated=True)[-1], gpu, adapted=True))
     names = ("linear", "gate_up", "linear_residual")
-    kernels += [tiled_kernel(name, dtype, tiling) for name in names for tiling in tilings]
+    kernels += [direct_kernel(name, dtype, direct_tilings(64, gpu)[-1], 2048) for name in names]
+    kernels += [direct_kernel("linear", dtype, tiling, 1032) for tiling in direct_tilings(16, gpu)[:2]]
     return [kernel.source for kernel in kernels]
 
 

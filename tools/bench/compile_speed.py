@@ -57,7 +57,7 @@ class Module:
     def __init__(self, architecture: str) -> None:
         from cuda.bindings import driver
 
-        self.driver, self.stream = driver, driver.CUstream(0)
+        self.driver, self.stream, self.architecture = driver, driver.CUstream(0), architecture
         self.multiprocessors, self.shared_limit = 132, SHARED_MEMORY[architecture]
         self.has_clusters = self.can_overlap = self.shared_limit > 200_000
         self.sources: dict[ModuleSource, None] = {}

@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import CHAIN, DRAFTS, EAGLE3, FAMILIES, LLAMA, SCALED, TREE, draft_shape, random_draft, random_model
+from decode_models import (
+    CHAIN,
+    DRAFTS,
+    EAGLE3,
+    FAMILIES,
+    LLAMA,
+    SCALED,
+    TREE,
+    draft_shape,
+    random_adapters,
+    random_draft,
+    random_model,
+)
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.executors import kernel_executor
@@ -20,6 +32,12 @@ from edgellm.engines.model.programs import ModelConfig, model_program
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
 H200 = 232_448
+#: Steps of engines with three places for adapters of rank 8.
+ADAPTED = [
+    EngineShape("decode", 3, 1, 48, 48, 1, "base", 3, 8),
+    EngineShape("verify", 2, 8, 48, 48, 8, "base", 3, 8),
+    EngineShape("prefill", 1, 8, 48, 48, 1, "base", 3, 8),
+]
 
 
 def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -97,6 +115,23 @@ def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None
 
 
 @EXECUTORS
+@pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
+@pytest.mark.parametrize("family", ["llama_untied_biases", "granite"])
+def test_adapters_are_applied_as_operations_apply_them(
+    family: str, shape: EngineShape, executor: type[FewRows]
+) -> None:
+    """Each sequence takes another of three, or none."""
+    config, taken = (FAMILIES | SCALED)[family], [2, None, 0][: shape.batch]
+    parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
+    arrays = random_model(config, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
+    arrays |= random_adapters(config, taken, 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
+    found = launched(executor, config, shape, arrays)
+    assert_equal(config, shape, found, computed(config, shape, arrays))
+    plain = computed(config, replace(shape, lora_slots=0, lora_rank=0), arrays)
+    assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
+
+
+@EXECUTORS
 @pytest.mark.parametrize(("phase", "tokens"), [("propose", 1), ("propose", 7), ("accept", 7), ("prefill", 8)])
 @pytest.mark.parametrize("head", DRAFTS)
 def test_a_step_of_a_draft_is_what_operations_compute(
@@ -113,7 +148,7 @@ def test_a_step_of_a_draft_is_what_operations_compute(
     [
         ({}, {}, "float32", "float16 and bfloat16, not float32"),
         ({}, {"phase": "prefill", "tokens": 16}, "float16", None),
-        ({}, {"phase": "prefill", "tokens": 17}, "float16", "it selects rows, of up to 16, not 17"),
+        ({}, {"phase": "prefill", "tokens": 17}, "float16", None),
         ({}, {"phase": "prefill", "tokens": 128}, "float16", "up to 64 rows, not 128"),
         ({"feature_layers": (0,)}, {"phase": "prefill", "tokens": 16}, "float16", None),
         (
@@ -138,7 +173,9 @@ def test_a_step_of_a_draft_is_what_operations_compute(
         ({}, {"batch": 65}, "float16", "up to 64 rows, not 65"),
         ({}, {"phase": "verify", "tokens": 8, "selected": 8}, "float16", None),
         ({}, {"phase": "verify", "tokens": 64, "selected": 64, "batch": 8}, "bfloat16", None),
-        ({}, {"lora_slots": 2, "lora_rank": 8}, "float16", "qkv_proj: LoRA adapters are not applied"),
+        ({}, {"lora_slots": 8, "lora_rank": 64}, "float16", None),
+        ({}, {"lora_slots": 9, "lora_rank": 8}, "float16", "qkv_proj: LoRA adapters are applied in up to 8 places"),
+        ({}, {"lora_slots": 1, "lora_rank": 72}, "float16", "of rank 72, to layers of"),
         ({"intermediate_size": 100}, {}, "float16", "mlp.down_proj: widths must be multiples of 8, not 100"),
         ({"head_dim": 512}, {}, "float16", "the attention of layer 0: decode attention takes head sizes up to 256"),
         ({"num_heads": 34}, {}, "float16", "up to 16 query heads a key-value head"),
@@ -159,13 +196,14 @@ def test_the_step_that_no_kernel_runs_is_named(changes: dict, shape: dict, dtype
 @pytest.mark.parametrize(
     ("changes", "shape", "limit", "expected"),
     [
-        ({}, {}, H200, FewRows),
+        ({}, {"tokens": 3, "selected": 3}, H200, FewRows),
+        ({}, {}, H200, ManyRows),
         ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
         ({}, {}, 101_376, ManyRows),
-        ({"generation": "1"}, {"phase": "accept", "selected": 1}, H200, FewRows),
-        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
+        ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200, FewRows),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"batch": 2}, H200, ManyRows),
-        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, None),
+        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),
     ],
 )

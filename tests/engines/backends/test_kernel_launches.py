@@ -14,9 +14,11 @@ from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.programs import ModelConfig
+from edgellm.engines.model.program import Attention
+from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
+from edgellm.kernels.decode.tilings import Capacity
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -59,6 +61,7 @@ def prepared(
     """An engine that made a step on memory that nothing reads; of the executor that would be taken by default."""
     module: Any = SimpleNamespace(
         multiprocessors=100,
+        architecture="sm_90" if has_clusters else "sm_86",
         shared_limit=shared_limit,
         has_clusters=has_clusters,
         can_overlap=has_clusters,
@@ -124,27 +127,36 @@ def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
     def executor(shape: EngineShape, shared_limit: int) -> type[FewRows] | None:
         return kernel_executor(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)[0]
 
-    step, batch = EngineShape("decode", 1, 1, 64, 64), EngineShape("decode", 8, 1, 64, 64)
-    chain, small, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (8, 16, 64))
-    assert [executor(shape, H200) for shape in (step, batch, chain)] == [FewRows] * 3
-    assert [executor(shape, RTX) for shape in (step, batch, chain)] == [FewRows] + [ManyRows] * 2
-    assert [executor(shape, H200) for shape in (small, tree)] == [ManyRows] * 2
-    assert executor(EngineShape("prefill", 1, 16, 64, 64), ORIN) is ManyRows
-    assert executor(EngineShape("prefill", 1, 16, 64, 64), RTX) is None
+    step, chain, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (1, 8, 64))
+    assert [executor(step, limit) for limit in (H200, ORIN, RTX)] == [FewRows] * 3
+    assert [executor(tree, limit) for limit in (H200, ORIN, RTX)] == [ManyRows] * 3
+    assert executor(chain, RTX) is ManyRows
+    for limit in (ORIN, RTX):
+        assert executor(EngineShape("prefill", 1, 16, 64, 64), limit) is ManyRows
+
+
+def test_what_a_gpu_is_estimated_to_take_decides() -> None:
+    """Few rows are normed inside their layers, more by launches of their own: sooner where none overlap."""
+
+    def most_of_few(capacity: Capacity) -> int:
+        shapes = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in range(1, 17))
+        found = [kernel_executor(WIDE, shape, "float16", H200, capacity)[0] for shape in shapes]
+        assert set(found[found.index(ManyRows) :] if ManyRows in found else []) <= {ManyRows}
+        return found.count(FewRows)
+
+    h200, orin = (most_of_few(capacity) for capacity in (Capacity(), Capacity(16, ORIN, False, "sm_87")))
+    assert 1 <= orin < h200 <= 16
 
 
 @GPUS
 @pytest.mark.parametrize("head", DRAFTS)
 def test_every_shape_of_a_draft_is_prepared(launches: list, head: str, shared_limit: int, has_clusters: bool) -> None:
-    shapes = [EngineShape("accept", batch, tokens, 64, 64, 1, "draft") for batch in (1, 2, 4) for tokens in (1, 4, 7)]
+    shapes = [EngineShape("accept", batch, tokens, 64, 64, 1, "draft") for batch in (1, 4, 20) for tokens in (1, 3, 7)]
+    shapes = [shape for shape in shapes if shape.batch * shape.tokens <= 64]
     shapes += [EngineShape("propose", batch, width, 64, 64, width, "draft") for batch in (1, 2) for width in (1, 8, 10)]
     for shape in shapes:
         executor, reason = kernel_executor(DRAFTS[head], shape, "float16", shared_limit)
-        rows = shape.batch * shape.tokens
-        if shape.phase == "accept" and rows > (8 if shared_limit == RTX else 16):
-            assert executor is None
-            assert ("it selects rows, of up to 16" if rows > 16 else "bytes of shared memory") in reason
-            continue
+        assert executor is not None, (shape, reason)
         prepared(DRAFTS[head], shape, shared_limit, has_clusters, executor)
     check(launches, shared_limit)
 
@@ -173,3 +185,47 @@ def check(launches: list[tuple[str, tuple[int, int, int], int]], shared_limit: i
     for name, (x, y, z), shared in launches:
         assert 1 <= x < 1 << 31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, name
         assert shared <= shared_limit, name
+
+
+#: Hidden and intermediate size, heads, key-value heads and head size of bases of 0.5B, 1B, 1.7B, 3B and 8B.
+BASES = {
+    "0.5B": (896, 4864, 14, 2, 64),
+    "1B": (2048, 8192, 32, 8, 64),
+    "1.7B": (2048, 6144, 16, 8, 128),
+    "3B": (3072, 8192, 24, 8, 128),
+    "8B": (4096, 14336, 32, 8, 128),
+}
+
+
+def usual_shapes() -> Iterator[EngineShape]:
+    """What a base and its draft run at the field's largest tree and chunks of 16."""
+    for tokens in (1, 8, 16, 17, 32, 60, 64):
+        yield EngineShape("verify" if tokens > 1 else "decode", 1, tokens, 64, 64, tokens)
+    yield from (EngineShape("prefill", 1, 16, 64, 64, 1, model) for model in ("base", "draft"))
+    yield from (EngineShape("accept", batch, 7, 64, 64, 1, "draft") for batch in (1, 3, 9))
+    yield from (EngineShape("propose", 1, nodes, 64, 64, nodes, "draft") for nodes in range(1, 11))
+
+
+@pytest.mark.parametrize("shared_limit", [ORIN, RTX], ids=["orin", "rtx"])
+@pytest.mark.parametrize("head", ["eagle1", "each_feature_normed", "straddling_slices"])
+@pytest.mark.parametrize("name", BASES)
+def test_no_linear_layer_of_usual_models_needs_more_memory_than_devices_have(
+    name: str, head: str, shared_limit: int
+) -> None:
+    hidden, intermediate, heads, kv_heads, size = BASES[name]
+    base = replace(
+        LLAMA,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        rotary_dim=size,
+        vocab_size=128_256,
+    )
+    draft = replace(DRAFTS[head], decoder=replace(base, num_layers=1), draft_vocab_size=32_000)
+    for shape in usual_shapes():
+        program = model_program(draft if shape.model == "draft" else base, shape)
+        linear_layers = replace(program, steps=tuple(step for step in program.steps if not isinstance(step, Attention)))
+        reasons = [executor.refusal(linear_layers, shared_limit) for executor in (FewRows, ManyRows)]
+        assert None in reasons, (shape, reasons)

@@ -113,12 +113,13 @@ def test_networks_without_adapters_are_what_they_were() -> None:
     assert adapted.isdisjoint(digests[0])
 
 
-def test_the_hand_written_kernels_leave_adapters_to_tensorrt() -> None:
+def test_adapters_of_high_rank_are_left_to_tensorrt() -> None:
     shape = EngineShape("decode", 1, 1, 1024, 1040)
-    assert kernel_refusal(LLAMA, shape, "float16", 232_448) is None
-    found = kernel_refusal(LLAMA, LIMITS.with_adapters(shape), "float16", 232_448)
+    for limits in (LIMITS, replace(LIMITS, max_lora_rank=64, lora_slots=8)):
+        assert kernel_refusal(LLAMA, limits.with_adapters(shape), "float16", 232_448) is None
+    found = kernel_refusal(LLAMA, replace(LIMITS, max_lora_rank=65).with_adapters(shape), "float16", 232_448)
     assert found is not None
-    assert found.endswith("model.layers.0.self_attn.qkv_proj: LoRA adapters are not applied")
+    assert "the linear layer model.layers.0.self_attn.qkv_proj: LoRA adapters are applied" in found
 
 
 def test_a_build_from_the_command_line(
@@ -127,11 +128,11 @@ def test_a_build_from_the_command_line(
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path / "engines"
     loras = [f"--lora={name}={path}" for name, path in tiny_adapters.items()]
-    small = ("--prefill-chunk", "16", "--kv-capacity", "96", "--max-batch", "1", "--target", "sm_86")
+    small = ("--prefill-chunk", "128", "--kv-capacity", "256", "--max-batch", "1", "--target", "sm_86")
     result = edgellm("build", tiny_checkpoint, target, *loras, *small)
     assert result.exit_code == 0, result.output
     directory = EngineDirectory.open(target, verify=True)
-    assert directory.limits == EngineLimits(1, 16, 96, max_lora_rank=12, lora_slots=3)
+    assert directory.limits == EngineLimits(1, 128, 256, max_lora_rank=12, lora_slots=3)
     assert {name: adapter.rank for name, adapter in directory.adapters.items()} == {
         "wide": 12,
         "attention": 3,
@@ -144,24 +145,27 @@ def test_a_build_from_the_command_line(
     library = load_tensorrt()
     platform = Platform("sm_86", library.flavour, library.version)
     planned = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_86")
-    assert [shape.lora_slots for shape in planned] == [0] * 4 + [3] * 5
+    prefill = "base.prefill-b1-t128"
+    names = [f"{prefill}-s{segment}{kind}" for kind in ("", ".lora") for segment in range(4)]
+    assert [shape.name for shape in planned] == names
     for shape in planned:
         plan, was_built = load_or_build_plan(directory, shape, platform)
         assert len(plan) > 10_000
         assert not was_built
         assert f" {shape.name} " in result.output
-    assert "  sm_86   kernels: base decode 1\n" in result.output
+    steps = ("base decode 1", "base prefill 16", "base decode with adapters 1", "base prefill with adapters 16")
+    assert f"  sm_86   kernels: {'; '.join(steps)}\n" in result.output
     for words in ("wide, rank 12", "attention, rank 3", "3 at once, rank up to 12"):
         assert words in result.output
     listed = edgellm("info", target, "--verify")
     assert listed.exit_code == 0, listed.output
-    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "9 of 9"):
+    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "8 of 8"):
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest
-    (target / "plans" / platform.folder / "base.decode-b1-t1-l96.lora.engine").unlink()
+    (target / "plans" / platform.folder / f"{prefill}-s1.lora.engine").unlink()
     report = refresh_plans(target, ["sm_86"])
-    assert [plan.shape.name for plan in report.plans if plan.seconds] == ["base.decode-b1-t1-l96.lora"]
+    assert [plan.shape.name for plan in report.plans if plan.seconds] == [f"{prefill}-s1.lora"]
 
 
 def test_a_rank_alone_leaves_room_for_adapters(tiny_checkpoint: Path, tmp_path: Path) -> None:

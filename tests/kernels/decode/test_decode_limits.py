@@ -25,7 +25,9 @@ from edgellm.kernels.errors import KernelError
 
 def module() -> SimpleNamespace:
     """What launchers know of a GPU. There are no kernels behind it: a launch that was not refused fails."""
-    return SimpleNamespace(multiprocessors=100, shared_limit=1 << 18, has_clusters=False, load=lambda source: None)
+    return SimpleNamespace(
+        architecture="sm_80", multiprocessors=100, shared_limit=1 << 18, has_clusters=False, load=lambda source: None
+    )
 
 
 def few() -> CudaDecodeKernels:

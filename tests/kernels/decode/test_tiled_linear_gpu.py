@@ -10,13 +10,16 @@ from decode_models import relative
 from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
+from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_kernel
-from edgellm.kernels.decode.tilings import TiledGpu, tilings
+from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 
 pytestmark = pytest.mark.gpu
+
+OLDER = Capacity(16, 101_376, False, "compute_80")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def older_module(gpu):
     limits = {"shared_limit": 101_376, "can_overlap": False, "has_clusters": False}
     module = KernelModule(replace(gpu.gpu, architecture="compute_80", **limits), gpu.stream.handle)
     try:
-        module.load(tiled_kernel("linear", "float16", tilings(1, TiledGpu(1, 101_376, False))[0]).source)
+        module.load(tiled_kernel("linear", "float16", tilings(1, OLDER)[0], OLDER).source)
     except KernelError as error:
         if "UNSUPPORTED_PTX_VERSION" not in str(error):
             raise
@@ -40,18 +43,53 @@ def normal(gpu, *shape: int, dtype: str = "float16") -> DeviceArray:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 32, 50, 64])
-def test_every_tiling_gives_the_same_bits(gpu, rows: int) -> None:
-    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, 330), "float32")
-    for columns in (520, 4096):
-        x, weight = normal(gpu, rows, columns), normal(gpu, 330, columns)
-        expected = None
-        for tiling in tilings(rows, kernels.gpu):
-            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
-            kernels.linear(x, LinearWeights(weight), output, tiling=tiling)()
-            found = gpu.download(output)
-            expected = found if expected is None else expected
-            np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
-        assert np.isfinite(expected).all()
+@pytest.mark.parametrize(("width", "columns"), [(330, 520), (330, 4096), (40_000, 264)])
+def test_every_tiling_gives_the_same_bits(gpu, rows: int, width: int, columns: int) -> None:
+    """Of less than a tile a block, and of several."""
+    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, width), "float32")
+    x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
+    expected = None
+    for tiling in tilings(rows, kernels.gpu):
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        kernels.linear(x, LinearWeights(weight, bias), output, tiling=tiling)()
+        found = gpu.download(output)
+        expected = found if expected is None else expected
+        np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
+    assert np.isfinite(expected).all()
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 40), (5, 3), (16, 4), (20, 3), (64, 1)])
+def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequences: int, tokens: int) -> None:
+    few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(gpu.kernel_module, "float16")
+    x, residual = normal(gpu, sequences * tokens, 1032), normal(gpu, sequences * tokens, 200, dtype="float32")
+    weight, bias = normal(gpu, 200, 1032), normal(gpu, 200)
+    linear = LinearWeights(weight, bias)
+    chosen = np.random.default_rng(1).integers(0, tokens, (sequences, 1)).astype(np.int32)
+    selected = device_copy(gpu, chosen)
+    whole, own = gpu.empty((sequences * tokens, 200), "float32"), gpu.empty((sequences, 200), "float32")
+    many.linear_residual(x, linear, residual, whole)()
+    expected = gpu.download(whole).reshape(sequences, tokens, 200)[np.arange(sequences), chosen[:, 0]]
+    for kernels in (few, many) if sequences <= MAX_ROWS else (many,):
+        kernels.linear_residual(x, linear, residual, own, selected=selected)()
+        np.testing.assert_array_equal(gpu.download(own), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 20, 40, 64])
+@pytest.mark.parametrize(("width", "columns"), [(330, 520), (200, 2312), (9000, 2048)])
+def test_every_direct_tiling_gives_the_same_bits(gpu, older_module, rows: int, width: int, columns: int) -> None:
+    """As kernels of few rows, of less than a tile a block, and of several; of slices that end every step, or fourth."""
+    few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(older_module, "float16")
+    x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
+    linear, expected = LinearWeights(weight, bias), []
+    for part in np.array_split(gpu.download(x), -(-rows // MAX_ROWS)):
+        own, sums = device_copy(gpu, part), gpu.empty((len(part), width), "float32")
+        few.linear_residual(own, linear, None, sums)()
+        expected.append(gpu.download(sums))
+    output = gpu.empty((rows, width), "float32")
+    for tiling in direct_tilings(rows, many.gpu):
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        many.linear(x, linear, output, tiling=tiling)()
+        np.testing.assert_array_equal(gpu.download(output), np.concatenate(expected), err_msg=str(tiling))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 32, 45, 64])

@@ -4,49 +4,93 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode.tilings import TiledGpu, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import WARPS, Capacity, direct_tilings, fastest_tiling, tilings
 
 GPUS = {
-    "H200": TiledGpu(132, 232_448, has_clusters=True),
-    "Thor": TiledGpu(20, 232_448, has_clusters=True),
-    "Orin": TiledGpu(16, 166_912, has_clusters=False),
-    "RTX 4090": TiledGpu(128, 101_376, has_clusters=False),
-    "RTX 5090": TiledGpu(170, 101_376, has_clusters=True),
+    "H200": Capacity(132, 232_448, True, "sm_90"),
+    "Thor": Capacity(20, 232_448, True, "sm_110"),
+    "Orin": Capacity(16, 166_912, False, "sm_87"),
+    "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
+    "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
 }
-MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (5, 40)]
+MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (6, 40)]
 
 
-@pytest.mark.parametrize("count", [17, 32, 33, 64])
+@pytest.mark.parametrize("count", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", GPUS)
-def test_a_tiling_fits_every_gpu(name: str, count: int) -> None:
+def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
     gpu = GPUS[name]
     for rows, columns in MATRICES:
-        tiling = fastest_tiling(count, rows, columns, gpu)
-        assert tiling.rows == (32 if count <= 32 else 64)
-        assert tiling.shared_bytes(tiling.stages(gpu), gpu) <= gpu.shared_limit
+        tiling = min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
+        assert tiling.rows == (16 if count <= 16 else 32 if count <= 32 else 64)
+        assert tiling.stages(gpu) >= 3
+        assert tiling.shared_bytes(tiling.stages(gpu)) <= gpu.shared_limit
         assert tiling.splits == 1 or gpu.has_clusters
-        assert tiling.blocks(rows) * tiling.weight_rows >= rows * tiling.splits
+        assert tiling.row_tiles * 16 * tiling.row_warps == tiling.rows
+        assert tiling.column_tiles * 8 * (WARPS // tiling.row_warps) == tiling.weight_rows
+        assert not (gated and tiling.column_tiles % 2)
+        blocks, splits, _ = tiling.grid(rows, gpu)
+        assert splits == tiling.splits
+        assert blocks <= gpu.multiprocessors if splits == 1 else blocks * tiling.weight_rows >= rows
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (32, [(64, 4), (64, 4), (128, 1), (64, 4), (128, 1)]),
-        (64, [(128, 4), (128, 4), (128, 1), (128, 4), (128, 1)]),
-    ],
-)
-def test_the_choice_is_what_was_fastest(count: int, expected: list[tuple[int, int]]) -> None:
-    """Weight rows and splits of Llama-3.2-1B's matrices on an H200, where all were measured."""
-    chosen = [fastest_tiling(count, *matrix, GPUS["H200"]) for matrix in MATRICES[:5]]
-    assert [(tiling.weight_rows, tiling.splits) for tiling in chosen] == expected
+@pytest.mark.parametrize("count", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize("shared_limit", [166_912, 101_376])
+def test_direct_tilings_fit(shared_limit: int, count: int) -> None:
+    gpu = Capacity(16, shared_limit, False, "sm_87")
+    for tiling in direct_tilings(count, gpu):
+        assert count <= tiling.rows < count + 16
+        assert 3 <= tiling.depth <= tiling.chunk_steps
+        for rows, columns in MATRICES:
+            stages, chunks = tiling.stages(columns, gpu), -(-columns // (32 * tiling.chunk_steps))
+            assert tiling.shared_bytes(stages) <= gpu.shared_limit
+            assert 3 <= stages <= 4 or stages == chunks
+            assert tiling.grid(rows, gpu)[0] <= gpu.multiprocessors
+    assert len(direct_tilings(count, gpu)) >= 3
+    assert not direct_tilings(count, GPUS["H200"]) + direct_tilings(count, GPUS["RTX 4090"])
 
 
-def test_few_multiprocessors_need_no_clusters() -> None:
-    assert fastest_tiling(64, 2048, 8192, GPUS["Thor"]).splits == 1
+def test_slices_end_where_they_are_said_to() -> None:
+    (tiling, *_) = direct_tilings(64, GPUS["Orin"])
+    for columns, every in ((2048, 4), (1536, 1), (3072, 2), (14_336, 4), (8, 1)):
+        assert tiling.slices_end_every(columns) == every
+
+
+def test_a_second_block_finds_room_where_kernels_overlap() -> None:
+    for tiling in tilings(32, GPUS["H200"]):
+        shared = tiling.shared_bytes(tiling.stages(GPUS["H200"]))
+        assert shared * tiling.resident(GPUS["H200"]) <= 228 * 1024 - 2048
+        assert tiling.resident(GPUS["Orin"]) == 1
+
+
+def test_few_multiprocessors_take_tiles_that_come_out_even_and_share_none() -> None:
+    for matrix in MATRICES[:4]:
+        tiling = fastest_tiling(16, *matrix, GPUS["Orin"], adapted=True)
+        assert tiling.splits == 1
+        assert tiling.tiles(matrix[0]) % 16 == 0
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_few_multiprocessors_take_the_direct_tiles_that_were_found_fastest(count: int) -> None:
+    """In 16 multiprocessors of an H200: weight rows and warps, for Llama-1B's shapes."""
+    for matrix, found in zip(MATRICES[:5], ((192, 12), (128, 8), (256, 8), (128, 8), (256, 8)), strict=True):
+        tiling = fastest_tiling(count, *matrix, GPUS["Orin"], matrix[0] == 16_384)
+        assert (tiling.weight_rows, tiling.warps) == found
+
+
+def test_many_multiprocessors_share_a_small_matrix() -> None:
+    assert fastest_tiling(64, 2048, 8192, GPUS["H200"]).splits == 4
+    assert fastest_tiling(64, 128_256, 2048, GPUS["H200"]).splits == 1
+
+
+def test_an_unknown_gpu_is_taken_for_the_one_before_it() -> None:
+    assert Capacity(16, 166_912, False, "compute_88").speeds == GPUS["Orin"].speeds
+    assert Capacity(16, 166_912, True, "sm_130").speeds == Capacity(48, 101_376, True, "sm_121").speeds
 
 
 def test_where_nothing_fits_the_smallest_is_left() -> None:
     """Whose launch then says what is missing."""
-    gpu = TiledGpu(16, 49_152, has_clusters=True)
+    gpu = Capacity(16, 24_576, True, "sm_90")
     (tiling,) = tilings(64, gpu)
-    assert tiling.shared_bytes(2, gpu) > gpu.shared_limit
+    assert tiling.shared_bytes(tiling.stages(gpu)) > gpu.shared_limit
