@@ -21,6 +21,9 @@ from edgellm.engines.model.config import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 
+#: With chunks of more tokens than the kernels take, which need a plan.
+PLANNED = EngineLimits(max_batch=1, prefill_chunk=80, kv_capacity=128)
+
 
 def test_existing_directory_is_replaced_with_force_only(checkpoint: Path, limits: EngineLimits, tmp_path: Path) -> None:
     target = tmp_path / "engines"
@@ -86,13 +89,13 @@ def test_directory_that_another_build_made_meanwhile_is_kept(
 
 
 @pytest.mark.parametrize("stage", ["weights", "plans"])
-def test_interruption_leaves_nothing(checkpoint: Path, limits: EngineLimits, tmp_path: Path, stage: str) -> None:
+def test_interruption_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: str) -> None:
     def interrupt(current: str, done: int, total: int) -> None:
         if current == stage:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine_directory(checkpoint, tmp_path / "engines", limits, targets=["sm_86"], progress=interrupt)
+        build_engine_directory(checkpoint, tmp_path / "engines", PLANNED, targets=["sm_86"], progress=interrupt)
     assert names_in(tmp_path) == set()
 
 
@@ -136,15 +139,13 @@ def fill(disk: Path, leave: int = 0) -> None:
 
 
 @pytest.mark.parametrize("stage", ["weights", "plans", "finish"])
-def test_disk_that_fills_up_during_a_build(
-    checkpoint: Path, limits: EngineLimits, small_disk: Path, stage: str
-) -> None:
+def test_disk_that_fills_up_during_a_build(checkpoint: Path, small_disk: Path, stage: str) -> None:
     def fill_at(current: str, done: int, total: int) -> None:
         if current == stage:
             fill(small_disk)
 
     with pytest.raises(BuildError, match=r"was not built, and nothing was left behind: No space left on device"):
-        build_engine_directory(checkpoint, small_disk / "engines", limits, targets=["sm_86"], progress=fill_at)
+        build_engine_directory(checkpoint, small_disk / "engines", PLANNED, targets=["sm_86"], progress=fill_at)
     assert names_in(small_disk) == {"filler"}
 
 
