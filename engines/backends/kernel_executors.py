@@ -47,7 +47,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
     padded_ranks,
 )
-from edgellm.kernels.decode.linear import (
+from edgellm.kernels.decode.geometries import (
     linear_residual_shared_bytes,
     norm_linear_shared_bytes,
     norm_shared_bytes,

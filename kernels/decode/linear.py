@@ -7,8 +7,7 @@ that enqueues it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
@@ -38,65 +37,22 @@ from edgellm.kernels.decode.contract import (
     LinearWeights,
     NormedInput,
     activation_number,
-    padded_columns,
     slice_steps,
+)
+from edgellm.kernels.decode.geometries import (
+    DEEP,
+    NARROW,
+    NORM_SUMS_BYTES,
+    WIDE,
+    Geometry,
+    block_share,
+    norm_geometry,
+    norm_shared_bytes,
+    residual_geometry,
+    staged_geometry,
 )
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-
-#: Bytes of shared memory that CUDA takes of each block.
-_RESERVED = 1024
-#: Shared memory of a norm's sums in norm.cu.
-_NORM_SUMS_BYTES = 8 * (SLICES + 1) * 4
-
-
-@dataclass(frozen=True)
-class _Geometry:
-    """How linear.cu's kernels of one width work.
-
-    `rows` is the most rows of activations; a thread has `depth` copies of 16 bytes of weights in flight; `twice`: units
-    of `linear_residual` are 16 weight rows, not 8.
-    """
-
-    name: str
-    rows: int
-    depth: int
-    blocks_per_multiprocessor: int
-    twice: bool
-
-    @property
-    def residual_tiles(self) -> int:
-        """Of 8 weight rows in a unit of `linear_residual`."""
-        return 2 if self.twice else 1
-
-    def ring_bytes(self, tiles: int, ranks: int = 0) -> int:
-        """Shared memory of the ring, partial sums, and what LoRA adapters of so many `padded_ranks` need, for units of
-        `tiles` times 8 weight rows: for each place the sums that it adds and its rows of B, twice."""
-        sums = tiles * self.rows * 8 * 4
-        return self.depth * THREADS * 16 + 2 * SLICES * sums + 2 * (ranks // 16 * sums + ranks * tiles * 16)
-
-    def norm_bytes(self, tiles: int, parts: int, batch: int, columns: int, ranks: int = 0) -> int:
-        """The same with what is normalized: its activations, its norms' weights and the sums of `parts` norms."""
-        slices = SLICES * slice_steps(columns)
-        own = parts * self.rows * (SLICES + 1) * 4 + slices * STEP * 2 * (1 + batch)
-        return self.ring_bytes(tiles, ranks) + own
-
-    def staged_bytes(self, batch: int, columns: int, ranks: int = 0) -> int:
-        """Of `linear_residual`, where its activations are staged."""
-        return self.ring_bytes(self.residual_tiles, ranks) + SLICES * slice_steps(columns) * STEP * 2 * batch
-
-    def streamed_bytes(self, batch: int, ranks: int = 0) -> int:
-        """The same with a ring of activations."""
-        ring = self.ring_bytes(self.residual_tiles, ranks)
-        return ring + self.depth // self.residual_tiles * SLICES * batch * STEP * 2
-
-
-_NARROW = _Geometry("Narrow", 8, 4, 2, False)
-#: For `linear_residual`, whose rows are the longest: more of them is there before the input is.
-_DEEP = _Geometry("Deep", 8, 8, 2, False)
-_WIDE = _Geometry("Wide", 16, 8, 1, True)
-#: More rows are served by the wide kernels, where the GPU has the shared memory.
-_NARROW_ROWS = 2
 
 
 class _NormLinear(ctypes.Structure):
@@ -136,19 +92,19 @@ class _Norm(ctypes.Structure):
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
-    ("HOST_NARROW_DEPTH", _NARROW.depth),
-    ("HOST_DEEP_DEPTH", _DEEP.depth),
-    ("HOST_WIDE_DEPTH", _WIDE.depth),
-    ("HOST_NARROW_BYTES", _NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
-    ("HOST_NARROW_PAIRS_BYTES", _NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
-    ("HOST_WIDE_BYTES", _WIDE.norm_bytes(1, 2, 9, _COLUMNS)),
-    ("HOST_WIDE_PAIRS_BYTES", _WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
-    ("HOST_STAGED_BYTES", _NARROW.staged_bytes(2, _COLUMNS)),
-    ("HOST_STREAMED_BYTES", _WIDE.streamed_bytes(9)),
+    ("HOST_NARROW_DEPTH", NARROW.depth),
+    ("HOST_DEEP_DEPTH", DEEP.depth),
+    ("HOST_WIDE_DEPTH", WIDE.depth),
+    ("HOST_NARROW_BYTES", NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
+    ("HOST_NARROW_PAIRS_BYTES", NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
+    ("HOST_WIDE_BYTES", WIDE.norm_bytes(1, 2, 9, _COLUMNS)),
+    ("HOST_WIDE_PAIRS_BYTES", WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
+    ("HOST_STAGED_BYTES", NARROW.staged_bytes(2, _COLUMNS)),
+    ("HOST_STREAMED_BYTES", WIDE.streamed_bytes(9)),
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
-_NORM_MACROS = (("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", _NORM_SUMS_BYTES))
+_NORM_MACROS = (("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", NORM_SUMS_BYTES))
 
 
 def linear_kernel(name: str, *types: str) -> Kernel:
@@ -173,7 +129,7 @@ class CudaDecodeKernels:
             raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = CUDA_TYPES[dtype]
-        staged = _staged_geometry(1, STEP, module.shared_limit) or _NARROW
+        staged = staged_geometry(1, STEP, module.shared_limit) or NARROW
         kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
         linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
         for kernel in (*linear, attention_kernel(dtype, head_size)):
@@ -204,11 +160,11 @@ class CudaDecodeKernels:
             next_early,
         )
         if len(inputs) == 1:
-            geometry = _norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
+            geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
-            kernel, geometry = linear_kernel("norms_linear", self._type, second), _WIDE
+            kernel, geometry = linear_kernel("norms_linear", self._type, second), WIDE
         shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
@@ -224,7 +180,7 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
-        geometry = _norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
+        geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
@@ -247,8 +203,8 @@ class CudaDecodeKernels:
         check_room("output", output, batch, rows)
         limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        staged = _staged_geometry(batch, columns, limit, ranks)
-        geometry = staged or _residual_geometry(batch, limit, ranks)
+        staged = staged_geometry(batch, columns, limit, ranks)
+        geometry = staged or residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
@@ -259,7 +215,7 @@ class CudaDecodeKernels:
         )
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
         # So few registers would let more blocks on a multiprocessor, and none on others.
-        shared = max(shared, _share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
+        shared = max(shared, block_share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
         kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else geometry.name, linear)
         return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
@@ -342,7 +298,7 @@ class CudaDecodeKernels:
     def _launch(
         self,
         kernel: Kernel,
-        geometry: _Geometry,
+        geometry: Geometry,
         tiles: int,
         linear: LinearWeights,
         shared_bytes: int,
@@ -356,56 +312,6 @@ class CudaDecodeKernels:
         adapters.low_units = low_units
         adapters.low_blocks = min(low_units, -(-blocks // geometry.blocks_per_multiprocessor))
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
-
-
-def norm_linear_shared_bytes(
-    rows: int, widths: Sequence[int], shared_limit: int, gated: bool = False, ranks: int = 0
-) -> int:
-    """Shared memory that a block of `norm_linear` or `norm_gate_up` needs on such a GPU: inputs of such widths, LoRA
-    adapters of so many `padded_ranks`."""
-    geometry = _norm_geometry(rows, widths, shared_limit, gated, ranks)
-    return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
-
-
-def linear_residual_shared_bytes(rows: int, shared_limit: int, ranks: int = 0) -> int:
-    """The same of `linear_residual`, whose input comes with the weights, however wide it is."""
-    return _residual_geometry(rows, shared_limit, ranks).streamed_bytes(rows, ranks)
-
-
-def norm_shared_bytes(columns: int) -> int:
-    """The same of `norm`."""
-    return _NORM_SUMS_BYTES + 2 * padded_columns(columns)
-
-
-def _norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, ranks: int) -> _Geometry:
-    def needed(geometry: _Geometry) -> int:
-        return geometry.norm_bytes(1 + gated, len(widths), rows, sum(widths), ranks)
-
-    return _WIDE if len(widths) > 1 else _geometry(rows, needed, shared_limit)
-
-
-def _residual_geometry(rows: int, shared_limit: int, ranks: int) -> _Geometry:
-    return _geometry(rows, lambda geometry: geometry.streamed_bytes(rows, ranks), shared_limit)
-
-
-def _geometry(rows: int, needed: Callable[[_Geometry], int], shared_limit: int) -> _Geometry:
-    """The kernels that serve so many rows: the wide ones for more than a few, if a block gets the memory they need."""
-    if rows <= _NARROW_ROWS or (rows <= _NARROW.rows and needed(_WIDE) > shared_limit):
-        return _NARROW
-    return _WIDE
-
-
-def _staged_geometry(batch: int, columns: int, shared_limit: int, ranks: int = 0) -> _Geometry | None:
-    """Of `linear_residual`, where it stages so many rows: the deep ring if that leaves room for as many blocks."""
-    limits = (_DEEP, _share(shared_limit, _DEEP.blocks_per_multiprocessor)), (_NARROW, shared_limit)
-    if batch > _NARROW_ROWS:
-        return None
-    return next((each for each, limit in limits if each.staged_bytes(batch, columns, ranks) <= limit), None)
-
-
-def _share(shared_limit: int, blocks: int) -> int:
-    """Shared memory of a block where so many are on a multiprocessor, which has what a block may have alone."""
-    return (shared_limit + _RESERVED) // blocks - _RESERVED
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:
