@@ -79,7 +79,7 @@ def test_captured_rounds_of_fixed_shapes_equal_plain_decoding(
 def test_kernels_run_every_key_range_with_the_largest(
     make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine and one capture for all lengths, the same tokens; what TensorRT runs goes on having its ranges."""
+    """One engine and one capture for all lengths, the same tokens; without kernels each range has its own."""
     monkeypatch.setattr(config, "_KEY_RANGES", (32, 64))
     directory, values = make_engines(3), SAMPLINGS["greedy"]
     directory = replace(directory, limits=replace(directory.limits))  # which remember their key ranges
@@ -95,8 +95,8 @@ def test_kernels_run_every_key_range_with_the_largest(
         for shape in found[backend][1]:
             ranges.setdefault(f"{shape.phase} {shape.tokens}", set()).add(shape.key_range)
         assert ranges["decode 1"] == ({96} if fewer else {32, 64, 96})
-        assert ranges["verify 16"] == ranges["propose 4"] == ({112} if fewer else {32, 64, 112})
-        assert ranges["accept 5"] == {32, 64, 112}  # 20 tokens are more than the draft's kernels take
+        for phase in ("verify 16", "propose 4", "accept 5"):
+            assert ranges[phase] == ({112} if fewer else {32, 64, 112})
 
 
 class _Keys:
