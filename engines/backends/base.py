@@ -203,6 +203,12 @@ def check_bound(
             raise EngineError(f"{name}: present_{cache} must be bound to the memory of its cache")
 
 
+def check_scratch(shape: EngineShape, needed: int, scratch: Array) -> None:
+    """Raise EngineError unless `scratch` has the bytes that an engine needs."""
+    if scratch.nbytes < needed:
+        raise EngineError(f"{shape.name} needs {needed} bytes of scratch, got {scratch.nbytes}")
+
+
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:
     """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows."""
     fits = len(shape) == values.ndim == 3 and (values.shape[0], values.shape[2]) == (shape[0], shape[2])

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.base import check_bound, checked_bindings
+from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels, adapter_words, passes, scratch_of
-from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
@@ -70,8 +69,7 @@ class KernelEngine:
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
-        if scratch.nbytes < self.scratch_bytes:
-            raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
+        check_scratch(self.shape, self.scratch_bytes, scratch)
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from edgellm.engines.backends.base import check_bound, checked_bindings
-from edgellm.engines.errors import EngineError
+from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
@@ -114,8 +113,7 @@ class SplitEngine:
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
-        if scratch.nbytes < self.scratch_bytes:
-            raise EngineError(f"{self.shape.name} needs {self.scratch_bytes} bytes of scratch, got {scratch.nbytes}")
+        check_scratch(self.shape, self.scratch_bytes, scratch)
         self._scratch = {name: device.part(scratch, *place) for name, place in self._layout.items()}
         for engine in self._engines.values():
             engine.attach(device, scratch[self._own_bytes :])

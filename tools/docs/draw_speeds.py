@@ -34,8 +34,9 @@ class Bar:
 
 def bars(decoding: dict[str, Any], drafting: dict[str, Any]) -> list[Bar]:
     """The rows, from the results of `gpu_speed.py` and `eagle_speed.py`."""
-    rounds = {each["configuration"]: each for each in drafting["rounds"]}
-    compiled, plain = decoding["torch_compile"]["milliseconds"], decoding["decode_loop_ms"]
+    found = drafting["llama-1b"]
+    rounds = {each["configuration"]: each for each in found["rounds"]}
+    compiled, plain = decoding["torch_compile"]["milliseconds"], found["plain"]["step_ms"]
     return [
         Bar("torch.compile, decode step", 1000 / compiled, _YARDSTICK, f"{compiled:.2f} ms"),
         Bar("EdgeLLM without a draft", 1000 / plain, _PLAIN, f"{plain:.2f} ms"),
@@ -77,9 +78,10 @@ def main() -> None:
     parser.add_argument("picture", type=Path, help="the SVG file to write")
     picture = parser.parse_args().picture
     decoding, drafting = (json.loads(path.read_text(encoding="utf-8")) for path in (DECODING, DRAFTING))
+    machine = drafting["machine"].split(" (")[0]
     lines = [
         "Tokens per second: Llama-3.2-1B's shapes, random fp16 weights, batch 1",
-        f"{drafting['gpu']}, {drafting['date']}. Drafts: accepted lengths are simulated inside the real kernels;",
+        f"{machine}, {drafting['date']}. Drafts: accepted lengths are simulated inside the real kernels;",
         "what a draft gains in earnest depends on its head and on the text.",
     ]
     picture.parent.mkdir(parents=True, exist_ok=True)
