@@ -284,21 +284,23 @@ __device__ __forceinline__ void stage_normalized_in_place(
     __syncwarp();
 }
 
-// The same of what is multiplied as it is: row `source(b)` of the input.
+// The same of what is multiplied as it is: row `source(b)` of the input. Each warp stages the slice that it multiplies, so
+// that none waits for another.
 template <typename T, typename Rows>
 __device__ __forceinline__ void stage_as_is(
     const T* input, const Rows& source, char* activations, int batch, int columns, int steps) {
+    const int chunks = steps * 4, first = threadIdx.x / 32 * chunks;
 #pragma unroll 1
     for (int row = 0; row < batch; ++row) {
         const T* own = input + static_cast<size_t>(source(row)) * columns;
 #pragma unroll 2
-        for (int chunk = threadIdx.x; chunk < SLICES * steps * 4; chunk += THREADS) {
+        for (int chunk = first + threadIdx.x % 32; chunk < first + chunks; chunk += 32) {
             uint4 packed = make_uint4(0, 0, 0, 0);
             if (chunk * 8 < columns) packed = __ldcg(reinterpret_cast<const uint4*>(own + chunk * 8));
             *reinterpret_cast<uint4*>(activations + ((chunk / 4 * batch + row) * 4 + chunk % 4) * 16) = packed;
         }
     }
-    __syncthreads();
+    __syncwarp();
 }
 
 }  // namespace decode

@@ -24,7 +24,7 @@ template <int TILES_, bool PAIRED_, int HALVES_, int DEPTH> struct Geometry {
     static constexpr int SUMS = PAIRED ? TILES : 1;                      // that an output is made of
     static constexpr int PARTIALS = TILES * HALVES * 64;                 // floats that a warp leaves of a unit
     static constexpr int BLOCKS = HALVES == 1 ? 2 : 1;                   // on a multiprocessor
-    static constexpr int HELD = HALVES == 1 ? 2 : 8;                     // see stage_normalized
+    static constexpr int HELD = HALVES == 1 ? 1 : 8;                     // see stage_normalized
 
     // Shared memory: the ring [DEPTH, THREADS] of 16 bytes, partial sums [2, WARPS, PARTIALS]; then sums of norms
     // [parts, rows, SUM_STRIDE], the norms' weights [WARPS, steps, 32] and activations [WARPS, steps, batch, 64 bytes];
