@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import gcd
+from typing import ClassVar
 
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
@@ -41,6 +42,10 @@ _STAGES, _NOT_AHEAD = 350, 1.2
 #: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
 #: other's reads and products, and four or fewer, make of their time.
 _FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
+_CACHED = 3300
+#: Clocks in which the warps of a block add their groups' sums, and write them.
+_GROUPS_JOIN = 1200
 #: Clocks until memory gives what is asked for, under load.
 _LATENCY = 1450
 #: What takes so much longer than the fastest counts as fast: estimates are no better.
@@ -197,10 +202,6 @@ class DirectTiling:
         room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
         return chunks if chunks <= room else max(3, min(4, room))
 
-    def slices_end_every(self, columns: int) -> int:
-        """Slices end behind as many steps, or a multiple of it."""
-        return gcd(4, slice_steps(columns))
-
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
         return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
@@ -220,6 +221,57 @@ class DirectTiling:
         streamed = max(streamed, _LATENCY / self.depth)
         step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
         return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """Tiles of the kernels whose four warps have a group of slices of K each: `weight_tiles` times 8 weight rows, times
+    `rows` of activations, 16 to 64; `depth` steps of each warp find room."""
+
+    rows: int
+    weight_tiles: int
+    depth: int
+    warps: ClassVar[int] = 4
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 8 * self.weight_tiles
+
+    @property
+    def step_bytes(self) -> tuple[int, int]:
+        """Of weights and of activations, a step of each warp."""
+        return self.warps * self.weight_rows * STEP * 2, self.warps * self.rows * STEP * 2
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of a block: the ring, and the sums of all groups."""
+        return stages * sum(self.step_bytes) + self.warps * self.rows * self.weight_rows * 4
+
+    def stages(self, columns: int, gpu: Capacity) -> int:
+        """Of the ring, whatever K and the GPU are."""
+        return self.depth
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles, (weights, activations) = -(-rows // self.weight_rows), self.step_bytes
+        blocks = min(tiles, gpu.multiprocessors)
+        products = self.warps * self.rows * self.weight_rows * STEP
+        # All is written to shared memory and read once.
+        step = _overlapped(gpu, blocks, weights, activations, 2 * (weights + activations), products)
+        step = max(step, (weights + activations) * blocks / _CACHED, _LATENCY / (self.depth - 1))
+        return _STARTS + -(-tiles // blocks) * (4 * slice_steps(columns) * step + _GROUPS_JOIN) + _ENDS
+
+
+AnyTiling = Tiling | DirectTiling | GroupTiling
+
+
+def slices_end_every(columns: int) -> int:
+    """In direct kernels, slices end behind as many steps, or a multiple of it."""
+    return gcd(4, slice_steps(columns))
 
 
 def _overlapped(
@@ -259,38 +311,43 @@ def many_rows_clocks(
 @cache
 def fastest_tiling(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
-) -> Tiling | DirectTiling:
+) -> AnyTiling:
     """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
     adapters, which direct kernels do not apply."""
 
-    def clocks(tiling: Tiling | DirectTiling) -> float:
+    def clocks(tiling: AnyTiling) -> float:
         return tiling.clocks(rows, columns, gpu)
 
-    direct = [] if adapted else direct_tilings(count, gpu)
-    every: list[Tiling | DirectTiling] = [*direct, *tilings(count, gpu, gated)]
+    direct = [] if adapted else direct_tilings(count, gpu, gated)
+    every: list[AnyTiling] = [*direct, *tilings(count, gpu, gated)]
     fastest = min(every, key=clocks)
-    if isinstance(fastest, Tiling):
+    if gpu.has_clusters:
         return fastest
     # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
-    as_fast = [tiling for tiling in direct if clocks(tiling) <= _AS_FAST * clocks(fastest)]
-    with_more = replace(gpu, architecture="sm_80")
+    as_fast = [tiling for tiling in every if clocks(tiling) <= _AS_FAST * clocks(fastest)]
+    with_more = replace(gpu, architecture="sm_90")
     return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
 
 
-def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
-    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator and few multiprocessors:
-    none or some."""
-    if gpu.has_clusters or gpu.multiprocessors > _FEW_MULTIPROCESSORS:
+def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[DirectTiling | GroupTiling]:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: those that do not share
+    K on few multiprocessors alone."""
+    if gpu.has_clusters:
         return []
     rows = -(-count // 16) * 16
-    found = []
+    found: list[DirectTiling | GroupTiling] = []
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
         depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if tiling.shared_bytes(3) <= gpu.shared_limit and depth <= chunk_steps:
+            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or tiling.shared_bytes(3) > gpu.shared_limit:
+                continue
+            if depth <= chunk_steps:
                 found.append(tiling)
                 break
+    for weight_tiles in (2, 4) if gated else (1, 2, 3, 4):
+        shared = (GroupTiling(rows, weight_tiles, depth) for depth in (8, 6, 5, 4, 3))
+        found += [tiling for tiling in shared if tiling.shared_bytes(tiling.depth) <= gpu.shared_limit][:1]
     return found
 
 

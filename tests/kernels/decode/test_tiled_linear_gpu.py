@@ -86,7 +86,7 @@ def test_every_direct_tiling_gives_the_same_bits(gpu, older_module, rows: int, w
         few.linear_residual(own, linear, None, sums)()
         expected.append(gpu.download(sums))
     output = gpu.empty((rows, width), "float32")
-    for tiling in direct_tilings(rows, many.gpu):
+    for tiling in direct_tilings(rows, replace(many.gpu, multiprocessors=16)):
         gpu.upload(output, np.full(output.shape, np.nan, np.float32))
         many.linear(x, linear, output, tiling=tiling)()
         np.testing.assert_array_equal(gpu.download(output), np.concatenate(expected), err_msg=str(tiling))
