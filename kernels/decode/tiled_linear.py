@@ -89,11 +89,12 @@ def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, col
         ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    shares = isinstance(tiling, GroupTiling)
-    chosen = (tiling.depth,) if shares else (tiling.warps, tiling.depth, tiling.chunk_steps)
-    sizes = ", ".join(map(str, (tiling.rows // 16, tiling.weight_tiles, *chosen, slices_end_every(columns))))
-    file, name = ("group_linear.cu", f"group_{name}") if shares else ("direct_linear.cu", name)
-    return decode_kernel(file, f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
+    every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
+    if isinstance(tiling, GroupTiling):
+        expression = f"decode::direct::group_{name}<{chosen}, {tiling.depth}, {every}>"
+        return decode_kernel("group_linear.cu", expression, macros)
+    chosen += f", {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}"
+    return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{chosen}, {every}>", macros)
 
 
 def capacity_of(module: KernelModule) -> Capacity:

@@ -7,11 +7,12 @@ layer: memory, shared memory or tensor cores.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import gcd
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
@@ -33,6 +34,9 @@ _SPEEDS = {
 }
 #: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
 _STREAMED, _SHARED = 36, 128
+#: The first of direct kernels, which keep memory busier; the share of their shared memory's and tensor cores' time that
+#: they take in the end.
+_DIRECT_STREAMED, _DIRECT_ALONE = 42, 0.8
 #: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
 #: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
@@ -50,8 +54,9 @@ _GROUPS_JOIN = 1200
 _LATENCY = 1450
 #: What takes so much longer than the fastest counts as fast: estimates are no better.
 _AS_FAST = 1.03
-#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
-NORM_CLOCKS, _NORMED = 3400, 0.32
+#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element; and more where no kernel
+#: begins beside the one before.
+NORM_CLOCKS, _NORMED, _NORM_STARTS = 3400, 0.32, 2500
 
 
 @dataclass(frozen=True)
@@ -215,9 +220,9 @@ class DirectTiling:
         # Weights are written and read once; activations are copied, and read and written once more.
         shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
         products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
-        alone = (shared / _SHARED + products / gpu.speeds[1]) * (_MORE_WARPS if self.warps > 8 else 1)
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE * (_MORE_WARPS if self.warps > 8 else 1)
         alone *= _FEW_WARPS if self.warps <= 4 else 1
-        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations)
+        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations, _DIRECT_STREAMED)
         streamed = max(streamed, _LATENCY / self.depth)
         step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
         return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
@@ -267,6 +272,7 @@ class GroupTiling:
 
 
 AnyTiling = Tiling | DirectTiling | GroupTiling
+_Choice = TypeVar("_Choice")
 
 
 def slices_end_every(columns: int) -> int:
@@ -283,9 +289,10 @@ def _overlapped(
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
 
 
-def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float) -> float:
-    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache."""
-    return max(weights * blocks / gpu.speeds[0], (weights + activations) / _STREAMED)
+def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float, most: float = _STREAMED) -> float:
+    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache, `most` a
+    clock."""
+    return max(weights * blocks / gpu.speeds[0], (weights + activations) / most)
 
 
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
@@ -294,7 +301,7 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     weights = 2 * rows * columns / gpu.multiprocessors
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
     activations = weights * count / 8
-    norms = _NORMED * count * columns if normed else 0
+    norms = _NORMED * count * columns + (0 if gpu.has_clusters else _NORM_STARTS) if normed else 0
     # Without the next kernel's blocks beside them, nothing hides that activations are read.
     hidden, alone = (activations, 0) if gpu.has_clusters else (0, activations * (count - 1) / count)
     step = _overlapped(gpu, gpu.multiprocessors, weights, 0, 2 * weights + hidden, 0)
@@ -315,18 +322,19 @@ def fastest_tiling(
     """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
     adapters, which direct kernels do not apply."""
 
-    def clocks(tiling: AnyTiling) -> float:
+    def clocks(tiling: AnyTiling, gpu: Capacity) -> float:
         return tiling.clocks(rows, columns, gpu)
 
     direct = [] if adapted else direct_tilings(count, gpu, gated)
-    every: list[AnyTiling] = [*direct, *tilings(count, gpu, gated)]
-    fastest = min(every, key=clocks)
-    if gpu.has_clusters:
-        return fastest
-    # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
-    as_fast = [tiling for tiling in every if clocks(tiling) <= _AS_FAST * clocks(fastest)]
-    with_more = replace(gpu, architecture="sm_90")
-    return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
+    return fastest([*direct, *tilings(count, gpu, gated)], clocks, gpu)
+
+
+def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], float], gpu: Capacity) -> _Choice:
+    """Of some choices, by their clocks on a GPU. Without clusters, of those that are as fast, the one that would be the
+    fastest with more memory bandwidth: where memory hides the rest, it leaves the most to hide."""
+    least = min(clocks(choice, gpu) for choice in choices)
+    as_fast = [choice for choice in choices if clocks(choice, gpu) <= least * (1 if gpu.has_clusters else _AS_FAST)]
+    return min(as_fast, key=lambda choice: clocks(choice, replace(gpu, architecture="sm_90")))
 
 
 def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[DirectTiling | GroupTiling]:
