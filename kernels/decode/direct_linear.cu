@@ -1,5 +1,5 @@
-// Linear layers of up to 64 rows of activations on GPUs without a tensor memory accelerator: each thread copies the very
-// weights that it multiplies.
+// Linear layers of up to 64 rows of activations on GPUs with few multiprocessors and no tensor memory accelerator: each
+// thread copies the very weights that it multiplies.
 //
 // A warp has its own weight rows, 16 or 32, times all rows of activations, for all of K. Its threads copy their parts of
 // some steps of 32 columns ahead, into a ring of their own in shared memory, and of the next tile while the sums of the
