@@ -1,8 +1,8 @@
 """The executors of programs by hand-written kernels: which steps each can run, and by which launches.
 
 Kernels of few rows norm inside their linear layers: every block of a layer norms for itself, which is fastest for up to
-a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows have the norms as launches of their own, for
-all blocks of the linear layer that follows. Either gives a row the same bits.
+a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows have the norms as
+launches of their own, for all blocks of the linear layer that follows. Either gives a row the same bits.
 """
 
 from __future__ import annotations
