@@ -10,7 +10,7 @@ from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRow
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
-from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.prefill.contract import prefill_refusal
 from edgellm.kernels.prefill.launcher import attention_bytes
@@ -43,7 +43,8 @@ def kernel_executor(
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
     program = model_program(config, part)
     capacity = capacity or Capacity(shared_limit=shared_limit)
-    few_first = rows <= FewRows.most_rows and FewRows.clocks(program, capacity) <= ManyRows.clocks(program, capacity)
+    possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
+    few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
     reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
         reason = executor.refusal(program, shared_limit)

@@ -1,8 +1,8 @@
 """The executors of programs by hand-written kernels: which steps each can run, and by which launches.
 
 Kernels of few rows norm inside their linear layers: every block of a layer norms for itself, which is fastest for up to
-a dozen rows, but takes shared memory for whole rows. Kernels of many rows have the norms as launches of their own, for
-all blocks of the linear layer that follows. Either gives a row the same bits.
+a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows have the norms as
+launches of their own, for all blocks of the linear layer that follows. Either gives a row the same bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from edgellm.kernels.decode.geometries import (
     norm_shared_bytes,
 )
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
-from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -99,11 +99,9 @@ class FewRows:
 
     @classmethod
     def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
-        needed = cls._shared_bytes(step, program, limit)
-        if needed <= limit:
+        if (needed := cls._shared_bytes(step, program, limit)) <= limit:
             return None
-        rows = step_rows(step, program)
-        return f"{rows} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
+        return f"{step_rows(step, program)} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
 
     @classmethod
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
@@ -126,9 +124,9 @@ class FewRows:
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         inside = isinstance(step, NormLinear) and cls.norms_inside(step)
-        norms = 0 if inside else _norm_count(step)
         width, columns = step.linear.weight.shape
-        return few_rows_clocks(step_rows(step, program), width, columns, inside, gpu) + norms * NORM_CLOCKS
+        clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
+        return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
@@ -266,18 +264,14 @@ class ManyRows(FewRows):
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
-        gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
-        width, columns = step.linear.weight.shape
-        many = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
-        many += _norm_count(step) * NORM_CLOCKS
+        many = _many_clocks(step, program, gpu)
         few = isinstance(step, LinearResidual) and _streams(step, program, gpu.shared_limit)
         return min(many, super()._clocks(step, program, gpu)) if few else many
 
     def _residual_kernels(self, step: LinearResidual) -> Any:
-        program, gpu = self._program, self._kernels.gpu
-        few = _streams(step, program, self._limit)
-        few = few and super()._clocks(step, program, gpu) <= self._clocks(step, program, gpu)
-        return self._kernels.few if few else self._kernels.many
+        choices = [_many_clocks, FewRows._clocks][: 1 + _streams(step, self._program, self._limit)]
+        clocks = fastest(choices, lambda clocks, gpu: clocks(step, self._program, gpu), self._kernels.gpu)
+        return self._kernels.many if clocks is _many_clocks else self._kernels.few
 
 
 #: A class of executors.
@@ -288,6 +282,14 @@ def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
     """Whether the kernels of few rows take a layer."""
     rows = step_rows(step, program)
     return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, _ranks(program)) <= limit
+
+
+def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
+    """An estimate for a layer by the kernels of many rows, with the norms before it."""
+    gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
+    width, columns = step.linear.weight.shape
+    clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+    return clocks + _norm_count(step) * NORM_CLOCKS
 
 
 def _ranks(program: Program) -> int:

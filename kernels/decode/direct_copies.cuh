@@ -1,12 +1,10 @@
 // How weights and activations of direct_linear.cu come into shared memory: weights each thread's own, activations for all.
 #pragma once
-#include "decode/many_rows.cuh"
+#include "decode/direct_sums.cuh"
 
 namespace decode {
 namespace direct {
 
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
-constexpr int BLOCK_STEPS = 4;  // of 32 columns, unrolled
 constexpr int MOST_AHEAD = 3;   // chunks of activations that are copied before they are read
 constexpr int FRAGMENT_BYTES = 1024;  // sixteen rows of activations, a step of columns: twice 16 bytes a lane
 static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
@@ -41,49 +39,26 @@ struct Geometry {
     static __device__ int first_row(int c) { return (threadIdx.x / 32 * WEIGHT_TILES + c) / SUMS * 8; }
 };
 
-__device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
-
-template <typename G> using Sums = float[G::TOKEN_TILES][G::WEIGHT_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(t, c, i);
-}
-
 __device__ __forceinline__ void write_shared_16(unsigned shared, unsigned x, unsigned y, unsigned z, unsigned w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// What a thread has of the weights of a step: 8 columns of a row of each of the warp's tiles.
-template <typename G> struct Held {
-    uint4 tiles[G::WEIGHT_TILES];
-
-    // The tensor cores' operand for half a step.
-    __device__ uint2 fragment(int c, int half) const {
-        return half == 0 ? make_uint2(tiles[c].x, tiles[c].y) : make_uint2(tiles[c].z, tiles[c].w);
-    }
-};
-
 // The weights of the block's tiles, as one stream of blocks of steps.
 template <typename T, typename G> struct Weights {
     const T* weight;
-    int rows, columns, tiles, tile, column, end;  // `column`, of the thread, of the next block; `end`: of a tile's blocks
+    int rows, columns, tiles, tile, begin, column, end;  // `column`, of the thread, of the next block; others: of a tile's
     const T* row[G::WEIGHT_TILES];
     unsigned ring, slot;  // the thread's places in shared memory: the first, and that of the step that is multiplied
 
-    __device__ Weights(const Linear& linear, int tiles, int blocks, unsigned memory)
+    // Of a tile, blocks of steps from step `begin` to step `end`.
+    __device__ Weights(const Linear& linear, int tiles, int begin, int end, unsigned memory)
         : weight(static_cast<const T*>(linear.weight)), rows(linear.rows), columns(linear.columns), tiles(tiles),
-          tile(blockIdx.x), end(blocks * BLOCK_STEPS * 32), ring(memory + threadIdx.x * 16), slot(ring) {
+          tile(blockIdx.x), begin(begin * 32 + own_quad() * 8), end(end * 32), ring(memory + threadIdx.x * 16), slot(ring) {
         start_tile();
     }
     // Of what lies behind the last row the last one is copied, which is what nobody writes.
     __device__ void start_tile() {
-        column = own_quad() * 8;
+        column = begin;
 #pragma unroll
         for (int c = 0; c < G::WEIGHT_TILES; ++c) {
             const int line = min(tile * G::UNIT + G::first_row(c) + own_row(), rows - 1) + c % G::SUMS * rows;
@@ -98,14 +73,16 @@ template <typename T, typename G> struct Weights {
         for (int c = 0; c < G::WEIGHT_TILES; ++c)
             copy_async_16(slot + c * G::THREADS * 16, row[c] + d * 32, exists);
         commit_copies();
-        slot = slot == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : slot + G::SLOT_BYTES;
+        slot = following(slot);
         if (d == BLOCK_STEPS - 1) advance();
+    }
+    __device__ unsigned following(unsigned slot) const {
+        return slot == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : slot + G::SLOT_BYTES;
     }
     // The oldest step, which then lies where the next one is copied to.
     __device__ void read(Held<G>& held) const {
         wait_for_copies<G::DEPTH - 1>();
-#pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c) held.tiles[c] = read_shared_16(slot + c * G::THREADS * 16);
+        read_slot<G>(held, slot);
     }
 
   private:

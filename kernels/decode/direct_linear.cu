@@ -1,5 +1,5 @@
-// Linear layers of up to 64 rows of activations on GPUs without a tensor memory accelerator: each thread copies the very
-// weights that it multiplies.
+// Linear layers of up to 64 rows of activations on GPUs with few multiprocessors and no tensor memory accelerator: each
+// thread copies the very weights that it multiplies.
 //
 // A warp has its own weight rows, 16 or 32, times all rows of activations, for all of K. Its threads copy their parts of
 // some steps of 32 columns ahead, into a ring of their own in shared memory, and of the next tile while the sums of the
@@ -68,23 +68,6 @@ template <typename G> struct SharedTotal {
 template <bool, typename First, typename> struct Choose { using type = First; };
 template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
 
-// Of a tile of activations, operands for both halves of a step. Products of one sum stand as far apart as they can:
-// each waits for the one before.
-template <typename T, typename G>
-__device__ __forceinline__ void multiply(
-    float (&sum)[G::WEIGHT_TILES][4], const uint4 (&rows)[2], const Held<G>& weights, bool begins) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const unsigned a0[2] = {rows[half].x, rows[half].y}, a2[2] = {rows[half].z, rows[half].w};
-#pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
-            const uint2 b = weights.fragment(c, half);
-            if (half == 0) multiply_add(sum[c], a0, a2, b.x, b.y, begins, T());
-            else multiply_add(sum[c], a0, a2, b.x, b.y, T());
-        }
-    }
-}
-
 // What becomes of a thread's sums.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write(
@@ -109,13 +92,9 @@ __device__ __forceinline__ void write(
                         }
                         float2 sums[G::SUMS];
 #pragma unroll
-                        for (int s = 0; s < G::SUMS; ++s) {
+                        for (int s = 0; s < G::SUMS; ++s)
                             sums[s] = make_float2(total[t][c + s][2 * half], total[t][c + s][2 * half + 1]);
-                            if (bias == nullptr) continue;
-                            const float2 added = read_two(bias + s * rows + n, n, rows);
-                            sums[s].x += added.x, sums[s].y += added.y;
-                        }
-                        output.two(b, n, rows, sums, own);
+                        write_sums<T>(sums, bias, output, b, n, rows, own);
                     }
         };
         for_each(false);
@@ -136,7 +115,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 
     launch_next_kernel();
     const unsigned memory = shared_address(shared);
-    Weights<T, G> weights(linear, tiles, blocks, memory);
+    Weights<T, G> weights(linear, tiles, 0, blocks * BLOCK_STEPS, memory);
     Activations<T, G> activations(arguments, memory + G::STAGES, chunks, own_tiles);
     wait_for_previous_kernel();
     activations.copy_chunk();

@@ -34,10 +34,13 @@ from edgellm.kernels.decode.tilings import (
     MOST_STAGES,
     ROW_BYTES,
     WARPS,
+    AnyTiling,
     Capacity,
     DirectTiling,
+    GroupTiling,
     Tiling,
     fastest_tiling,
+    slices_end_every,
     tilings,
 )
 from edgellm.kernels.errors import KernelError
@@ -79,15 +82,19 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
     return decode_kernel("tiled_linear.cu", f"decode::tiled::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
 
 
-def direct_kernel(name: str, dtype: str, tiling: DirectTiling, columns: int) -> Kernel:
-    """A kernel of direct_linear.cu for matrices of so many columns, or of others whose slices end as often."""
+def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, columns: int) -> Kernel:
+    """A kernel of direct_linear.cu or group_linear.cu for matrices of so many columns, or of others whose slices end as
+    often."""
     macros = (
         ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
-    every = tiling.slices_end_every(columns)
-    sizes = f"{tiling.rows // 16}, {tiling.weight_tiles}, {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}, {every}"
-    return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{CUDA_TYPES[dtype]}, {sizes}>", macros)
+    every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
+    if isinstance(tiling, GroupTiling):
+        expression = f"decode::direct::group_{name}<{chosen}, {tiling.depth}, {every}>"
+        return decode_kernel("group_linear.cu", expression, macros)
+    chosen += f", {tiling.warps}, {tiling.depth}, {tiling.chunk_steps}"
+    return decode_kernel("direct_linear.cu", f"decode::direct::{name}<{chosen}, {every}>", macros)
 
 
 def capacity_of(module: KernelModule) -> Capacity:
@@ -110,7 +117,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: Tiling | DirectTiling | None = None,
+        tiling: AnyTiling | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -171,14 +178,14 @@ class CudaTiledKernels:
         x: DeviceArray,
         linear: LinearWeights,
         arguments: _TiledLinear,
-        tiling: Tiling | DirectTiling | None = None,
+        tiling: AnyTiling | None = None,
     ) -> Launch:
         batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
         gated = arguments.linear.rows != every_row
         tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapters is not None)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
-        if isinstance(tiling, DirectTiling):
+        if not isinstance(tiling, Tiling):
             arguments.stages = tiling.stages(columns, self.gpu)
             kernel = direct_kernel(name.replace("selected", "linear"), self.dtype, tiling, columns)
             grid, shared = tiling.grid(every_row, self.gpu), tiling.shared_bytes(arguments.stages)

@@ -7,10 +7,12 @@ layer: memory, shared memory or tensor cores.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import gcd
+from typing import ClassVar, TypeVar
 
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 
@@ -32,6 +34,9 @@ _SPEEDS = {
 }
 #: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
 _STREAMED, _SHARED = 36, 128
+#: The first of direct kernels, which keep memory busier; the share of their shared memory's and tensor cores' time that
+#: they take in the end.
+_DIRECT_STREAMED, _DIRECT_ALONE = 42, 0.8
 #: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
 #: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
 _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
@@ -41,12 +46,17 @@ _STAGES, _NOT_AHEAD = 350, 1.2
 #: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
 #: other's reads and products, and four or fewer, make of their time.
 _FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
+_CACHED = 3300
+#: Clocks in which the warps of a block add their groups' sums, and write them.
+_GROUPS_JOIN = 1200
 #: Clocks until memory gives what is asked for, under load.
 _LATENCY = 1450
 #: What takes so much longer than the fastest counts as fast: estimates are no better.
 _AS_FAST = 1.03
-#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element.
-NORM_CLOCKS, _NORMED = 3400, 0.32
+#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element; and more where no kernel
+#: begins beside the one before.
+NORM_CLOCKS, _NORMED, _NORM_STARTS = 3400, 0.32, 2500
 
 
 @dataclass(frozen=True)
@@ -197,10 +207,6 @@ class DirectTiling:
         room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
         return chunks if chunks <= room else max(3, min(4, room))
 
-    def slices_end_every(self, columns: int) -> int:
-        """Slices end behind as many steps, or a multiple of it."""
-        return gcd(4, slice_steps(columns))
-
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
         return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
@@ -214,12 +220,64 @@ class DirectTiling:
         # Weights are written and read once; activations are copied, and read and written once more.
         shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
         products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
-        alone = (shared / _SHARED + products / gpu.speeds[1]) * (_MORE_WARPS if self.warps > 8 else 1)
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE * (_MORE_WARPS if self.warps > 8 else 1)
         alone *= _FEW_WARPS if self.warps <= 4 else 1
-        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations)
+        streamed = _streamed(gpu, blocks, weights, 0 if stay else activations, _DIRECT_STREAMED)
         streamed = max(streamed, _LATENCY / self.depth)
         step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
         return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """Tiles of the kernels whose four warps have a group of slices of K each: `weight_tiles` times 8 weight rows, times
+    `rows` of activations, 16 to 64; `depth` steps of each warp find room."""
+
+    rows: int
+    weight_tiles: int
+    depth: int
+    warps: ClassVar[int] = 4
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 8 * self.weight_tiles
+
+    @property
+    def step_bytes(self) -> tuple[int, int]:
+        """Of weights and of activations, a step of each warp."""
+        return self.warps * self.weight_rows * STEP * 2, self.warps * self.rows * STEP * 2
+
+    def shared_bytes(self, stages: int) -> int:
+        """Of a block: the ring, and the sums of all groups."""
+        return stages * sum(self.step_bytes) + self.warps * self.rows * self.weight_rows * 4
+
+    def stages(self, columns: int, gpu: Capacity) -> int:
+        """Of the ring, whatever K and the GPU are."""
+        return self.depth
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+
+    def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
+        """Of a matrix [rows, columns]."""
+        tiles, (weights, activations) = -(-rows // self.weight_rows), self.step_bytes
+        blocks = min(tiles, gpu.multiprocessors)
+        products = self.warps * self.rows * self.weight_rows * STEP
+        # All is written to shared memory and read once.
+        step = _overlapped(gpu, blocks, weights, activations, 2 * (weights + activations), products)
+        step = max(step, (weights + activations) * blocks / _CACHED, _LATENCY / (self.depth - 1))
+        return _STARTS + -(-tiles // blocks) * (4 * slice_steps(columns) * step + _GROUPS_JOIN) + _ENDS
+
+
+AnyTiling = Tiling | DirectTiling | GroupTiling
+_Choice = TypeVar("_Choice")
+
+
+def slices_end_every(columns: int) -> int:
+    """In direct kernels, slices end behind as many steps, or a multiple of it."""
+    return gcd(4, slice_steps(columns))
 
 
 def _overlapped(
@@ -231,9 +289,10 @@ def _overlapped(
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
 
 
-def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float) -> float:
-    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache."""
-    return max(weights * blocks / gpu.speeds[0], (weights + activations) / _STREAMED)
+def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float, most: float = _STREAMED) -> float:
+    """Clocks in which a block gets so many bytes of weights from memory, and of activations from the cache, `most` a
+    clock."""
+    return max(weights * blocks / gpu.speeds[0], (weights + activations) / most)
 
 
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
@@ -242,7 +301,7 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     weights = 2 * rows * columns / gpu.multiprocessors
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
     activations = weights * count / 8
-    norms = _NORMED * count * columns if normed else 0
+    norms = _NORMED * count * columns + (0 if gpu.has_clusters else _NORM_STARTS) if normed else 0
     # Without the next kernel's blocks beside them, nothing hides that activations are read.
     hidden, alone = (activations, 0) if gpu.has_clusters else (0, activations * (count - 1) / count)
     step = _overlapped(gpu, gpu.multiprocessors, weights, 0, 2 * weights + hidden, 0)
@@ -259,38 +318,44 @@ def many_rows_clocks(
 @cache
 def fastest_tiling(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
-) -> Tiling | DirectTiling:
+) -> AnyTiling:
     """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
     adapters, which direct kernels do not apply."""
 
-    def clocks(tiling: Tiling | DirectTiling) -> float:
+    def clocks(tiling: AnyTiling, gpu: Capacity) -> float:
         return tiling.clocks(rows, columns, gpu)
 
-    direct = [] if adapted else direct_tilings(count, gpu)
-    every: list[Tiling | DirectTiling] = [*direct, *tilings(count, gpu, gated)]
-    fastest = min(every, key=clocks)
-    if isinstance(fastest, Tiling):
-        return fastest
-    # Where memory hides the rest, that which would be the fastest with more of it leaves it the most to hide.
-    as_fast = [tiling for tiling in direct if clocks(tiling) <= _AS_FAST * clocks(fastest)]
-    with_more = replace(gpu, architecture="sm_80")
-    return min(as_fast, key=lambda tiling: tiling.clocks(rows, columns, with_more))
+    direct = [] if adapted else direct_tilings(count, gpu, gated)
+    return fastest([*direct, *tilings(count, gpu, gated)], clocks, gpu)
 
 
-def direct_tilings(count: int, gpu: Capacity) -> list[DirectTiling]:
-    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator and few multiprocessors:
-    none or some."""
-    if gpu.has_clusters or gpu.multiprocessors > _FEW_MULTIPROCESSORS:
+def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], float], gpu: Capacity) -> _Choice:
+    """Of some choices, by their clocks on a GPU. Without clusters, of those that are as fast, the one that would be the
+    fastest with more memory bandwidth: where memory hides the rest, it leaves the most to hide."""
+    least = min(clocks(choice, gpu) for choice in choices)
+    as_fast = [choice for choice in choices if clocks(choice, gpu) <= least * (1 if gpu.has_clusters else _AS_FAST)]
+    return min(as_fast, key=lambda choice: clocks(choice, replace(gpu, architecture="sm_90")))
+
+
+def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[DirectTiling | GroupTiling]:
+    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: those that do not share
+    K on few multiprocessors alone."""
+    if gpu.has_clusters:
         return []
     rows = -(-count // 16) * 16
-    found = []
+    found: list[DirectTiling | GroupTiling] = []
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
         depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if tiling.shared_bytes(3) <= gpu.shared_limit and depth <= chunk_steps:
+            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or tiling.shared_bytes(3) > gpu.shared_limit:
+                continue
+            if depth <= chunk_steps:
                 found.append(tiling)
                 break
+    for weight_tiles in (2, 4) if gated else (1, 2, 3, 4):
+        shared = (GroupTiling(rows, weight_tiles, depth) for depth in (8, 6, 5, 4, 3))
+        found += [tiling for tiling in shared if tiling.shared_bytes(tiling.depth) <= gpu.shared_limit][:1]
     return found
 
 

@@ -72,7 +72,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
         kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
         kernels.append(tiled_kernel("gate_up", dtype, tilings(64, gpu, gated=True)[-1], gpu, adapted=True))
     names = ("linear", "gate_up", "linear_residual")
-    kernels += [direct_kernel(name, dtype, direct_tilings(64, gpu)[-1], 2048) for name in names]
+    direct = direct_tilings(64, gpu, gated=True)
+    largest = {type(tiling): tiling for tiling in direct}.values()
+    kernels += [direct_kernel(name, dtype, tiling, 2048) for name in names for tiling in largest]
     kernels += [direct_kernel("linear", dtype, tiling, 1032) for tiling in direct_tilings(16, gpu)[:2]]
     return [kernel.source for kernel in kernels]
 

@@ -45,6 +45,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     padded_columns,
 )
+from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm_linear_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.decode.tilings import direct_tilings, tilings
@@ -127,7 +128,7 @@ def time_linear(bench: Bench, all_rows: Sequence[int]) -> None:
 def linear_launches(
     bench: Bench, name: str, norm_weight: DeviceArray, weights: Sequence[DeviceArray], rows: int
 ) -> tuple[list[Launch], list[Launch], tuple[DeviceArray, ...]]:
-    """Of the kernels of few rows, if they take so many, of those of many, and the memory that they use."""
+    """Of the kernels of few rows, if they take so many on the GPU, of those of many, and the memory that they use."""
     kernels, tiled = bench.kernels, bench.tiled
     width, columns = weights[0].shape
     hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
@@ -144,7 +145,11 @@ def linear_launches(
     else:
         few = [lambda w=w: kernels.linear_residual(x, w, hidden, out) for w in layers]
         many = [tiled.linear_residual(x, w, hidden, out) for w in layers]
-    few = [make() for make in few] if rows <= MAX_ROWS else []
+    limit = bench.module.shared_limit
+    needed = linear_residual_shared_bytes(rows, limit)
+    if name in ("qkv", "head", "gate_up"):
+        needed = norm_linear_shared_bytes(rows, [columns], limit, name == "gate_up")
+    few = [make() for make in few] if rows <= MAX_ROWS and needed <= limit else []
     return few, many, (hidden, normed, x, out, activation)
 
 

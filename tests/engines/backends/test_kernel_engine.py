@@ -29,6 +29,7 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.kernels.decode.tilings import Capacity
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
 H200 = 232_448
@@ -191,6 +192,25 @@ def test_the_step_that_no_kernel_runs_is_named(changes: dict, shape: dict, dtype
     else:
         assert executor is None
         assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "expected"),
+    [
+        (Capacity(16, 166_912, False, "sm_87"), 1, ManyRows),
+        (Capacity(16, 166_912, False, "sm_87"), 8, ManyRows),
+        (Capacity(128, 101_376, False, "sm_89"), 1, FewRows),
+        (Capacity(128, 101_376, False, "sm_89"), 8, ManyRows),
+        (Capacity(132, H200, True, "sm_90"), 1, FewRows),
+        (Capacity(20, H200, True, "sm_110"), 8, FewRows),
+    ],
+)
+def test_the_gpu_decides_which_executor_runs_llama_1b(gpu: Capacity, tokens: int, expected: type[FewRows]) -> None:
+    """Also a decode step, whose kernels of many rows keep an Orin's memory busier."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+    config = replace(LLAMA, vocab_size=128_256, num_layers=16, **sizes)
+    shape = EngineShape("decode" if tokens == 1 else "verify", 1, tokens, 64, 64)
+    assert kernel_executor(config, shape, "float16", gpu.shared_limit, gpu) == (expected, "")
 
 
 @pytest.mark.parametrize(

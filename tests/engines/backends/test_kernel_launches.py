@@ -144,8 +144,9 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
         assert set(found[found.index(ManyRows) :] if ManyRows in found else []) <= {ManyRows}
         return found.count(FewRows)
 
-    h200, orin = (most_of_few(capacity) for capacity in (Capacity(), Capacity(16, ORIN, False, "sm_87")))
-    assert 1 <= orin < h200 <= 16
+    without_clusters = Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89")
+    orin, rtx, h200 = map(most_of_few, (*without_clusters, Capacity()))
+    assert 0 == orin < rtx < h200 <= 16
 
 
 @GPUS

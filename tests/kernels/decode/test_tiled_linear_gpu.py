@@ -11,6 +11,7 @@ from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
+from edgellm.kernels.decode.geometries import linear_residual_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
@@ -69,7 +70,9 @@ def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequenc
     whole, own = gpu.empty((sequences * tokens, 200), "float32"), gpu.empty((sequences, 200), "float32")
     many.linear_residual(x, linear, residual, whole)()
     expected = gpu.download(whole).reshape(sequences, tokens, 200)[np.arange(sequences), chosen[:, 0]]
-    for kernels in (few, many) if sequences <= MAX_ROWS else (many,):
+    limit = gpu.kernel_module.shared_limit
+    takes_few = sequences <= MAX_ROWS and linear_residual_shared_bytes(sequences, limit) <= limit
+    for kernels in (few, many) if takes_few else (many,):
         kernels.linear_residual(x, linear, residual, own, selected=selected)()
         np.testing.assert_array_equal(gpu.download(own), expected)
 
@@ -81,12 +84,12 @@ def test_every_direct_tiling_gives_the_same_bits(gpu, older_module, rows: int, w
     few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(older_module, "float16")
     x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
     linear, expected = LinearWeights(weight, bias), []
-    for part in np.array_split(gpu.download(x), -(-rows // MAX_ROWS)):
+    for part in np.array_split(gpu.download(x), -(-rows // 8)):  # for which every GPU has the shared memory
         own, sums = device_copy(gpu, part), gpu.empty((len(part), width), "float32")
         few.linear_residual(own, linear, None, sums)()
         expected.append(gpu.download(sums))
     output = gpu.empty((rows, width), "float32")
-    for tiling in direct_tilings(rows, many.gpu):
+    for tiling in direct_tilings(rows, replace(many.gpu, multiprocessors=16)):
         gpu.upload(output, np.full(output.shape, np.nan, np.float32))
         many.linear(x, linear, output, tiling=tiling)()
         np.testing.assert_array_equal(gpu.download(output), np.concatenate(expected), err_msg=str(tiling))

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.kernels.decode.tilings import WARPS, Capacity, direct_tilings, fastest_tiling, tilings
+from edgellm.kernels.decode.tilings import (
+    WARPS,
+    Capacity,
+    DirectTiling,
+    GroupTiling,
+    Tiling,
+    direct_tilings,
+    fastest_tiling,
+    slices_end_every,
+    tilings,
+)
 
 GPUS = {
     "H200": Capacity(132, 232_448, True, "sm_90"),
@@ -37,24 +47,40 @@ def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 17, 40, 64])
 @pytest.mark.parametrize("shared_limit", [166_912, 101_376])
-def test_direct_tilings_fit(shared_limit: int, count: int) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_direct_tilings_fit(shared_limit: int, count: int, gated: bool) -> None:
     gpu = Capacity(16, shared_limit, False, "sm_87")
-    for tiling in direct_tilings(count, gpu):
+    found = direct_tilings(count, gpu, gated)
+    for tiling in found:
         assert count <= tiling.rows < count + 16
-        assert 3 <= tiling.depth <= tiling.chunk_steps
+        assert tiling.depth >= 3
+        assert not (gated and tiling.weight_tiles % 2)
         for rows, columns in MATRICES:
-            stages, chunks = tiling.stages(columns, gpu), -(-columns // (32 * tiling.chunk_steps))
+            stages = tiling.stages(columns, gpu)
             assert tiling.shared_bytes(stages) <= gpu.shared_limit
-            assert 3 <= stages <= 4 or stages == chunks
             assert tiling.grid(rows, gpu)[0] <= gpu.multiprocessors
-    assert len(direct_tilings(count, gpu)) >= 3
-    assert not direct_tilings(count, GPUS["H200"]) + direct_tilings(count, GPUS["RTX 4090"])
+            if isinstance(tiling, DirectTiling):
+                assert tiling.depth <= tiling.chunk_steps
+                assert 3 <= stages <= 4 or stages == -(-columns // (32 * tiling.chunk_steps))
+    assert sum(isinstance(tiling, DirectTiling) for tiling in found) >= 3
+    many = direct_tilings(count, GPUS["RTX 4090"], gated)
+    assert many
+    assert all(isinstance(tiling, GroupTiling) for tiling in many)
+    assert not direct_tilings(count, GPUS["H200"], gated)
+
+
+@pytest.mark.parametrize("count", [8, 16, 32, 64])
+def test_many_multiprocessors_without_clusters_share_k_among_warps_where_tiles_are_few(count: int) -> None:
+    gpu = GPUS["RTX 4090"]
+    for matrix in ((3072, 2048), (2048, 2048), (2048, 8192)):
+        assert isinstance(fastest_tiling(count, *matrix, gpu), GroupTiling)
+    assert isinstance(fastest_tiling(count, 16_384, 2048, gpu, gated=True), Tiling)
+    assert isinstance(fastest_tiling(count, 128_256, 2048, gpu), Tiling)
 
 
 def test_slices_end_where_they_are_said_to() -> None:
-    (tiling, *_) = direct_tilings(64, GPUS["Orin"])
     for columns, every in ((2048, 4), (1536, 1), (3072, 2), (14_336, 4), (8, 1)):
-        assert tiling.slices_end_every(columns) == every
+        assert slices_end_every(columns) == every
 
 
 def test_a_second_block_finds_room_where_kernels_overlap() -> None:
@@ -76,6 +102,7 @@ def test_few_multiprocessors_take_the_direct_tiles_that_were_found_fastest(count
     """In 16 multiprocessors of an H200: weight rows and warps, for Llama-1B's shapes."""
     for matrix, found in zip(MATRICES[:5], ((192, 12), (128, 8), (256, 8), (128, 8), (256, 8)), strict=True):
         tiling = fastest_tiling(count, *matrix, GPUS["Orin"], matrix[0] == 16_384)
+        assert isinstance(tiling, DirectTiling)
         assert (tiling.weight_rows, tiling.warps) == found
 
 
