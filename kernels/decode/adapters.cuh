@@ -93,6 +93,17 @@ template <typename T> struct AdaptedRows {
             write_relaxed(low(place, row, p), max(~pack<T>(even * factor, odd * factor), 1u));
     }
 
+    // Has the second-level cache fetch rows of A, at once: a block that only kept its ring full would multiply them no
+    // earlier than others end. The first `count` threads of the block, at least, call it.
+    __device__ void fetch_a(int first, int count, int stride, int column, int columns) const {
+#if __CUDA_ARCH__ >= 900
+        const int row = first + threadIdx.x;
+        if (threadIdx.x >= count || row >= all_low_rows() || columns <= 0) return;
+        const T* source = static_cast<const T*>(given.a) + static_cast<size_t>(row) * stride + column;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(columns * 2) : "memory");
+#endif
+    }
+
     // Has the second-level cache fetch what `count` columns need of B; the first `threads` threads of the block call
     // it.
     __device__ void fetch(int first, int count, int threads) const {

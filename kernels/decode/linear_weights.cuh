@@ -114,6 +114,7 @@ template <typename T, typename G> struct OwnAdapters<T, G, true> : AdaptedRows<T
 // output; with adapters, those of the rows of A, of all places, by -1 and below. The blocks that multiply them have the
 // fewest other units.
 template <typename T, typename G, bool ADAPTED> struct Weights {
+    static constexpr int ROWS_OF_A = G::TILES * TILE_ROWS;  // of a unit
     OwnAdapters<T, G, ADAPTED> adapters;
     const T* weight;
     const T* row[G::TILES];
@@ -139,6 +140,7 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
     // Makes ready what adapters need, but for what the previous kernel computes.
     __device__ void begin(char* shared) {
         if constexpr (ADAPTED) {
+            if (first_unit() < 0) adapters.fetch_a(~first_unit() * ROWS_OF_A, ROWS_OF_A, columns, 0, columns);
             adapters.begin(reinterpret_cast<float*>(shared));
             copy_b(0, first_own_unit());
         }
@@ -174,7 +176,7 @@ template <typename T, typename G, bool ADAPTED> struct Weights {
         int first = unit, last = rows - 1, distance = G::PAIRED ? 0 : TILE_ROWS, beyond = G::PAIRED ? rows : 0;
         if constexpr (ADAPTED)
             if (unit < 0) {
-                source = static_cast<const T*>(adapters.given.a), first = ~unit * G::TILES * TILE_ROWS;
+                source = static_cast<const T*>(adapters.given.a), first = ~unit * ROWS_OF_A;
                 last = adapters.all_low_rows() - 1, distance = TILE_ROWS, beyond = 0;
             }
 #pragma unroll

@@ -237,6 +237,8 @@ __device__ __forceinline__ void multiply(
         adapters.fetch_scales();
         low_rows = adapters.all_low_rows();
         work.low_tiles = (low_rows + G::WEIGHT_ROWS - 1) / G::WEIGHT_ROWS;
+        if (work.first() < 0)
+            adapters.fetch_a(~work.first() * G::WEIGHT_ROWS, G::WEIGHT_ROWS, columns, first_column, own_columns);
     }
     const T* bias = static_cast<const T*>(linear.bias);
     const Operands<T, SelectedRows> operands{

@@ -109,7 +109,7 @@ template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
             Sums<G> sum = {};
 #pragma unroll 1
             for (int m = this->module_of(first); m <= last; m += G::SUMS) {  // of pairs: both
-                const bool is_own = module(first, 0) <= m && m <= module(first, G::COLUMN_TILES - G::SUMS);
+                const bool is_own = G::PAIRED || (module(first, 0) <= m && m <= module(first, G::COLUMN_TILES - 1));
 #pragma unroll 1
                 for (int k = 0; k < this->given.rank; k += 16) {
                     bring_products(place, m, k);
@@ -139,14 +139,19 @@ template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
         __syncthreads();
     }
     __device__ void multiply_ranks(Sums<G>& sum, int first, int m) const {
+        uint2 left[G::SUMS][2 * G::ROW_TILES];
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s)
+#pragma unroll
+            for (int i = 0; i < 2 * G::ROW_TILES; ++i)
+                left[s][i] = products[(s * G::ROWS + lane.row_of(0, 0) + 8 * i) * 4 + threadIdx.x % 4];
 #pragma unroll
         for (int c = 0; c < G::COLUMN_TILES; ++c) {
-            if (module(first, c) != m + c % G::SUMS) continue;
+            if (!G::PAIRED && module(first, c) != m) continue;
             const unsigned lower = right[c][0][0] | right[c][0][1] << 16, upper = right[c][1][0] | right[c][1][1] << 16;
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) {
-                const uint2* own = products + (c % G::SUMS * G::ROWS + lane.row_of(r, 0)) * 4 + threadIdx.x % 4;
-                const uint2 one = own[0], other = own[8 * 4];
+                const uint2 &one = left[c % G::SUMS][2 * r], &other = left[c % G::SUMS][2 * r + 1];
                 const unsigned rows_of[2][2] = {{one.x, one.y}, {other.x, other.y}};
                 this->template multiply<2>(sum[r][c], rows_of, lower, upper);
             }
