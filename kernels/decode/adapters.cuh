@@ -165,7 +165,7 @@ template <typename T> struct AdaptedRows {
 
 // What a kernel without adapters has in place of them.
 struct NoAdapters {
-    __device__ NoAdapters(const Adapters&, int, int) {}
+    __device__ NoAdapters(const Adapters&, int, int, char* = nullptr) {}
     __device__ void read_scales() const {}
     __device__ void clear_next() const {}
 };

@@ -36,10 +36,14 @@ template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int BLOCKS_, bool P
     static constexpr int AREA = ROWS * AREA_STRIDE;      // floats that a block leaves, and as many of what adapters add
     static_assert(2 * STAGE_BYTES >= AREA * 4, "two stages take what a block leaves");
 
-    static __device__ constexpr int shared_bytes(int stages) { return stages * (STAGE_BYTES + BARRIER_BYTES); }
+    // Pieces of four of adapters' products, which lie behind the ring.
+    static constexpr int PRODUCTS = SUMS * ROWS * 4;
+
+    static __device__ constexpr int ring_bytes(int stages) { return stages * (STAGE_BYTES + BARRIER_BYTES); }
+    static __device__ constexpr int shared_bytes(int stages) { return ring_bytes(stages) + ADAPTED * ROWS * 64; }
 };
 static_assert(Geometry<1, 2, 1, 2, false, false>::shared_bytes(3) == HOST_SMALL_BYTES &&
-                  Geometry<2, 6, 2, 1, true, false>::shared_bytes(2) == HOST_LARGE_BYTES,
+                  Geometry<2, 6, 2, 1, true, true>::shared_bytes(2) == HOST_LARGE_BYTES,
               "the host gives a block its shared memory");
 
 // What a warp multiplies in a step of 32 columns.
@@ -224,7 +228,8 @@ __device__ __forceinline__ void multiply(
     const bool shares = gridDim.y > 1;
     const int first_column = blockIdx.y * SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = shares ? min(columns - first_column, SLICES_OF_A_GROUP * linear.steps * 32) : columns;
-    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, rows);
+    char* behind_ring = shared + G::ring_bytes(arguments.stages);
+    typename AdaptersOf<T, G, G::ADAPTED>::type adapters(linear.adapters, batch, rows, behind_ring);
     const int chunks_of_tile = max(own_columns + STAGE_COLUMNS - 1, 0) / STAGE_COLUMNS;
     Work work{(rows + G::UNIT - 1) / G::UNIT, first_column, chunks_of_tile, shares};
     int low_rows = 0;

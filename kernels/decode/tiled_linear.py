@@ -74,7 +74,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
         ("HOST_ROW_BYTES", ROW_BYTES),
         ("HOST_BARRIER_BYTES", BARRIER_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
-        ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2)),
+        ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2, adapted=True)),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
@@ -181,8 +181,9 @@ class CudaTiledKernels:
         tiling: AnyTiling | None = None,
     ) -> Launch:
         batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
+        adapted = adapters is not None
         gated = arguments.linear.rows != every_row
-        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapters is not None)
+        tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapted)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
         if not isinstance(tiling, Tiling):
@@ -190,23 +191,23 @@ class CudaTiledKernels:
             kernel = direct_kernel(name.replace("selected", "linear"), self.dtype, tiling, columns)
             grid, shared = tiling.grid(every_row, self.gpu), tiling.shared_bytes(arguments.stages)
             return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
-        arguments.stages = tiling.stages(self.gpu)
+        arguments.stages = tiling.stages(self.gpu, adapted)
         tile_rows = tiling.weight_rows // (1 + gated)
         maps = (
             tensor_map(self.module, linear.weight, columns, tile_rows),
             tensor_map(self.module, x, columns, tiling.rows),
             _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows),
         )
-        kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapters is not None)
+        kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapted)
         grid = tiling.grid(every_row, self.gpu, linear.low_rows)
-        shared = tiling.shared_bytes(arguments.stages)
+        shared = tiling.shared_bytes(arguments.stages, adapted)
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
 
 def tiled_shared_bytes(shared_limit: int) -> int:
     """The least shared memory with which a block computes a linear layer of many rows, where a GPU has a limit."""
     gpu = Capacity(1, shared_limit, has_clusters=False)
-    return min(tiling.shared_bytes(2) for tiling in tilings(MAX_TILED_ROWS, gpu))
+    return min(tiling.shared_bytes(2, adapted=True) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 
 def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows: int) -> Any:

@@ -69,11 +69,13 @@ __device__ __forceinline__ void leave_products(
 template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
     const Lane<G> lane;
     const int rows;
+    uint2* products;                        // of A, in shared memory: [SUMS, ROWS] times 16 ranks
     unsigned right[G::COLUMN_TILES][2][2];  // what is multiplied next of B
     bool is_read;
 
-    __device__ TileAdapters(const Adapters& adapters, int batch, int all_rows)
-        : AdaptedRows<T>(adapters, batch, all_rows * G::SUMS), rows(all_rows), is_read(false) {}
+    __device__ TileAdapters(const Adapters& adapters, int batch, int all_rows, char* shared)
+        : AdaptedRows<T>(adapters, batch, all_rows * G::SUMS), rows(all_rows), products(reinterpret_cast<uint2*>(shared)),
+          is_read(false) {}
     // The first column of the warp's column tile c, in the whole weight, and its module.
     __device__ int column(int first, int c) const {
         const int row = lane.tile_row(c);
@@ -98,26 +100,23 @@ template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
         is_read = G::EARLY_B && this->used != 0;
         if (is_read) read(first, __ffs(this->used) - 1, module(first, 0), 0);
     }
-    // What is added to a tile's sums, from zero.
+    // What is added to a tile's sums, from zero. All threads of the block call it.
     __device__ void add(Sums<G>& added, int first) {
+        const int last = G::PAIRED ? 0 : this->module_of(min(first + G::UNIT, rows) - 1);
 #pragma unroll 1
         for (unsigned left = this->used; left != 0; left &= left - 1) {
             const int place = __ffs(left) - 1;
-            bool taken_by[2 * G::ROW_TILES];
-#pragma unroll
-            for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
-                const int row = lane.row_of(0, 0) + 8 * i;
-                taken_by[i] = this->takes(row, place) && row < this->batch;
-            }
             Sums<G> sum = {};
 #pragma unroll 1
-            for (int m = module(first, 0); m < this->given.modules; m += G::SUMS) {  // of pairs: both
-                if (m > module(first, G::COLUMN_TILES - G::SUMS)) break;
+            for (int m = this->module_of(first); m <= last; m += G::SUMS) {  // of pairs: both
+                const bool is_own = G::PAIRED || (module(first, 0) <= m && m <= module(first, G::COLUMN_TILES - 1));
 #pragma unroll 1
                 for (int k = 0; k < this->given.rank; k += 16) {
+                    bring_products(place, m, k);
+                    if (!is_own) continue;
                     if (!is_read) read(first, place, m, k);
                     is_read = false;
-                    multiply_ranks(sum, taken_by, first, place, m, k);
+                    multiply_ranks(sum, first, m);
                 }
             }
             add_to<G>(added, sum);
@@ -125,24 +124,35 @@ template <typename T, typename G> struct TileAdapters : AdaptedRows<T> {
     }
 
   private:
-    __device__ void multiply_ranks(
-        Sums<G>& sum, const bool (&taken_by)[2 * G::ROW_TILES], int first, int place, int m, int k) const {
-        unsigned left[G::SUMS][2 * G::ROW_TILES][2];
-        bool there;
-        do {
-            there = true;
+    // Copies the products of 16 ranks, once for all warps: if each of a GPU's warps asked for them, those few lines of
+    // the second-level cache would be what all wait for.
+    __device__ void bring_products(int place, int m, int k) const {
+        __syncthreads();  // those before have been read
+#pragma unroll 1
+        for (int i = threadIdx.x; i < G::PRODUCTS; i += TILED_THREADS) {
+            const int row = i / 4 % G::ROWS;
+            const bool taken_by[1] = {this->takes(row, place)};
+            unsigned left[1][2];
+            while (!__all_sync(FULL_WARP, this->read_low(left, taken_by, place, m + i / 4 / G::ROWS, row, k))) continue;
+            products[i] = make_uint2(left[0][0], left[0][1]);
+        }
+        __syncthreads();
+    }
+    __device__ void multiply_ranks(Sums<G>& sum, int first, int m) const {
+        uint2 left[G::SUMS][2 * G::ROW_TILES];
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
-                there &= this->read_low(left[s], taken_by, place, m + s, lane.row_of(0, 0), k);
-        } while (!__all_sync(FULL_WARP, there));
+        for (int s = 0; s < G::SUMS; ++s)
+#pragma unroll
+            for (int i = 0; i < 2 * G::ROW_TILES; ++i)
+                left[s][i] = products[(s * G::ROWS + lane.row_of(0, 0) + 8 * i) * 4 + threadIdx.x % 4];
 #pragma unroll
         for (int c = 0; c < G::COLUMN_TILES; ++c) {
-            if (module(first, c) != m + c % G::SUMS) continue;
+            if (!G::PAIRED && module(first, c) != m) continue;
             const unsigned lower = right[c][0][0] | right[c][0][1] << 16, upper = right[c][1][0] | right[c][1][1] << 16;
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) {
-                const auto& low = left[c % G::SUMS];
-                const unsigned rows_of[2][2] = {{low[2 * r][0], low[2 * r][1]}, {low[2 * r + 1][0], low[2 * r + 1][1]}};
+                const uint2 &one = left[c % G::SUMS][2 * r], &other = left[c % G::SUMS][2 * r + 1];
+                const unsigned rows_of[2][2] = {{one.x, one.y}, {other.x, other.y}};
                 this->template multiply<2>(sum[r][c], rows_of, lower, upper);
             }
         }

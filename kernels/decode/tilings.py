@@ -125,16 +125,16 @@ class Tiling:
         """What a block of a cluster leaves in the ring's memory: sums; the last one as much of what adapters add."""
         return self.rows * (self.weight_rows + 4) * 4
 
-    def shared_bytes(self, stages: int) -> int:
-        """Of a ring and its barriers."""
-        return stages * (self.stage_bytes + BARRIER_BYTES)
+    def shared_bytes(self, stages: int, adapted: bool = False) -> int:
+        """Of a ring and its barriers; `adapted`: and of products of LoRA adapters' rows, 16 of each of two modules."""
+        return stages * (self.stage_bytes + BARRIER_BYTES) + adapted * self.rows * 64
 
-    def stages(self, gpu: Capacity) -> int:
+    def stages(self, gpu: Capacity, adapted: bool = False) -> int:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
         half = gpu.shared_limit // 2 - 1024
-        beside = self.resident(gpu) > 1 and self.shared_bytes(3) <= half
+        beside = self.resident(gpu) > 1 and self.shared_bytes(3, adapted) <= half
         limit = half if beside else gpu.shared_limit
-        return max(2, min(MOST_STAGES, limit // self.shared_bytes(1)))
+        return max(2, min(MOST_STAGES, (limit - self.shared_bytes(0, adapted)) // self.shared_bytes(1)))
 
     def tiles(self, rows: int) -> int:
         """Of a matrix of `rows`."""
@@ -326,7 +326,7 @@ def fastest_tiling(
         return tiling.clocks(rows, columns, gpu)
 
     direct = [] if adapted else direct_tilings(count, gpu, gated)
-    return fastest([*direct, *tilings(count, gpu, gated)], clocks, gpu)
+    return fastest([*direct, *tilings(count, gpu, gated, adapted)], clocks, gpu)
 
 
 def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], float], gpu: Capacity) -> _Choice:
@@ -359,7 +359,7 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
     return found
 
 
-def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
+def tilings(count: int, gpu: Capacity, gated: bool = False, adapted: bool = False) -> list[Tiling]:
     """All that take `count` rows of activations in the shared memory that a block gets; at least one."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     splits = (1, SLICES // 4) if gpu.has_clusters else (1,)
@@ -369,6 +369,6 @@ def tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Tiling]:
         for tiling in every
         if tiling.weight_rows * tiling.row_warps % (16 * WARPS if gated else 8 * WARPS) == 0
         and tiling.row_tiles * tiling.column_tiles <= 16
-        and (tiling.splits == 1 or 2 * tiling.area_bytes <= tiling.stages(gpu) * tiling.stage_bytes)
+        and (tiling.splits == 1 or 2 * tiling.area_bytes <= tiling.stages(gpu, adapted) * tiling.stage_bytes)
     ]
-    return [tiling for tiling in possible if tiling.shared_bytes(3) <= gpu.shared_limit] or possible[:1]
+    return [tiling for tiling in possible if tiling.shared_bytes(3, adapted) <= gpu.shared_limit] or possible[:1]

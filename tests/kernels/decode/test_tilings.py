@@ -28,14 +28,16 @@ MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", GPUS)
-def test_a_tiling_fits_every_gpu(name: str, gated: bool, count: int) -> None:
+def test_a_tiling_fits_every_gpu(name: str, adapted: bool, gated: bool, count: int) -> None:
     gpu = GPUS[name]
     for rows, columns in MATRICES:
-        tiling = min(tilings(count, gpu, gated), key=lambda tiling: tiling.clocks(rows, columns, gpu))
+        tiling = min(tilings(count, gpu, gated, adapted), key=lambda tiling: tiling.clocks(rows, columns, gpu))
         assert tiling.rows == (16 if count <= 16 else 32 if count <= 32 else 64)
-        assert tiling.stages(gpu) >= 3
-        assert tiling.shared_bytes(tiling.stages(gpu)) <= gpu.shared_limit
+        stages = tiling.stages(gpu, adapted)
+        assert stages >= 3
+        assert tiling.shared_bytes(stages, adapted) <= gpu.shared_limit
         assert tiling.splits == 1 or gpu.has_clusters
         assert tiling.row_tiles * 16 * tiling.row_warps == tiling.rows
         assert tiling.column_tiles * 8 * (WARPS // tiling.row_warps) == tiling.weight_rows
