@@ -24,6 +24,7 @@ from built_directories import (  # noqa: F401 - fixtures
     sharded_checkpoint,
 )
 from command_line import chat_engines, private_files, run_edgellm  # noqa: F401 - fixtures
+from gpu_turns import gpu_turn
 from hostile_runs import hostile  # noqa: F401 - a fixture
 from multimodal_engines import multimodal_engines  # noqa: F401 - a fixture
 from safetensors.numpy import save_file
@@ -140,7 +141,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where they cannot run, with the reason."""
+    """Skip tests marked `gpu` where they cannot run, with the reason; those that have to be alone come last."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     count = config.getoption("sample")
     if count is not None and count < len(items):
         items[:] = [items[index * len(items) // count] for index in range(count)]
@@ -153,6 +155,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def turn_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `gpu` share it; one that measures times or memory, marked `alone`, has it to itself."""
+    if request.node.get_closest_marker("gpu"):
+        with gpu_turn(request.node.get_closest_marker("alone") is not None):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

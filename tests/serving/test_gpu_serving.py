@@ -124,6 +124,7 @@ def test_log_probabilities(engines: Path, open_runtime: Callable[[], SpecDecodeR
             np.testing.assert_allclose(*likeliest, atol=tolerance)
 
 
+@pytest.mark.alone
 def test_models_opened_in_turn_leave_no_memory_behind(open_runtime: Callable[[], SpecDecodeRuntime]) -> None:
     """In a context that stays, as it does where PyTorch is in the same process."""
 

@@ -93,6 +93,7 @@ def test_a_chunk_repeats_its_bits(gpu: Any) -> None:
         np.testing.assert_array_equal(engine.values("logits"), first)
 
 
+@pytest.mark.alone
 def test_a_prompt_of_32_000_tokens_takes_the_memory_that_was_planned(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """And is the same whether it is prefilled whole or behind rows that are reused."""
     from edgellm.engines.backends.cuda_device import CudaDevice

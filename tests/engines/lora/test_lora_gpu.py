@@ -141,6 +141,7 @@ def random_adapter(rank: int, seed: int) -> LoraAdapter:
     return LoraAdapter(Path("random"), pairs, f"{seed:064d}")
 
 
+@pytest.mark.alone
 def test_a_switch_takes_less_than_5_ms(build: Callable[..., EngineDirectory]) -> None:
     """Of adapters of rank 16 for Llama-3.2-1B's shapes, copied from the host each time."""
     backend = open_backend("tensorrt", build("float16", "auto", []))

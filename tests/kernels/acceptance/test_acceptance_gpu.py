@@ -359,6 +359,7 @@ def test_wrong_arguments_are_named(gpu):
         gpu.acceptance.accept_drawn(wide.tokens, wide, active, results)
 
 
+@pytest.mark.alone
 def test_captured_round_and_its_time(gpu, rng, caplog):
     """The kernels after a greedy verification in one CUDA graph equal the twins; prints microseconds (-s)."""
     size, most, vocabulary, width, pending, rows = 64, 7, 128_256, 6144, 16, 1200

@@ -63,6 +63,7 @@ def test_both_kernels_equal_their_twins(gpu, size, resized, patch, merge, dtype,
     np.testing.assert_array_equal(gpu.read(target).wait(), patches)
 
 
+@pytest.mark.alone
 def test_a_camera_frame_is_prepared_faster_than_on_the_host(gpu) -> None:
     pixels = synthetic_image(480, 640)
     layout = ImageLayout((476, 644), 3, NORMALIZATION, 14, 2, 2)

@@ -144,6 +144,7 @@ def test_all_bad_and_no_values_on_a_gpu(gpu: Any, dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_kernel_reads_at_the_speed_of_memory(gpu: Any) -> None:
     values, other = gpu.zeros((1 << 28,), "float16"), gpu.empty((1 << 28,), "float16")
     index = gpu.zeros((1,), "int64")

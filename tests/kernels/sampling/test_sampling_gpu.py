@@ -331,6 +331,7 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
     assert len(seen) > 10
 
 
+@pytest.mark.alone
 def test_time_of_a_large_vocabulary(gpu, random_numbers):
     """Prints microseconds of the kernels in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
     rows = device_copy(gpu, random_numbers.normal(0, 3, (1, 128_256)).astype(np.float32))

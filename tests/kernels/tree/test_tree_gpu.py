@@ -258,6 +258,7 @@ def test_limits_are_refused(gpu):
         gpu.draft_tree.expand_workspace_size(1, 9, 65)
 
 
+@pytest.mark.alone
 def test_times_of_the_default_tree(gpu):
     """Prints microseconds of each kernel in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
     rng = np.random.default_rng(8)
