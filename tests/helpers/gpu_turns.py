@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def gpu_turn(alone: bool, folder: Path | None = None) -> Iterator[None]:
-    """Has the GPU together with others, or `alone`: then when all who have it are done, and before those who come later.
+    """Has the GPU with others, or `alone`: when all who have it are done, and before those who come later.
 
     `folder`: of the locks, which go with their process; by default one that every process of the user finds.
     """
