@@ -353,7 +353,7 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
         depths = (8, 6, 4, 3) if weight_tiles * warps <= 16 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or gated and weight_tiles % 2:
+            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or (gated and weight_tiles % 2):
                 continue
             if tiling.least_stages <= 4 and tiling.shared_bytes(tiling.least_stages) <= gpu.shared_limit:
                 found.append(tiling)
