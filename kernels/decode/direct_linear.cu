@@ -65,18 +65,6 @@ template <typename G> struct SharedTotal {
     }
 };
 
-// Adds a tile's sums of a slice to those of the group, if the slice ends; the next one's begin with zeros.
-template <typename G>
-__device__ __forceinline__ void end_slice(float (&group)[G::WEIGHT_TILES][4], float (&sum)[G::WEIGHT_TILES][4], bool ends) {
-#pragma unroll
-    for (int c = 0; c < G::WEIGHT_TILES; ++c)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (ends) group[c][i] += sum[c][i];
-            if (G::EVERY != BLOCK_STEPS && ends) sum[c][i] = 0.f;
-        }
-}
-
 template <bool, typename First, typename> struct Choose { using type = First; };
 template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
 
@@ -160,7 +148,6 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 weights.copy((d + G::DEPTH) % BLOCK_STEPS);  // where the step lay that is in registers now
                 weights.read(held[(d + 1) % 2]);
                 activations.step(d);
-                const bool ends = (d + 1) % G::EVERY == 0 && steps_left == G::EVERY;  // a slice
 #pragma unroll
                 for (int t = 0; t < G::TOKEN_TILES; ++t) {
                     const int turn = d * G::TOKEN_TILES + t;
@@ -171,14 +158,15 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                     }
                     read(following, rows[(turn + 1) % 2]);
                     multiply<T, G>(sum[t], rows[turn % 2], held[d % 2], G::EVERY == BLOCK_STEPS && d == 0 && begins);
-                    // While the tensor cores have a tile, the sums of the one before are added.
-                    if ((d + 1) % G::EVERY == 0 && t > 0) end_slice<G>(group[t - 1], sum[t - 1], ends);
                 }
                 if ((d + 1) % G::EVERY != 0) continue;
-                end_slice<G>(group[G::TOKEN_TILES - 1], sum[G::TOKEN_TILES - 1], ends);
                 steps_left -= G::EVERY;
-                if (ends) {
+                if (steps_left == 0) {
                     steps_left = linear.steps;
+                    for_each_sum<G>([&](int t, int c, int i) {
+                        group[t][c][i] += sum[t][c][i];
+                        if (G::EVERY != BLOCK_STEPS) sum[t][c][i] = 0.f;
+                    });
                     if (--slices_left == 0 && total.groups < GROUPS - 1) slices_left = SLICES_OF_A_GROUP, total.add(group);
                 }
             }

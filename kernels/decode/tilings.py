@@ -43,9 +43,9 @@ _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
 #: where registers have no room for the fragments of two steps.
 _STAGES, _NOT_AHEAD = 350, 1.2
-#: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
-#: other's reads and products, and four or fewer, make of their time.
-_FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: The most multiprocessors with which direct tilings were found faster; what four warps or fewer, which hide less of each
+#: other's reads and products, make of the time of more than 16 rows.
+_FEW_MULTIPROCESSORS, _FEW_WARPS = 64, 1.3
 #: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
 _CACHED = 3300
 #: Clocks in which the warps of a block add their groups' sums, and write them.
@@ -225,12 +225,15 @@ class DirectTiling:
         # Weights are written and read once.
         shared = self.warps * activations + 2 * weights + (0 if stay else activations)
         products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
-        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE * (_MORE_WARPS if self.warps > 8 else 1)
-        alone *= _FEW_WARPS if self.warps <= 4 else 1
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE
+        few_warps = self.warps <= 4
+        alone *= _FEW_WARPS if few_warps and self.rows > 16 else 1
         streamed = _streamed(gpu, blocks, weights, 0 if stay else activations, _DIRECT_STREAMED)
         streamed = max(streamed, _LATENCY / self.depth)
         step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
-        return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+        own_tiles = -(-tiles // blocks)
+        unhidden = 0.7 * (own_tiles - 1) if few_warps else 0
+        return _STARTS + own_tiles * (steps * step + 0.3 * _ENDS) + (1 + unhidden) * _ENDS
 
 
 @dataclass(frozen=True)
@@ -349,7 +352,7 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
         return []
     rows = -(-count // 16) * 16
     found: list[DirectTiling | GroupTiling] = []
-    for weight_tiles, warps in ((2, 4), (2, 8), (4, 4), (3, 8), (4, 6), (2, 12), (4, 8)):
+    for weight_tiles, warps in ((2, 4), (2, 8), (4, 4), (3, 8), (4, 6), (4, 8)):
         depths = (8, 6, 4, 3) if weight_tiles * warps <= 16 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
