@@ -43,8 +43,8 @@ _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
 #: where registers have no room for the fragments of two steps.
 _STAGES, _NOT_AHEAD = 350, 1.2
-#: The most multiprocessors with which direct tilings were found faster; what four warps or fewer, which hide less of each
-#: other's reads and products, make of the time of more than 16 rows.
+#: The most multiprocessors with which direct tilings were found faster; what four warps or fewer, which hide less of
+#: each other's reads and products, make of the time of more than 16 rows.
 _FEW_MULTIPROCESSORS, _FEW_WARPS = 64, 1.3
 #: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
 _CACHED = 3300
