@@ -50,12 +50,15 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
         Rows rows;
         int loaded = 0, place = 0;  // rounds whose tiles are here or come, and the place in memory of the next
         auto next_of = [&](int stage) { return stage + 1 < block.stages ? stage + 1 : 0; };
+        auto load = [&](int end) {
+#pragma unroll 1
+            for (; loaded < end; ++loaded, place = next_of(place)) load_tiles(block, division, loaded, place);
+        };
 #pragma unroll 1
         for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
-            if (is_ready) __syncthreads();
-#pragma unroll 1
-            for (; loaded < round + block.stages; ++loaded, place = next_of(place))
-                load_tiles(block, division, loaded, place);
+            const bool fills = round == 0 || block.stages == 1;  // else the barrier below frees a place
+            if (fills && is_ready) __syncthreads();
+            if (fills) load(round + block.stages);
             if (!is_ready) {
                 NormWeights<STEPS> norms;
                 read_norms(norms, block);
@@ -65,10 +68,12 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 if (is_clustered) wait_for_cluster();
                 is_ready = true;
             }
-            if (block.stages > 2) wait_for_copies<2>();
-            else if (block.stages > 1) wait_for_copies<1>();
+            const int under_way = loaded - round - 1;
+            if (under_way > 1) wait_for_copies<2>();
+            else if (under_way > 0) wait_for_copies<1>();
             else wait_for_copies<0>();
             __syncthreads();
+            load(round + block.stages);
             if (round == 0) rows = rows_of(block, division), clear(whole);
             compute_tile(whole, softmax, block, rows, division, round, stage);
         }

@@ -34,23 +34,42 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
     commit_copies();
 }
 
-// The new tokens that each token sees, and the number of its keys.
+// The new tokens that each token sees, and the number of its keys. A warp reads the masks of some tokens at once.
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
+    constexpr int AT_ONCE = 4, HALVES = MAX_TOKENS / 32;
     const int lane = threadIdx.x % 32;
+    const bool reads = block.mask != nullptr && !block.masks_all;
 #pragma unroll 1
-    for (int t = block.warp; t < block.own_count; t += block.warps) {
-        const unsigned char* visible = block.mask_of(t) + block.start;
-        int count = 0;
-#pragma unroll 1
-        for (int node = lane; node < (block.tokens > 32 ? 64 : 32); node += 32) {
-            const bool sees = node < block.tokens && (node == block.first_token + t || block.masks_all ||
-                                                      (block.mask != nullptr && block.start + node < block.mask_keys &&
-                                                       __ldcg(visible + node) != 0));
-            const unsigned bits = __ballot_sync(FULL_WARP, sees);
-            if (sees) block.tables->nodes[t][count + __popc(bits & ((1u << lane) - 1))] = static_cast<unsigned char>(node);
-            count += __popc(bits);
+    for (int first = block.warp; first < block.own_count; first += AT_ONCE * block.warps) {
+        unsigned char mask[AT_ONCE][HALVES];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int t = first + i * block.warps;
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                const int node = 32 * half + lane;
+                const bool exists = t < block.own_count && node < block.tokens && block.start + node < block.mask_keys;
+                mask[i][half] = 0;
+                if (reads && exists) mask[i][half] = __ldcg(block.mask_of(t) + block.start + node);
+            }
         }
-        if (lane == 0) block.tables->lengths[t] = block.start + count;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int t = first + i * block.warps;
+            if (t >= block.own_count) break;
+            int count = 0;
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                const int node = 32 * half + lane;
+                const bool sees = node < block.tokens &&
+                                  (node == block.first_token + t || block.masks_all || mask[i][half] != 0);
+                const unsigned bits = __ballot_sync(FULL_WARP, sees);
+                if (sees)
+                    block.tables->nodes[t][count + __popc(bits & ((1u << lane) - 1))] = static_cast<unsigned char>(node);
+                count += __popc(bits);
+            }
+            if (lane == 0) block.tables->lengths[t] = block.start + count;
+        }
     }
 }
 

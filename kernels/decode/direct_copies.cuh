@@ -31,17 +31,13 @@ struct Geometry {
     static constexpr int TURNS = WARPS / TOKEN_TILES >= 4 ? 4 : WARPS / TOKEN_TILES >= 2 ? 2 : 1;
     static_assert(WARPS >= TOKEN_TILES && BLOCK_STEPS % TURNS == 0, "each tile of activations has a warp");
     static_assert(CHUNK_STEPS % BLOCK_STEPS == 0 && BLOCK_STEPS % EVERY == 0, "steps in blocks");
-    static_assert(DEPTH <= CHUNK_STEPS, "activations have come when they are put into order");
+    static_assert(DEPTH <= (MOST_AHEAD - 1) * CHUNK_STEPS, "activations have come when they are read");
     static_assert(WEIGHT_TILES % SUMS == 0, "pairs of tiles");
 
     static __device__ constexpr int shared_bytes(int stages) { return STAGES + stages * STAGE_BYTES; }
     // The output column of the first row of the warp's tile `c`, or of its pair.
     static __device__ int first_row(int c) { return (threadIdx.x / 32 * WEIGHT_TILES + c) / SUMS * 8; }
 };
-
-__device__ __forceinline__ void write_shared_16(unsigned shared, unsigned x, unsigned y, unsigned z, unsigned w) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
 
 // The weights of the block's tiles, as one stream of blocks of steps.
 template <typename T, typename G> struct Weights {
@@ -100,16 +96,15 @@ template <typename T, typename G> struct Weights {
 // Activations as they come into shared memory, by chunks, through a ring of stages; their copies are part of the groups of
 // weights that follow, and have come when the weights that are multiplied before them have. Chunks follow each other as
 // the block's tiles need them; where a tile has no more than the ring has stages, they are copied once. Warps take turns:
-// each copies a tile of activations of every TURNS-th step, a thread 16 bytes of two rows, eight apart. A chunk before
-// they are multiplied it puts each half of them into the order of the tensor cores' operand: a lane then reads an operand
-// at once, from behind its neighbour's.
+// each copies a tile of activations of every TURNS-th step, a thread 16 bytes of two rows, eight apart: what a lane of each
+// warp reads.
 template <typename T, typename G> struct Activations {
     static constexpr int STEPS = G::CHUNK_STEPS / G::TURNS;  // of a chunk, that are the warp's
     const T* row[2];
     int columns[2];  // that exist of a row
     int column, end;  // of what is copied next; of a tile
-    unsigned memory, target, unordered;  // the ring; where the next step is copied to; the next one that is put into order
-    int bytes, turn, copies, orders, barriers;  // of the ring; the warp's; steps and chunks that are left
+    unsigned memory, target;  // the ring; where the next step is copied to
+    int bytes, turn, copies, barriers;  // of the ring; the warp's; steps and chunks that are left
     int ahead;  // chunks that are copied before they are read
 
     __device__ Activations(const TiledLinear& arguments, unsigned memory, int chunks, int tiles) : memory(memory) {
@@ -127,9 +122,8 @@ template <typename T, typename G> struct Activations {
             if (exists) row[half] += static_cast<size_t>(source(b)) * arguments.stride;
         }
         target = memory + (max(turn, 0) * G::TOKEN_TILES + tile) * FRAGMENT_BYTES + threadIdx.x % 32 * 16;
-        unordered = target;
         barriers = (stay ? chunks : chunks * tiles) - 1;
-        copies = orders = turn < 0 ? 0 : (barriers + 1) * STEPS;
+        copies = turn < 0 ? 0 : (barriers + 1) * STEPS;
         ahead = min(stay ? chunks : stages - 1, MOST_AHEAD);
     }
     // The next step that is the warp's. Behind the last row and column are zeros.
@@ -138,44 +132,26 @@ template <typename T, typename G> struct Activations {
         --copies;
 #pragma unroll
         for (int half = 0; half < 2; ++half) copy_async_16(target + half * 512, row[half], column < columns[half]);
-        turn_to_next(target);
+        target += G::TURNS * G::STEP_BYTES;
+        if (target >= memory + bytes) target -= bytes;
         const bool last = column + G::TURNS * 32 >= end;
         const int further = last ? G::TURNS * 32 - end : G::TURNS * 32;
         column += further, row[0] += further, row[1] += further;
-    }
-    __device__ void order() {
-        if (orders == 0) return;
-        --orders;
-        const uint4 low = read_shared_16(unordered), high = read_shared_16(unordered + 512);
-        write_shared_16(unordered, low.x, high.x, low.y, high.y);
-        write_shared_16(unordered + 512, low.z, high.z, low.w, high.w);
-        turn_to_next(unordered);
     }
     __device__ void copy_chunk() {
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) copy();
     }
-    __device__ void order_chunk() {
-#pragma unroll 1
-        for (int step = 0; step < STEPS; ++step) order();
-        __syncthreads();
-    }
-    // What is the warp's while step `d` of a block is multiplied: of the next chunk, and of one that comes later.
+    // What is the warp's while step `d` of a block is multiplied: of a chunk that comes later.
     __device__ void step(int d) {
-        if (d % G::TURNS == turn) order(), copy();
+        if (d % G::TURNS == turn) copy();
     }
     // Where the thread reads the chunk behind the one at `place`. All threads of the block call it. Behind the last one is
     // some chunk.
     __device__ unsigned next(unsigned place) {
-        if (barriers > 0) --barriers, __syncthreads();  // it has been put into order, and the one before has been read
+        if (barriers > 0) --barriers, __syncthreads();  // it has come, and the one before has been read
         place += G::STAGE_BYTES;
         return place >= memory + bytes ? place - bytes : place;
-    }
-
-  private:
-    __device__ void turn_to_next(unsigned& place) const {
-        place += G::TURNS * G::STEP_BYTES;
-        if (place >= memory + bytes) place -= bytes;
     }
 };
 

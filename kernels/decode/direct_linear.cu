@@ -126,11 +126,11 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
         weights.copy(i % BLOCK_STEPS);
     }
     wait_for_copies<G::DEPTH>();
-    activations.order_chunk();
+    __syncthreads();
     uint4 rows[2][2];  // what is multiplied, and what is read meanwhile
+    const unsigned zero = static_cast<unsigned>(arguments.stages) >> 31;
     const auto read = [&](unsigned fragment, uint4 (&target)[2]) {
-        target[0] = read_shared_16(fragment);
-        target[1] = read_shared_16(fragment + 512);
+        order_rows(target, read_shared_16(fragment), read_shared_16(fragment + 512), zero);
     };
     unsigned chunk = memory + G::STAGES + threadIdx.x % 32 * 16, place = chunk;
     read(place, rows[0]);

@@ -43,9 +43,9 @@ _STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
 #: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
 #: where registers have no room for the fragments of two steps.
 _STAGES, _NOT_AHEAD = 350, 1.2
-#: The most multiprocessors with which direct tilings were found faster; what more warps than eight, which hide each
-#: other's reads and products, and four or fewer, make of their time.
-_FEW_MULTIPROCESSORS, _MORE_WARPS, _FEW_WARPS = 64, 0.85, 1.15
+#: The most multiprocessors with which direct tilings were found faster; what four warps or fewer, which hide less of
+#: each other's reads and products, make of the time of more than 16 rows.
+_FEW_MULTIPROCESSORS, _FEW_WARPS = 64, 1.3
 #: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
 _CACHED = 3300
 #: Clocks in which the warps of a block add their groups' sums, and write them.
@@ -198,6 +198,11 @@ class DirectTiling:
         leaves = 3 * sums + 8 * self.weight_tiles + 56 > min(255, 65_536 // threads)
         return (self.depth * self.weight_tiles * 16 + leaves * sums * 4) * threads
 
+    @property
+    def least_stages(self) -> int:
+        """One that is read, and as many more as the copies take that are under way: 3 or 4."""
+        return 2 + -(-self.depth // self.chunk_steps)
+
     def shared_bytes(self, stages: int) -> int:
         """Of a block."""
         return self.own_bytes + stages * self.stage_bytes
@@ -205,7 +210,7 @@ class DirectTiling:
     def stages(self, columns: int, gpu: Capacity) -> int:
         """Of the ring: as many as K has chunks, which are copied once, or four or three."""
         room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
-        return chunks if chunks <= room else max(3, min(4, room))
+        return chunks if chunks <= room else max(self.least_stages, min(4, room))
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
@@ -217,15 +222,18 @@ class DirectTiling:
         blocks = min(tiles, gpu.multiprocessors)
         stay = self.stages(columns, gpu) * self.chunk_steps >= steps
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
-        # Weights are written and read once; activations are copied, and read and written once more.
-        shared = self.warps * activations + 2 * weights + (0 if stay else 4 * activations)
+        # Weights are written and read once.
+        shared = self.warps * activations + 2 * weights + (0 if stay else activations)
         products = self.rows * self.weight_rows * STEP * -(-self.warps // 4) * 4 / self.warps  # four schedulers
-        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE * (_MORE_WARPS if self.warps > 8 else 1)
-        alone *= _FEW_WARPS if self.warps <= 4 else 1
+        alone = (shared / _SHARED + products / gpu.speeds[1]) * _DIRECT_ALONE
+        few_warps = self.warps <= 4
+        alone *= _FEW_WARPS if few_warps and self.rows > 16 else 1
         streamed = _streamed(gpu, blocks, weights, 0 if stay else activations, _DIRECT_STREAMED)
         streamed = max(streamed, _LATENCY / self.depth)
         step = 0.9 * max(streamed, alone) + 0.1 * (streamed + alone)
-        return _STARTS + -(-tiles // blocks) * (steps * step + 0.3 * _ENDS) + _ENDS
+        own_tiles = -(-tiles // blocks)
+        unhidden = 0.7 * (own_tiles - 1) if few_warps else 0
+        return _STARTS + own_tiles * (steps * step + 0.3 * _ENDS) + (1 + unhidden) * _ENDS
 
 
 @dataclass(frozen=True)
@@ -344,13 +352,13 @@ def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[Direc
         return []
     rows = -(-count // 16) * 16
     found: list[DirectTiling | GroupTiling] = []
-    for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
-        depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
+    for weight_tiles, warps in ((2, 4), (2, 8), (4, 4), (3, 8), (4, 6), (4, 8)):
+        depths = (8, 6, 4, 3) if weight_tiles * warps <= 16 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or tiling.shared_bytes(3) > gpu.shared_limit:
+            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or (gated and weight_tiles % 2):
                 continue
-            if depth <= chunk_steps:
+            if tiling.least_stages <= 4 and tiling.shared_bytes(tiling.least_stages) <= gpu.shared_limit:
                 found.append(tiling)
                 break
     for weight_tiles in (2, 4) if gated else (1, 2, 3, 4):

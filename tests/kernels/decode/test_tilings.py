@@ -62,9 +62,9 @@ def test_direct_tilings_fit(shared_limit: int, count: int, gated: bool) -> None:
             assert tiling.shared_bytes(stages) <= gpu.shared_limit
             assert tiling.grid(rows, gpu)[0] <= gpu.multiprocessors
             if isinstance(tiling, DirectTiling):
-                assert tiling.depth <= tiling.chunk_steps
-                assert 3 <= stages <= 4 or stages == -(-columns // (32 * tiling.chunk_steps))
-    assert sum(isinstance(tiling, DirectTiling) for tiling in found) >= 3
+                stay = stages == -(-columns // (32 * tiling.chunk_steps))
+                assert stay or (3 <= stages <= 4 and tiling.depth <= (stages - 2) * tiling.chunk_steps)
+    assert sum(isinstance(tiling, DirectTiling) for tiling in found) >= 2
     many = direct_tilings(count, GPUS["RTX 4090"], gated)
     assert many
     assert all(isinstance(tiling, GroupTiling) for tiling in many)
@@ -102,7 +102,8 @@ def test_few_multiprocessors_take_tiles_that_come_out_even_and_share_none() -> N
 @pytest.mark.parametrize("count", [16, 32, 64])
 def test_few_multiprocessors_take_the_direct_tiles_that_were_found_fastest(count: int) -> None:
     """In 16 multiprocessors of an H200: weight rows and warps, for Llama-1B's shapes."""
-    for matrix, found in zip(MATRICES[:5], ((192, 12), (128, 8), (256, 8), (128, 8), (256, 8)), strict=True):
+    narrow = (128, 4 if count == 16 else 8)
+    for matrix, found in zip(MATRICES[:5], ((192, 8), narrow, (256, 8), narrow, (256, 8)), strict=True):
         tiling = fastest_tiling(count, *matrix, GPUS["Orin"], matrix[0] == 16_384)
         assert isinstance(tiling, DirectTiling)
         assert (tiling.weight_rows, tiling.warps) == found
