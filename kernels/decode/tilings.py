@@ -231,11 +231,12 @@ class DirectTiling:
 @dataclass(frozen=True)
 class GroupTiling:
     """Tiles of the kernels whose four warps have a group of slices of K each: `weight_tiles` times 8 weight rows, times
-    `rows` of activations, 16 to 64; `depth` steps of each warp find room."""
+    `rows` of activations, 16 to 64; `depth` steps of each warp find room, `blocks` of them are on a multiprocessor."""
 
     rows: int
     weight_tiles: int
     depth: int
+    blocks: int = 1
     warps: ClassVar[int] = 4
 
     @property
@@ -258,7 +259,7 @@ class GroupTiling:
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
-        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+        return min(-(-rows // self.weight_rows), self.blocks * gpu.multiprocessors), 1, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
         """Of a matrix [rows, columns]."""
@@ -338,24 +339,26 @@ def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], fl
 
 
 def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[DirectTiling | GroupTiling]:
-    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: those that do not share
-    K on few multiprocessors alone."""
-    if gpu.has_clusters:
-        return []
-    rows = -(-count // 16) * 16
+    """All that take `count` rows of activations and whose threads copy what they multiply: those that do not share K on
+    few multiprocessors without a tensor memory accelerator alone, those that do on all but few with one."""
+    few, rows = gpu.multiprocessors <= _FEW_MULTIPROCESSORS, -(-count // 16) * 16
     found: list[DirectTiling | GroupTiling] = []
+    if gpu.has_clusters and few:
+        return found
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 6), (2, 12), (4, 8)):
         depths = (8, 4, 3) if weight_tiles == 2 and warps <= 8 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or tiling.shared_bytes(3) > gpu.shared_limit:
+            if not few or tiling.shared_bytes(3) > gpu.shared_limit:
                 continue
             if depth <= chunk_steps:
                 found.append(tiling)
                 break
+    # Where kernels overlap, the next one's blocks find room beside.
+    limit = gpu.shared_limit // 2 - 1024 if gpu.has_clusters else gpu.shared_limit
     for weight_tiles in (2, 4) if gated else (1, 2, 3, 4):
         shared = (GroupTiling(rows, weight_tiles, depth) for depth in (8, 6, 5, 4, 3))
-        found += [tiling for tiling in shared if tiling.shared_bytes(tiling.depth) <= gpu.shared_limit][:1]
+        found += [tiling for tiling in shared if tiling.shared_bytes(tiling.depth) <= limit][:1]
     return found
 
 

@@ -65,10 +65,11 @@ def test_direct_tilings_fit(shared_limit: int, count: int, gated: bool) -> None:
                 assert tiling.depth <= tiling.chunk_steps
                 assert 3 <= stages <= 4 or stages == -(-columns // (32 * tiling.chunk_steps))
     assert sum(isinstance(tiling, DirectTiling) for tiling in found) >= 3
-    many = direct_tilings(count, GPUS["RTX 4090"], gated)
-    assert many
-    assert all(isinstance(tiling, GroupTiling) for tiling in many)
-    assert not direct_tilings(count, GPUS["H200"], gated)
+    for name, limit in (("RTX 4090", 101_376), ("H200", 232_448 // 2 - 1024)):
+        many = direct_tilings(count, GPUS[name], gated)
+        assert many
+        assert all(isinstance(tiling, GroupTiling) and tiling.shared_bytes(tiling.depth) <= limit for tiling in many)
+    assert not direct_tilings(count, GPUS["Thor"], gated)
 
 
 @pytest.mark.parametrize("count", [8, 16, 32, 64])
