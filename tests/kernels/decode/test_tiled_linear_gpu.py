@@ -60,6 +60,24 @@ def test_every_tiling_gives_the_same_bits(gpu, rows: int, width: int, columns: i
     assert np.isfinite(expected).all()
 
 
+@pytest.mark.parametrize("rows", [1, 16, 30])
+@pytest.mark.parametrize(("width", "columns"), [(330, 520), (20_000, 264)])
+def test_gates_and_ups_get_the_same_bits_in_every_tiling(
+    gpu, rows: int, width: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, width // 2), "float16")
+    x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
+    expected = None
+    for tiling in (*tilings(rows, kernels.gpu, True)[:1], *direct_tilings(rows, kernels.gpu, True)):
+        monkeypatch.setattr(tiled_linear, "fastest_tiling", lambda *_, tiling=tiling: tiling)
+        gpu.upload(output, np.full(output.shape, np.nan, np.float16))
+        kernels.gate_up(x, LinearWeights(weight, bias), "silu", output)()
+        found = gpu.download(output)
+        expected = found if expected is None else expected
+        np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
+    assert np.isfinite(expected).all()
+
+
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 40), (5, 3), (16, 4), (20, 3), (64, 1)])
 def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(
     gpu, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
