@@ -1,9 +1,10 @@
-// Linear layers of up to 64 rows of activations on GPUs with many multiprocessors and no tensor memory accelerator: four
-// warps share K, so that tiles of few weight rows, of which there are enough for all multiprocessors, keep a block busy.
+// Linear layers of up to 64 rows of activations on GPUs with many multiprocessors: four warps share K, so that tiles of few
+// weight rows, of which there are enough for all multiprocessors, keep a block busy.
 //
 // Each warp multiplies one group of slices. Its threads copy the very weights and activations that they multiply, some
 // steps of 32 columns ahead, and of the next tile while the last one is joined: no barrier holds them but the one behind
-// which the sums of the groups are added, in their order. So a row gets the bits of the decode step.
+// which the sums of the groups are added, in their order. So a row gets the bits of the decode step. The first steps'
+// weights are copied before the kernel waits for its predecessor.
 #include "decode/direct_copies.cuh"
 
 namespace decode {
@@ -38,13 +39,12 @@ template <typename T, typename G> struct OwnRows {
             if (exists) row[i] += static_cast<size_t>(source(b)) * arguments.stride;
         }
     }
-    // What goes with step `d` of the next block of weights, behind them in their slot.
-    __device__ void copy(const Weights<T, G>& weights, int d) const {
-        const int column = weights.column + d * 32;
-        const int inside = column < weights.columns ? exist : 0;
+    // Those from column `column` on, behind the weights at `slot`.
+    __device__ void copy(unsigned slot, int column, int columns) const {
+        const int inside = column < columns ? exist : 0;
 #pragma unroll
         for (int i = 0; i < 2 * G::TOKEN_TILES; ++i)
-            copy_async_16(weights.slot + (G::WEIGHT_TILES + i) * G::THREADS * 16, row[i] + column, inside >> i & 1);
+            copy_async_16(slot + (G::WEIGHT_TILES + i) * G::THREADS * 16, row[i] + column, inside >> i & 1);
     }
 };
 
@@ -56,58 +56,61 @@ template <typename G> __device__ __forceinline__ void read_rows(uint4 (&rows)[2]
     rows[1] = make_uint4(low.z, high.z, low.w, high.w);
 }
 
-// Adds the sums of all warps, the first group first, and writes what is the warp's. `area`: float4 [GROUPS, TOKEN_TILES,
-// WEIGHT_TILES, 32].
-template <typename T, typename G, typename Output>
-__device__ __forceinline__ void join(
-    float4* area, const Sums<G>& group, const Linear& linear, const Output& output, int first) {
-    constexpr int PLACES = G::TOKEN_TILES * G::WEIGHT_TILES * 32, COLUMNS = G::WEIGHT_TILES / G::SUMS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();  // the area has been read
+// The outputs of a tile from column `first` on that a warp writes, as pairs of columns; what they need beside sums.
+template <typename T, typename G, typename Output> struct OwnOutputs {
+    static constexpr int PLACES = G::TOKEN_TILES * G::WEIGHT_TILES * 2 * 32, COLUMNS = G::WEIGHT_TILES / G::SUMS;
+    const Linear& linear;
+    const Output& output;
+    const T* bias;
+    float2 before[G::OWN_OUTPUTS][2], biases[G::OWN_OUTPUTS][2][G::SUMS];
+
+    __device__ OwnOutputs(const Linear& linear, const Output& output)
+        : linear(linear), output(output), bias(static_cast<const T*>(linear.bias)) {}
+    template <typename Action> __device__ __forceinline__ void for_each(int first, const Action& action) const {
 #pragma unroll
-    for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c) {
-            const float(&own)[4] = group[t][c];
-            area[warp * PLACES + (t * G::WEIGHT_TILES + c) * 32 + lane] = make_float4(own[0], own[1], own[2], own[3]);
-        }
-    float2 before[G::OWN_OUTPUTS][2];
-    const auto for_each = [&](bool writes) {
-#pragma unroll
-        for (int i = 0; i < G::OWN_OUTPUTS; ++i) {
-            const int at = i * GROUPS + warp, t = at / COLUMNS, c = at % COLUMNS;
-            if (at >= G::OUTPUTS) continue;
-            float4 sums[G::SUMS];
-#pragma unroll
-            for (int s = 0; writes && s < G::SUMS; ++s) {
-                const float4* place = area + (t * G::WEIGHT_TILES + c * G::SUMS + s) * 32 + lane;
-                sums[s] = place[0];
-#pragma unroll
-                for (int g = 1; g < GROUPS; ++g) {
-                    const float4 added = place[g * PLACES];
-                    sums[s].x += added.x, sums[s].y += added.y, sums[s].z += added.z, sums[s].w += added.w;
-                }
-            }
+        for (int i = 0; i < G::OWN_OUTPUTS; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const int at = i * GROUPS + threadIdx.x / 32, t = at / COLUMNS, c = at % COLUMNS;
                 const int b = t * 16 + half * 8 + own_row(), n = first + c * 8 + own_quad() * 2;
-                if (b >= linear.batch || n >= linear.rows) continue;
-                if (!writes) {
-                    before[i][half] = output.before_two(b, n, linear.rows);
-                    continue;
-                }
-                float2 two[G::SUMS];
-#pragma unroll
-                for (int s = 0; s < G::SUMS; ++s)
-                    two[s] = half == 0 ? make_float2(sums[s].x, sums[s].y) : make_float2(sums[s].z, sums[s].w);
-                write_sums(two, static_cast<const T*>(linear.bias), output, b, n, linear.rows, before[i][half]);
+                if (at < G::OUTPUTS && b < linear.batch && n < linear.rows) action(i, half, b, n);
             }
-        }
-    };
-    for_each(false);
-    __syncthreads();
-    for_each(true);
-}
+    }
+    __device__ __forceinline__ void read(int first) {
+        for_each(first, [&](int i, int half, int b, int n) {
+            before[i][half] = output.before_two(b, n, linear.rows);
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                if (bias != nullptr) biases[i][half][s] = read_two(bias + s * linear.rows + n, n, linear.rows);
+        });
+    }
+    // Adds the sums of all warps, the first group first. `area`: float2 [GROUPS, TOKEN_TILES, WEIGHT_TILES, 2, 32].
+    __device__ __forceinline__ void join(float2* area, const Sums<G>& group, int first) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        __syncthreads();  // the area has been read
+#pragma unroll
+        for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < G::WEIGHT_TILES; ++c)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    area[warp * PLACES + ((t * G::WEIGHT_TILES + c) * 2 + half) * 32 + lane] =
+                        make_float2(group[t][c][2 * half], group[t][c][2 * half + 1]);
+        __syncthreads();
+        for_each(first, [&](int i, int half, int b, int n) {
+            const float2* place = area + ((i * GROUPS + warp) * G::SUMS * 2 + half) * 32 + lane;
+            float2 sums[G::SUMS];
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s, place += 64) {
+                sums[s] = place[0];
+#pragma unroll
+                for (int g = 1; g < GROUPS; ++g) sums[s].x += place[g * PLACES].x, sums[s].y += place[g * PLACES].y;
+                if (bias != nullptr) sums[s].x += biases[i][half][s].x, sums[s].y += biases[i][half][s].y;
+            }
+            output.two(b, n, linear.rows, sums, before[i][half]);
+        });
+    }
+};
 
 // Grid (blocks), which walk over the tiles. Dynamic shared memory: the ring and the area of `join`.
 template <typename T, typename G, typename Output>
@@ -118,15 +121,22 @@ __device__ __forceinline__ void multiply_groups(const TiledLinear& arguments, co
     const int steps = SLICES_OF_A_GROUP * linear.steps, begin = threadIdx.x / 32 * steps;
 
     launch_next_kernel();
-    wait_for_previous_kernel();
     Weights<T, G> weights(linear, tiles, begin, begin + steps, shared_address(shared));
-    const OwnRows<T, G> activations(arguments);
-    const auto copy = [&](int d) {
-        activations.copy(weights, d);
-        weights.copy(d);
-    };
 #pragma unroll
-    for (int i = 0; i < G::DEPTH - 1; ++i) copy(i % BLOCK_STEPS);
+    for (int i = 0; i < G::DEPTH - 1; ++i) weights.copy(i % BLOCK_STEPS);
+    wait_for_previous_kernel();
+    const OwnRows<T, G> activations(arguments);
+    const int first_column = begin * 32 + own_quad() * 8;
+    int column = first_column;
+#pragma unroll
+    for (int i = 0; i < G::DEPTH - 1; ++i) {
+        activations.copy(weights.ring + i * G::SLOT_BYTES, column, linear.columns);
+        commit_copies();
+        column += 32;
+        if (column >= (begin + steps) * 32) column = first_column;  // of the next tile
+    }
+    OwnOutputs<T, G, Output> outputs(linear, output);
+    outputs.read(blockIdx.x * G::UNIT);
     wait_for_copies<G::DEPTH - 2>();
     unsigned slot = weights.ring;  // of what is multiplied
     uint4 rows[2][2];              // that, and what is read meanwhile
@@ -135,12 +145,16 @@ __device__ __forceinline__ void multiply_groups(const TiledLinear& arguments, co
     read_rows<G>(rows[0], slot, 0);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Sums<G> sum = {}, group = {};
+        if (tile != blockIdx.x) outputs.read(tile * G::UNIT);
         int steps_left = linear.steps;
         for (int block = 0; block < linear.steps; ++block) {
             const bool begins = steps_left == linear.steps;  // a slice
 #pragma unroll
             for (int d = 0; d < BLOCK_STEPS; ++d) {
-                copy((d + G::DEPTH - 1) % BLOCK_STEPS);  // where the step before lay
+                constexpr int AHEAD = G::DEPTH - 1;  // the step goes to where the one before `slot` lay
+                const int step = (d + AHEAD) % BLOCK_STEPS;
+                activations.copy(weights.slot, weights.column + step * 32, linear.columns);
+                weights.copy(step);
                 wait_for_copies<G::DEPTH - 2>();
                 const unsigned next = weights.following(slot);
                 read_slot<G>(held[(d + 1) % 2], next);
@@ -163,7 +177,7 @@ __device__ __forceinline__ void multiply_groups(const TiledLinear& arguments, co
                 }
             }
         }
-        join<T, G>(reinterpret_cast<float4*>(shared + G::RING_BYTES), group, linear, output, tile * G::UNIT);
+        outputs.join(reinterpret_cast<float2*>(shared + G::RING_BYTES), group, tile * G::UNIT);
     }
 }
 

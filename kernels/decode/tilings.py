@@ -50,6 +50,13 @@ _FEW_MULTIPROCESSORS, _FEW_WARPS = 64, 1.3
 _CACHED = 3300
 #: Clocks in which the warps of a block add their groups' sums, and write them.
 _GROUPS_JOIN = 1200
+#: Where kernels overlap, of such blocks: weight tiles, depth and blocks on a multiprocessor that an H200 was fastest
+#: with, by rows of activations; the same of gates and ups.
+_OVERLAPPING = {16: ((3, 8, 1), (2, 16, 1), (3, 16, 1)), 32: ((2, 6, 1), (3, 6, 1))}
+_OVERLAPPING_GATED = {16: ((8, 4, 2),), 32: ((8, 3, 2),)}
+#: Clocks that weights come earlier where all multiprocessors have such a block, and that the next kernel's come later
+#: where its blocks find no room; by how much faster steps are in rings of more than eight.
+_EARLY, _NO_ROOM, _DEEP = 2300, 1500, 1.2
 #: Clocks until memory gives what is asked for, under load.
 _LATENCY = 1450
 #: What takes so much longer than the fastest counts as fast: estimates are no better.
@@ -131,9 +138,8 @@ class Tiling:
 
     def stages(self, gpu: Capacity, adapted: bool = False) -> int:
         """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
-        half = gpu.shared_limit // 2 - 1024
-        beside = self.resident(gpu) > 1 and self.shared_bytes(3, adapted) <= half
-        limit = half if beside else gpu.shared_limit
+        beside = self.resident(gpu) > 1 and self.shared_bytes(3, adapted) <= _beside(gpu)
+        limit = _beside(gpu) if beside else gpu.shared_limit
         return max(2, min(MOST_STAGES, (limit - self.shared_bytes(0, adapted)) // self.shared_bytes(1)))
 
     def tiles(self, rows: int) -> int:
@@ -239,11 +245,12 @@ class DirectTiling:
 @dataclass(frozen=True)
 class GroupTiling:
     """Tiles of the kernels whose four warps have a group of slices of K each: `weight_tiles` times 8 weight rows, times
-    `rows` of activations, 16 to 64; `depth` steps of each warp find room."""
+    `rows` of activations, 16 to 64; `depth` steps of each warp find room, `blocks` of them are on a multiprocessor."""
 
     rows: int
     weight_tiles: int
     depth: int
+    blocks: int = 1
     warps: ClassVar[int] = 4
 
     @property
@@ -266,21 +273,33 @@ class GroupTiling:
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
-        return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
+        return min(-(-rows // self.weight_rows), self.blocks * gpu.multiprocessors), 1, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
         """Of a matrix [rows, columns]."""
         tiles, (weights, activations) = -(-rows // self.weight_rows), self.step_bytes
-        blocks = min(tiles, gpu.multiprocessors)
+        blocks, copied = self.grid(rows, gpu)[0], weights + activations
+        beside = -(-blocks // gpu.multiprocessors)
         products = self.warps * self.rows * self.weight_rows * STEP
         # All is written to shared memory and read once.
-        step = _overlapped(gpu, blocks, weights, activations, 2 * (weights + activations), products)
-        step = max(step, (weights + activations) * blocks / _CACHED, _LATENCY / (self.depth - 1))
-        return _STARTS + -(-tiles // blocks) * (4 * slice_steps(columns) * step + _GROUPS_JOIN) + _ENDS
+        own = (beside * each for each in (weights, activations, 2 * copied, products))
+        step = _overlapped(gpu, min(blocks, gpu.multiprocessors), *own)
+        step = max(step, copied * blocks / _CACHED) / (_DEEP if self.depth > 8 else 1)
+        step = max(step, _LATENCY / (self.depth - 1))
+        clocks = _STARTS + -(-tiles // blocks) * (4 * slice_steps(columns) * step + _GROUPS_JOIN) + _ENDS
+        if not gpu.has_clusters:
+            return clocks
+        early = _EARLY * min(1, blocks / gpu.multiprocessors)
+        return clocks - early + (_NO_ROOM if self.shared_bytes(self.depth) > _beside(gpu) else 0)
 
 
 AnyTiling = Tiling | DirectTiling | GroupTiling
 _Choice = TypeVar("_Choice")
+
+
+def _beside(gpu: Capacity) -> int:
+    """Bytes of shared memory that a block may have beside another one."""
+    return gpu.shared_limit // 2 - 1024
 
 
 def slices_end_every(columns: int) -> int:
@@ -346,17 +365,20 @@ def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], fl
 
 
 def direct_tilings(count: int, gpu: Capacity, gated: bool = False) -> list[DirectTiling | GroupTiling]:
-    """All that take `count` rows of activations, where a GPU has no tensor memory accelerator: those that do not share
-    K on few multiprocessors alone."""
+    """All that take `count` rows of activations and whose threads copy what they multiply: where a GPU has a tensor
+    memory accelerator, those that were found fast on many multiprocessors; else all, but those that do not share K on
+    few multiprocessors alone."""
+    few, rows = gpu.multiprocessors <= _FEW_MULTIPROCESSORS, -(-count // 16) * 16
     if gpu.has_clusters:
-        return []
-    rows = -(-count // 16) * 16
+        fast = () if few else (_OVERLAPPING_GATED if gated else _OVERLAPPING).get(rows, ())
+        groups = [GroupTiling(rows, *sizes) for sizes in fast]
+        return [tiling for tiling in groups if tiling.shared_bytes(tiling.depth) <= gpu.shared_limit]
     found: list[DirectTiling | GroupTiling] = []
     for weight_tiles, warps in ((2, 4), (2, 8), (4, 4), (3, 8), (4, 6), (4, 8)):
         depths = (8, 6, 4, 3) if weight_tiles * warps <= 16 else (4, 3)
         for depth, chunk_steps in product(depths, (16, 8, 4)):
             tiling = DirectTiling(rows, weight_tiles, warps, depth, chunk_steps)
-            if gpu.multiprocessors > _FEW_MULTIPROCESSORS or (gated and weight_tiles % 2):
+            if not few or (gated and weight_tiles % 2):
                 continue
             if tiling.least_stages <= 4 and tiling.shared_bytes(tiling.least_stages) <= gpu.shared_limit:
                 found.append(tiling)

@@ -76,6 +76,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     largest = {type(tiling): tiling for tiling in direct}.values()
     kernels += [direct_kernel(name, dtype, tiling, 2048) for name in names for tiling in largest]
     kernels += [direct_kernel("linear", dtype, tiling, 1032) for tiling in direct_tilings(16, gpu)[:2]]
+    kernels += [direct_kernel("gate_up", dtype, tiling, 2048) for tiling in direct_tilings(32, Capacity(), gated=True)]
     return [kernel.source for kernel in kernels]
 
 

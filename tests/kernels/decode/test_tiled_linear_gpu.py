@@ -10,6 +10,7 @@ from decode_models import relative
 from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import MAX_ROWS, LinearWeights
 from edgellm.kernels.decode.geometries import linear_residual_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -50,7 +51,7 @@ def test_every_tiling_gives_the_same_bits(gpu, rows: int, width: int, columns: i
     kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, width), "float32")
     x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
     expected = None
-    for tiling in tilings(rows, kernels.gpu):
+    for tiling in (*tilings(rows, kernels.gpu), *direct_tilings(rows, kernels.gpu)):
         gpu.upload(output, np.full(output.shape, np.nan, np.float32))
         kernels.linear(x, LinearWeights(weight, bias), output, tiling=tiling)()
         found = gpu.download(output)
@@ -59,8 +60,28 @@ def test_every_tiling_gives_the_same_bits(gpu, rows: int, width: int, columns: i
     assert np.isfinite(expected).all()
 
 
+@pytest.mark.parametrize("rows", [1, 16, 30])
+@pytest.mark.parametrize(("width", "columns"), [(330, 520), (20_000, 264)])
+def test_gates_and_ups_get_the_same_bits_in_every_tiling(
+    gpu, rows: int, width: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, output = CudaTiledKernels(gpu.kernel_module, "float16"), gpu.empty((rows, width // 2), "float16")
+    x, weight, bias = normal(gpu, rows, columns), normal(gpu, width, columns), normal(gpu, width)
+    expected = None
+    for tiling in (*tilings(rows, kernels.gpu, True)[:1], *direct_tilings(rows, kernels.gpu, True)):
+        monkeypatch.setattr(tiled_linear, "fastest_tiling", lambda *_, tiling=tiling: tiling)
+        gpu.upload(output, np.full(output.shape, np.nan, np.float16))
+        kernels.gate_up(x, LinearWeights(weight, bias), "silu", output)()
+        found = gpu.download(output)
+        expected = found if expected is None else expected
+        np.testing.assert_array_equal(found, expected, err_msg=str(tiling))
+    assert np.isfinite(expected).all()
+
+
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 40), (5, 3), (16, 4), (20, 3), (64, 1)])
-def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequences: int, tokens: int) -> None:
+def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(
+    gpu, sequences: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, many = CudaDecodeKernels(gpu.kernel_module, "float16", 64), CudaTiledKernels(gpu.kernel_module, "float16")
     x, residual = normal(gpu, sequences * tokens, 1032), normal(gpu, sequences * tokens, 200, dtype="float32")
     weight, bias = normal(gpu, 200, 1032), normal(gpu, 200)
@@ -75,6 +96,11 @@ def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequenc
     for kernels in (few, many) if takes_few else (many,):
         kernels.linear_residual(x, linear, residual, own, selected=selected)()
         np.testing.assert_array_equal(gpu.download(own), expected)
+    for tiling in direct_tilings(sequences, many.gpu):
+        monkeypatch.setattr(tiled_linear, "fastest_tiling", lambda *_, tiling=tiling: tiling)
+        gpu.upload(own, np.full(own.shape, np.nan, np.float32))
+        many.linear_residual(x, linear, residual, own, selected=selected)()
+        np.testing.assert_array_equal(gpu.download(own), expected, err_msg=str(tiling))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 20, 40, 64])

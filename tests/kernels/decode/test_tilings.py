@@ -68,7 +68,27 @@ def test_direct_tilings_fit(shared_limit: int, count: int, gated: bool) -> None:
     many = direct_tilings(count, GPUS["RTX 4090"], gated)
     assert many
     assert all(isinstance(tiling, GroupTiling) for tiling in many)
-    assert not direct_tilings(count, GPUS["H200"], gated)
+    assert not direct_tilings(count, GPUS["Thor"], gated)
+    overlapping = direct_tilings(count, GPUS["H200"], gated)
+    assert bool(overlapping) == (count <= 32)
+    for tiling in overlapping:
+        assert isinstance(tiling, GroupTiling)
+        assert tiling.blocks * tiling.shared_bytes(tiling.depth) <= GPUS["H200"].shared_limit
+        assert not (gated and tiling.weight_tiles % 2)
+
+
+@pytest.mark.parametrize("count", [8, 16, 32, 64])
+def test_an_h200_takes_the_tiles_that_were_found_fastest(count: int) -> None:
+    """Weight tiles and depth for shapes of Llama-1B, its draft and Llama-8B; None where clusters were faster."""
+    found = {(3072, 2048): (3, 8), (16_384, 2048): (8, 4), (3072, 4096): (3, 16), (2048, 6144): (2, 16)}
+    found |= {(6144, 4096): (3, 16), (128_256, 2048): None, (28_672, 4096): None}
+    if count == 32:
+        found = {(3072, 2048): (3, 6), (2048, 2048): (2, 6), (16_384, 2048): (8, 3), (2048, 8192): None}
+    if count == 64:
+        found = dict.fromkeys(MATRICES)
+    for matrix, expected in found.items():
+        tiling = fastest_tiling(count, *matrix, GPUS["H200"], matrix[0] in (16_384, 28_672))
+        assert (None if isinstance(tiling, Tiling) else (tiling.weight_tiles, tiling.depth)) == expected, matrix
 
 
 @pytest.mark.parametrize("count", [8, 16, 32, 64])
