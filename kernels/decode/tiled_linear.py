@@ -29,6 +29,7 @@ from edgellm.kernels.decode.contract import (
     activation_number,
     padded_columns,
 )
+from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -45,6 +46,7 @@ from edgellm.kernels.decode.tilings import (
 )
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 #: Columns of a tensor map's tile: with 16-bit elements a line of 128 bytes, of which each 16 are swizzled by the row.
 _TILE_COLUMNS = ROW_BYTES // 2
@@ -117,7 +119,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: AnyTiling | None = None,
+        tiling: AnyTiling | PackedTiling | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -178,8 +180,12 @@ class CudaTiledKernels:
         x: DeviceArray,
         linear: LinearWeights,
         arguments: _TiledLinear,
-        tiling: AnyTiling | None = None,
+        tiling: AnyTiling | PackedTiling | None = None,
     ) -> Launch:
+        if isinstance(linear.weight, PackedMatrix):
+            assert tiling is None or isinstance(tiling, PackedTiling)
+            return self._packed_launch(name.replace("selected", "linear"), linear, arguments, tiling)
+        assert not isinstance(tiling, PackedTiling)
         batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
         adapted = adapters is not None
         gated = arguments.linear.rows != every_row
@@ -202,6 +208,22 @@ class CudaTiledKernels:
         grid = tiling.grid(every_row, self.gpu, linear.low_rows)
         shared = tiling.shared_bytes(arguments.stages, adapted)
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
+
+    def _packed_launch(
+        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
+    ) -> Launch:
+        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
+        if linear.adapters is not None or (name == "gate_up" and layout.rows % 16):
+            raise KernelError(f"packed layers take no LoRA adapters, and gates in eights, found {layout.rows} rows")
+        if layout.format.dtype != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
+        tiling = tiling or packed_tilings(batch, layout, self.gpu)[0]
+        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given)
+        grid, shared = (
+            tiling.grid(layout.rows, self.gpu),
+            tiling.shared_bytes(layout.block_bytes, layout.columns, batch),
+        )
+        return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
 
 
 def tiled_shared_bytes(shared_limit: int) -> int:

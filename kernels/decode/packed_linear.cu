@@ -1,0 +1,209 @@
+// Linear layers over weights of 4 bits, of up to 64 rows of activations, on every GPU.
+//
+// The sums are those of the other linear layers over the weights that `PackedWeight.values` gives: each code, less its zero
+// point, times its scale, rounded to T, then multiplied on the tensor cores in the same order, which depends on K alone.
+// Weights are the operand of 16 rows, so that up to eight rows of activations take one instruction for 16 x 16 weights, and
+// that what a lane copied becomes operands without a move.
+#include "decode/packed_copies.cuh"
+
+namespace decode {
+namespace packed {
+
+// The outputs of a tile that a thread writes, as pairs of columns, and what they need beside sums.
+template <typename T, typename G, typename Output> struct OwnOutputs {
+    static constexpr int PAIRS = G::UNIT / 2, EACH = (8 * G::TOKEN_TILES * PAIRS + G::THREADS - 1) / G::THREADS;
+    const Linear& linear;
+    const Output& output;
+    float2 before[EACH], biases[EACH][G::SUMS];
+
+    __device__ OwnOutputs(const Linear& linear, const Output& output) : linear(linear), output(output) {}
+    template <typename Action> __device__ __forceinline__ void for_each(int first, const Action& action) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = i * G::THREADS + threadIdx.x, b = at / PAIRS, column = at % PAIRS * 2;
+            if (b < linear.batch && first + column < linear.rows) action(i, b, column);
+        }
+    }
+    __device__ __forceinline__ void read(int first) {
+        const T* bias = static_cast<const T*>(linear.bias);
+        for_each(first, [&](int i, int b, int column) {
+            const int n = first + column;
+            before[i] = output.before_two(b, n, linear.rows);
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                if (bias != nullptr) biases[i][s] = read_two(bias + s * linear.rows + n, n, linear.rows);
+        });
+    }
+    // Adds the warps' sums at `area` [WARPS, rows of activations, STRIDE]: of slices to those of groups, of groups in order.
+    __device__ __forceinline__ void write(const float* area, int first) const {
+        constexpr int PARTS = G::WARPS / GROUPS;
+        for_each(first, [&](int i, int b, int column) {
+            float2 sums[G::SUMS];
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) {
+                const int place = G::SUMS == 1 ? column : column / 8 * 16 + column % 8 + s * 8;
+                const float* own = area + b * G::STRIDE + place;
+                sums[s] = make_float2(0.f, 0.f);
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    float2 group = make_float2(0.f, 0.f);
+#pragma unroll
+                    for (int p = 0; p < PARTS; ++p, own += G::PLACES) {
+                        const float2 one = *reinterpret_cast<const float2*>(own);
+                        group.x += one.x, group.y += one.y;
+                    }
+                    sums[s].x += group.x, sums[s].y += group.y;
+                }
+                if (linear.bias != nullptr) sums[s].x += biases[i][s].x, sums[s].y += biases[i][s].y;
+            }
+            output.two(b, first + column, linear.rows, sums, before[i]);
+        });
+    }
+};
+
+template <typename G> using Sums = float[G::WEIGHT_TILES][G::TOKEN_TILES][4];
+
+template <typename G> __device__ __forceinline__ void leave_sums(float* area, const Sums<G>& sums, int batch) {
+    float* own = area + threadIdx.x / 32 * G::PLACES + own_row();
+#pragma unroll
+    for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+            const int b = t * 8 + own_quad() * 2 + second;
+            if (b >= batch) continue;
+#pragma unroll
+            for (int m = 0; m < G::WEIGHT_TILES; ++m)
+                own[b * G::STRIDE + m * 16] = sums[m][t][second], own[b * G::STRIDE + m * 16 + 8] = sums[m][t][2 + second];
+        }
+}
+
+// A step of 32 columns of all of the warp's tiles.
+template <typename T, typename G>
+__device__ __forceinline__ void multiply(
+    Sums<G>& sum, const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], const uint4 (&rows)[G::TOKEN_TILES], int step) {
+#pragma unroll
+    for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+        unsigned low[4], high[4];
+        groups[2 * m].values(held.word(2 * m, step), low);
+        groups[2 * m + 1].values(held.word(2 * m + 1, step), high);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned a0[2] = {low[2 * half], high[2 * half]}, a2[2] = {low[2 * half + 1], high[2 * half + 1]};
+#pragma unroll
+            for (int t = 0; t < G::TOKEN_TILES; ++t)
+                multiply_add(sum[m][t], a0, a2, half == 0 ? rows[t].x : rows[t].z, half == 0 ? rows[t].y : rows[t].w, T());
+        }
+    }
+}
+
+template <typename G> __device__ __forceinline__ void add_slice(Sums<G>& group, Sums<G>& sum) {
+#pragma unroll
+    for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+        for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) group[m][t][i] += sum[m][t][i], sum[m][t][i] = 0.f;
+}
+
+// Grid (blocks), which walk over the tiles.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, const Output& output) {
+    extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    float* area = reinterpret_cast<float*>(shared + G::SUMS_BEGIN);
+    const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT;
+    const int blocks = G::WARPS == GROUPS ? linear.steps : linear.steps / BLOCK_STEPS, steps = blocks * BLOCK_STEPS;
+
+    launch_next_kernel();
+    Weights<G> weights(linear, tiles, blocks, shared_address(shared));
+#pragma unroll
+    for (int i = 0; i < G::DEPTH - 1; ++i) {
+        weights.copy();
+        if (G::STAYS) commit_copies();
+    }
+    wait_for_previous_kernel();
+    Activations<T, G> activations(arguments, weights.first * BLOCK_STEPS, steps, shared_address(shared + G::INPUT_BEGIN));
+    if constexpr (G::STAYS) {
+        commit_copies();
+    } else {
+#pragma unroll
+        for (int i = 0; i < G::AHEAD - 1; ++i) {
+            activations.copy();
+            commit_copies();
+        }
+    }
+    OwnOutputs<T, G, Output> outputs(linear, output);
+    outputs.read(blockIdx.x * G::UNIT);
+    wait_for_copies<G::STAYS ? 0 : G::AHEAD - 2>();
+    __syncwarp();
+    unsigned slot = weights.ring, place = activations.first_place();
+    Held<G> held, next;
+    uint4 rows[2][G::TOKEN_TILES];
+    held.read(slot);
+    activations.read(rows[0], place);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        Sums<G> sum = {}, group = {};
+        if (tile != blockIdx.x) outputs.read(tile * G::UNIT);
+        int steps_left = linear.steps;
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
+            Group<T, G::MODE> groups[G::TILES];
+#pragma unroll
+            for (int d = 0; d < BLOCK_STEPS; ++d) {
+                if (!G::STAYS) activations.copy();
+                if (d == 0) weights.copy();
+                if (!G::STAYS || d == 0) commit_copies();
+                if (d == BLOCK_STEPS - 1) {
+                    wait_for_copies<G::STAYS ? G::DEPTH - 2 : G::AHEAD - 2>();
+                    __syncwarp();  // other lanes' scales have come, and those before have been read
+                    slot = weights.following(slot);
+                    next.read(slot);
+                } else if (!G::STAYS) {
+                    wait_for_copies<G::AHEAD - 2>();
+                }
+                place = activations.following(place);
+                activations.read(rows[(d + 1) % 2], place);
+                if (d * G::SCALES % BLOCK_STEPS == 0)
+#pragma unroll
+                    for (int i = 0; i < G::TILES; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
+                multiply<T, G>(sum, held, groups, rows[d % 2], d);
+                if (G::WARPS != GROUPS || (d + 1) % G::EVERY != 0) continue;
+                steps_left -= G::EVERY;
+                if (steps_left == 0) steps_left = linear.steps, add_slice<G>(group, sum);
+            }
+            held = next;
+        }
+        __syncthreads();  // the area has been read
+        leave_sums<G>(area, G::WARPS == GROUPS ? group : sum, linear.batch);
+        __syncthreads();
+        outputs.write(area, tile * G::UNIT);
+    }
+}
+
+#define PACKED_KERNEL(NAME)                                                                                            \
+    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int EVERY, int SCALES, int MODE,     \
+              bool STAYS, int BLOCKS>                                                                                  \
+    __global__ void __launch_bounds__(32 * WARPS, BLOCKS) NAME(const __grid_constant__ TiledLinear arguments)
+#define PACKED_GEOMETRY(PAIRED) Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, EVERY, SCALES, MODE, STAYS, PAIRED>
+
+// output = scale (input weight^T + bias)
+PACKED_KERNEL(linear) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_packed<T, PACKED_GEOMETRY(false)>(arguments, output);
+}
+
+// output = activation(gate) up of input weight^T + bias
+PACKED_KERNEL(gate_up) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_packed<T, PACKED_GEOMETRY(true)>(arguments, output);
+}
+
+// output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
+PACKED_KERNEL(linear_residual) {
+    multiply_packed<T, PACKED_GEOMETRY(false)>(arguments, residual_output<T>(arguments));
+}
+#undef PACKED_KERNEL
+#undef PACKED_GEOMETRY
+
+}  // namespace packed
+}  // namespace decode

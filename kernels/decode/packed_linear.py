@@ -1,0 +1,80 @@
+"""The kernels of linear layers over weights of 4 bits: which tiles they take, and their launches."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
+from edgellm.kernels.decode.contract import padded_columns
+from edgellm.kernels.decode.tilings import Capacity, slices_end_every
+from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+#: By tiles of activations: warps, tiles of weights, depth, blocks on a multiprocessor.
+_FORMS = {
+    1: ((16, 1, 4, 2), (4, 1, 4, 4), (4, 2, 4, 3), (16, 2, 2, 1), (4, 1, 8, 2)),
+    2: ((4, 1, 4, 3), (4, 2, 4, 2), (16, 1, 3, 1), (4, 2, 3, 2)),
+    4: ((4, 1, 3, 2), (4, 2, 3, 2), (4, 2, 3, 1)),
+    8: ((4, 2, 3, 1), (4, 1, 3, 1), (4, 1, 2, 1)),
+}
+#: Bytes of activations of a block that are copied once, for all its tiles.
+_STAYING = 32 << 10
+
+
+@dataclass(frozen=True)
+class PackedTiling:
+    """Tiles of `weight_tiles` times 16 weight rows, times `token_tiles` times 8 rows of activations.
+
+    `warps` share K, 4 (a group of slices each) or 16 (a slice); `depth` blocks of each warp's weights find room; `blocks`
+    are on a multiprocessor. `stays`: activations are copied once.
+    """
+
+    token_tiles: int
+    weight_tiles: int
+    warps: int
+    depth: int
+    blocks: int
+    stays: bool
+
+    @property
+    def ahead(self) -> int:
+        """Steps of activations that find room where they do not stay."""
+        return 8 if self.token_tiles <= 2 else 5
+
+    def shared_bytes(self, block_bytes: int, columns: int, batch: int) -> int:
+        """Of a block: rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
+        weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
+        sums = self.warps * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
+        activations = 2 * padded_columns(columns) * batch
+        return weights + sums + (activations if self.stays else self.warps * self.ahead * self.token_tiles * 512)
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // (16 * self.weight_tiles)), self.blocks * gpu.multiprocessors), 1, 1
+
+
+def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int) -> Kernel:
+    """A kernel of packed_linear.cu, whose structure of arguments has so many bytes."""
+    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
+    chosen = f"{', '.join(map(str, sizes))}, {str(tiling.stays).lower()}, {tiling.blocks}"
+    macros = (
+        ("HOST_TILED_LINEAR_BYTES", argument_bytes),
+        ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, False).shared_bytes(576, 0, 0)),
+        ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, True).shared_bytes(528, 2048, 3)),
+    )
+    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
+
+
+def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:
+    """All that take `batch` rows of activations in the shared memory that a block gets, the first one the best known."""
+    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= batch)
+    stays = 2 * padded_columns(layout.columns) * batch <= _STAYING
+    found = []
+    for warps, weight_tiles, depth, blocks in _FORMS[token_tiles]:
+        tiling = PackedTiling(token_tiles, weight_tiles, warps, depth, blocks, stays)
+        fits = tiling.shared_bytes(layout.block_bytes, layout.columns, batch) <= gpu.shared_limit
+        if fits and (warps == 4 or slices_end_every(layout.columns) == 4):
+            found.append(tiling)
+    return found
