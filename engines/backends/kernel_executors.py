@@ -147,6 +147,8 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
+        if linear.is_packed:
+            return self._normed_apart(step, next_early)
         if not self.norms_inside(step):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
@@ -155,14 +157,23 @@ class FewRows:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
+    def _normed_apart(self, step: NormLinear, next_early: bool) -> list[Any]:
+        """By the kernels of many rows, which take packed weights of few rows, too."""
+        many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
+        x, launches = self._together(step, padded=True, next_early=next_early)
+        if step.gated:
+            return [*launches, many.gate_up(x, linear, step.activation, output)]
+        return [*launches, many.linear(x, linear, output, step.scale)]
+
     def _residual_kernels(self, step: LinearResidual) -> Any:
         return self._kernels.few
 
     def _linear_residual(self, step: LinearResidual) -> Any:
-        selected = (self._array("last_token_ids"),) if step.selects else ()
-        return self._residual_kernels(step).linear_residual(
+        selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
+        kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
+        return kernels.linear_residual(
             self._array(step.value),
-            self._weights(step.linear),
+            linear,
             self._array(step.residual),
             self._array(step.output),
             step.scale,
@@ -256,11 +267,7 @@ class ManyRows(FewRows):
         return super()._shared_bytes(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
-        many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
-        x, launches = self._together(step, padded=True, next_early=next_early)
-        if step.gated:
-            return [*launches, many.gate_up(x, linear, step.activation, output)]
-        return [*launches, many.linear(x, linear, output, step.scale)]
+        return self._normed_apart(step, next_early)
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:

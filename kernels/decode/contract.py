@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
@@ -72,11 +74,19 @@ class LinearAdapters(NamedTuple):
 
 
 class LinearWeights(NamedTuple):
-    """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups."""
+    """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
+
+    Or a packed weight: a `PackedWeight` of the twins, a `PackedMatrix` of the kernels of many rows, which take both.
+    """
 
     weight: OwnArray
     bias: OwnArray | None = None
     adapters: LinearAdapters | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is of 4 bits."""
+        return isinstance(self.weight, PackedWeight | PackedMatrix)
 
     @property
     def ranks(self) -> int:

@@ -19,6 +19,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 
 class NumpyLaunch:
@@ -64,7 +65,9 @@ class NumpyTiledKernels:
 
         def compute() -> None:
             inputs = rows_of(x)
-            before = np.zeros((len(inputs), len(linear.weight)), np.float32) if residual is None else rows_of(residual)
+            before = (
+                np.zeros((len(inputs), linear.weight.shape[0]), np.float32) if residual is None else rows_of(residual)
+            )
             if selected is not None:
                 chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
                 inputs, before = inputs[chosen], before[chosen]
@@ -195,8 +198,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 
 
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
     """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
-    rows = rows_of(x)[:, : linear.weight.shape[1]]
-    sums = rows @ linear.weight.T
+    weight = linear.weight.values() if isinstance(linear.weight, PackedWeight) else linear.weight
+    rows = rows_of(x)[:, : weight.shape[1]]
+    sums = rows @ weight.T
     if linear.adapters is not None:
         sums += adapted(rows, linear.adapters)
     return sums if linear.bias is None else sums + linear.bias

@@ -31,6 +31,8 @@ struct Geometry {
     static constexpr int UNIT = 16 * WEIGHT_TILES / SUMS;               // output columns of a tile
     static constexpr int SCALE_BYTES = 2 * SCALES * (MODE == ZEROS ? 2 : 1), PIECES = 8 * SCALE_BYTES / 16;
     static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES, SLOT_BYTES = TILES * BLOCK_BYTES;
+    // Tiles of activations whose products alternate.
+    static constexpr int TOGETHER = TOKEN_TILES * WEIGHT_TILES <= 4 ? TOKEN_TILES : WEIGHT_TILES == 1 ? 4 : 2;
     static constexpr int STEP_BYTES = TOKEN_TILES * 512;  // of activations, a warp's
     // Shared memory: the warps' rings of weights, their sums [WARPS, rows of activations, STRIDE], their activations.
     static constexpr int STRIDE = 16 * WEIGHT_TILES + 4, PLACES = 8 * TOKEN_TILES * STRIDE;  // against bank conflicts
@@ -215,7 +217,8 @@ template <typename G> struct Weights {
 // Others in a ring: each lane reads what it copied itself, [TOKEN_TILES, lanes, 16 bytes] a step. Behind the last column are
 // zeros; behind the last row any row, whose products nobody reads.
 template <typename T, typename G> struct Activations {
-    const T *input, *row[G::TOKEN_TILES];
+    const T* input;
+    int row[G::TOKEN_TILES];  // where it begins
     int columns, begin, steps, step, batch, stride;
     unsigned memory, target;
 
@@ -240,7 +243,7 @@ template <typename T, typename G> struct Activations {
             target = this->memory;
 #pragma unroll
             for (int t = 0; t < G::TOKEN_TILES; ++t)
-                row[t] = input + static_cast<size_t>(source(min(t * 8 + own_row(), batch - 1))) * stride + begin + own_quad() * 8;
+                row[t] = source(min(t * 8 + own_row(), batch - 1)) * stride + begin + own_quad() * 8;
         }
     }
     // Copies the next step; behind the last one the first, of the next tile.
@@ -248,7 +251,7 @@ template <typename T, typename G> struct Activations {
         const bool exists = begin + own_quad() * 8 + step * 32 < columns;
 #pragma unroll
         for (int t = 0; t < G::TOKEN_TILES; ++t)
-            copy_async_16(target + t * 512, exists ? row[t] + step * 32 : input, exists);
+            copy_async_16(target + t * 512, exists ? input + row[t] + step * 32 : input, exists);
         if (++step == steps) step = 0;
         target = target == memory + (G::AHEAD - 1) * G::STEP_BYTES ? memory : target + G::STEP_BYTES;
     }
@@ -263,11 +266,14 @@ template <typename T, typename G> struct Activations {
         }
         return place == memory + (G::AHEAD - 1) * G::STEP_BYTES ? memory : place + G::STEP_BYTES;
     }
-    __device__ __forceinline__ void read(uint4 (&rows)[G::TOKEN_TILES], unsigned place) const {
+    // The lane's columns of tiles from the first one on.
+    __device__ __forceinline__ void read(uint4 (&rows)[G::TOGETHER], unsigned place, int first) const {
+        const auto row = [&](int t) { return min(t * 8 + own_row(), batch - 1); };
 #pragma unroll
-        for (int t = 0; t < G::TOKEN_TILES; ++t) {
-            if constexpr (!G::STAYS) rows[t] = read_shared_16(place + t * 512);
-            else rows[t] = read_shared_16(t == 0 ? place : place + (min(t * 8 + own_row(), batch - 1) - min(own_row(), batch - 1)) * 64);
+        for (int i = 0; i < G::TOGETHER; ++i) {
+            const int t = first + i;
+            if (G::STAYS && t > 0) rows[i] = read_shared_16(place + (row(t) - row(0)) * 64);
+            else rows[i] = read_shared_16(place + t * 512);
         }
     }
 };

@@ -12,6 +12,7 @@ namespace packed {
 // The outputs of a tile that a thread writes, as pairs of columns, and what they need beside sums.
 template <typename T, typename G, typename Output> struct OwnOutputs {
     static constexpr int PAIRS = G::UNIT / 2, EACH = (8 * G::TOKEN_TILES * PAIRS + G::THREADS - 1) / G::THREADS;
+    static constexpr bool EARLY = EACH <= 2;  // registers hold what is read before the products
     const Linear& linear;
     const Output& output;
     float2 before[EACH], biases[EACH][G::SUMS];
@@ -77,24 +78,33 @@ template <typename G> __device__ __forceinline__ void leave_sums(float* area, co
         }
 }
 
-// A step of 32 columns of all of the warp's tiles.
-template <typename T, typename G>
-__device__ __forceinline__ void multiply(
-    Sums<G>& sum, const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], const uint4 (&rows)[G::TOKEN_TILES], int step) {
+// The tensor cores' operands of a step, of 16 weight rows each.
+template <typename T, typename G> struct Operands {
+    unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
+
+    __device__ __forceinline__ Operands(const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], int step) {
 #pragma unroll
-    for (int m = 0; m < G::WEIGHT_TILES; ++m) {
-        unsigned low[4], high[4];
-        groups[2 * m].values(held.word(2 * m, step), low);
-        groups[2 * m + 1].values(held.word(2 * m + 1, step), high);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned a0[2] = {low[2 * half], high[2 * half]}, a2[2] = {low[2 * half + 1], high[2 * half + 1]};
-#pragma unroll
-            for (int t = 0; t < G::TOKEN_TILES; ++t)
-                multiply_add(sum[m][t], a0, a2, half == 0 ? rows[t].x : rows[t].z, half == 0 ? rows[t].y : rows[t].w, T());
+        for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+            groups[2 * m].values(held.word(2 * m, step), low[m]);
+            groups[2 * m + 1].values(held.word(2 * m + 1, step), high[m]);
         }
     }
-}
+    // Times the rows of tiles of activations from the first one on. Products of one sum stand far apart: each waits for the
+    // one before.
+    __device__ __forceinline__ void multiply(Sums<G>& sum, const uint4 (&rows)[G::TOGETHER], int first) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+                const unsigned a0[2] = {low[m][2 * half], high[m][2 * half]};
+                const unsigned a2[2] = {low[m][2 * half + 1], high[m][2 * half + 1]};
+#pragma unroll
+                for (int t = 0; t < G::TOGETHER; ++t)
+                    multiply_add(sum[m][first + t], a0, a2, half == 0 ? rows[t].x : rows[t].z,
+                                 half == 0 ? rows[t].y : rows[t].w, T());
+            }
+    }
+};
 
 template <typename G> __device__ __forceinline__ void add_slice(Sums<G>& group, Sums<G>& sum) {
 #pragma unroll
@@ -133,17 +143,17 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
         }
     }
     OwnOutputs<T, G, Output> outputs(linear, output);
-    outputs.read(blockIdx.x * G::UNIT);
+    if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
     wait_for_copies<G::STAYS ? 0 : G::AHEAD - 2>();
     __syncwarp();
     unsigned slot = weights.ring, place = activations.first_place();
-    Held<G> held, next;
-    uint4 rows[2][G::TOKEN_TILES];
+    Held<G> held;
+    uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
     held.read(slot);
-    activations.read(rows[0], place);
+    activations.read(rows[0], place, 0);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Sums<G> sum = {}, group = {};
-        if (tile != blockIdx.x) outputs.read(tile * G::UNIT);
+        if (outputs.EARLY && tile != blockIdx.x) outputs.read(tile * G::UNIT);
         int steps_left = linear.steps;
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
@@ -157,24 +167,32 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
                     wait_for_copies<G::STAYS ? G::DEPTH - 2 : G::AHEAD - 2>();
                     __syncwarp();  // other lanes' scales have come, and those before have been read
                     slot = weights.following(slot);
-                    next.read(slot);
                 } else if (!G::STAYS) {
                     wait_for_copies<G::AHEAD - 2>();
                 }
-                place = activations.following(place);
-                activations.read(rows[(d + 1) % 2], place);
+                const unsigned following = activations.following(place);
                 if (d * G::SCALES % BLOCK_STEPS == 0)
 #pragma unroll
                     for (int i = 0; i < G::TILES; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
-                multiply<T, G>(sum, held, groups, rows[d % 2], d);
+                const Operands<T, G> operands(held, groups, d);
+                if (d == BLOCK_STEPS - 1) held.read(slot);
+                constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    const int turn = d * PARTS + part;
+                    const bool last = part + 1 == PARTS;
+                    activations.read(rows[(turn + 1) % 2], last ? following : place, last ? 0 : (part + 1) * G::TOGETHER);
+                    operands.multiply(sum, rows[turn % 2], part * G::TOGETHER);
+                }
+                place = following;
                 if (G::WARPS != GROUPS || (d + 1) % G::EVERY != 0) continue;
                 steps_left -= G::EVERY;
                 if (steps_left == 0) steps_left = linear.steps, add_slice<G>(group, sum);
             }
-            held = next;
         }
         __syncthreads();  // the area has been read
         leave_sums<G>(area, G::WARPS == GROUPS ? group : sum, linear.batch);
+        if (!outputs.EARLY) outputs.read(tile * G::UNIT);
         __syncthreads();
         outputs.write(area, tile * G::UNIT);
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
@@ -26,8 +25,8 @@ _STAYING = 32 << 10
 class PackedTiling:
     """Tiles of `weight_tiles` times 16 weight rows, times `token_tiles` times 8 rows of activations.
 
-    `warps` share K, 4 (a group of slices each) or 16 (a slice); `depth` blocks of each warp's weights find room; `blocks`
-    are on a multiprocessor. `stays`: activations are copied once.
+    `warps` share K, 4 (a group of slices each) or 16 (a slice); `depth` blocks of each warp's weights find room;
+    `blocks` are on a multiprocessor. `stays`: activations are copied once.
     """
 
     token_tiles: int
@@ -68,7 +67,7 @@ def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLay
 
 
 def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:
-    """All that take `batch` rows of activations in the shared memory that a block gets, the first one the best known."""
+    """All that take `batch` rows of activations in the shared memory that a block gets, the best known first."""
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= batch)
     stays = 2 * padded_columns(layout.columns) * batch <= _STAYING
     found = []

@@ -1,9 +1,10 @@
 """The layout in which kernels read weights of 4 bits: a pure function of a `PackedWeight`, and back.
 
-A block is 8 rows times 128 columns: 512 bytes of codes, 16 for each lane of a warp, then what belongs to the groups of the
-8 rows. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of four steps of 32 columns, a word a step. In a word, the
-code of column j begins at bit `CODE_BITS[j]` and goes round: decode/packed_copies.cuh says why. Of each row and group in a
-block follows the scale in the compute dtype; where there are zero points, behind each scale what takes the zero point off.
+A block is 8 rows times 128 columns: 512 bytes of codes, 16 for each lane of a warp, then what belongs to the groups of
+the 8 rows. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of four steps of 32 columns, a word a step. In a
+word, the code of column j begins at bit `CODE_BITS[j]` and goes round: decode/packed_copies.cuh says why. Of each row
+and group in a block follows the scale in the compute dtype; where there are zero points, behind each scale what takes
+the zero point off.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _ZERO_OFFSETS = {"float16": 16, "bfloat16": 32}
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """What kernels know of a weight [rows, columns] of 4 bits when they are compiled: its format, and whether its scales
-    are `small` (of float16, symmetric, and finite times 2^18), which saves instructions and changes no bit."""
+    """What kernels know of a weight [rows, columns] of 4 bits when they are compiled.
+
+    Its format, and whether its scales are `small` (of float16, symmetric, and finite times 2^18), which saves
+    instructions and changes no bit.
+    """
 
     format: WeightFormat
     rows: int
@@ -78,6 +82,11 @@ class PackedMatrix:
         return self.layout.rows, self.layout.columns
 
     @property
+    def dtype(self) -> str:
+        """In which its values are rounded."""
+        return self.layout.format.dtype
+
+    @property
     def pointer(self) -> int:
         """Of the data."""
         return self.data.pointer
@@ -110,7 +119,7 @@ def device_layout(weight: PackedWeight) -> DeviceLayout:
 
 
 def to_device_layout(weight: PackedWeight) -> tuple[DeviceLayout, np.ndarray]:
-    """A weight as kernels read it: uint8 of `DeviceLayout.shape`. Behind the last row and column codes and scales are 0."""
+    """A weight as kernels read it: uint8 of `DeviceLayout.shape`. Behind the last row and column are zeros."""
     layout = device_layout(weight)
     down, along = layout.blocks
     padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint32)

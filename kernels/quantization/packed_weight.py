@@ -70,6 +70,17 @@ class PackedWeight:
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> str:
+        """In which the values are rounded."""
+        return self.format.dtype
+
     def values(self) -> np.ndarray:
         """The weight as float32 [N, K], its columns in the order of the activations, without `input_scales`.
 
