@@ -13,6 +13,8 @@ namespace packed {
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int BLOCK_STEPS = 4, BLOCK_COLUMNS = 32 * BLOCK_STEPS, CODE_BYTES = 512;
 
+constexpr int ROW_BYTES = 64 * BLOCK_STEPS + 64;  // of activations that stay, a row of a block; against bank conflicts
+
 // What is known of the scales: nothing; that those of float16, of symmetric codes, are finite times 2^18; or that
 // each has a zero point behind it.
 constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
@@ -41,7 +43,7 @@ struct Geometry {
     static_assert(STAYS || (DEPTH - 1) * BLOCK_STEPS >= AHEAD - 1, "weights have come when their activations have");
 
     static __device__ constexpr int shared_bytes(int rows, int steps) {
-        return INPUT_BEGIN + (STAYS ? rows * steps * 64 : WARPS * AHEAD * STEP_BYTES);
+        return INPUT_BEGIN + (STAYS ? rows * steps / BLOCK_STEPS * ROW_BYTES : WARPS * AHEAD * STEP_BYTES);
     }
 };
 static_assert(Geometry<2, 1, 4, 3, 1, 2, ZEROS, false, false>::shared_bytes(0, 0) == HOST_PACKED_BYTES &&
@@ -71,8 +73,15 @@ __device__ __forceinline__ unsigned both(unsigned word, int half) {
     return result;
 }
 
+// A word turned right by 8, by one instruction: of shifts the compiler makes one for each mask.
+__device__ __forceinline__ unsigned turned(unsigned word) {
+    unsigned result;
+    asm("prmt.b32 %0, %1, %1, 0x0321;" : "=r"(result) : "r"(word));
+    return result;
+}
+
 // What codes of a row's group become: `values` gives the columns of a word in four pairs, (code - zero point) scale, rounded
-// once. Products and differences before that are exact.
+// once. Products and differences before that are exact. `mask` is LOW in a register.
 template <typename T, int MODE> struct Group;
 
 // Of float16, codes stand at bits 6 to 9, or 2 to 5. Behind an exponent of 1024 that is 1024 + 64 q, or 1024 + 4 q.
@@ -86,13 +95,13 @@ template <> struct Group<__half, SMALL> {
         large = both(stored[i / 2], i % 2);
         scale = fused<__half>(large, 0x00400040u, MINUS_ZERO), middle = fused<__half>(large, 0x82008200u, MINUS_ZERO);
     }
-    __device__ __forceinline__ void values(unsigned word, unsigned& high, unsigned& low) const {
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
         high = fused<__half>(word & HIGH, large, middle);
-        low = fused<__half>(fused<__half>(word & LOW | THOUSAND, QUARTER, 0xdc20dc20u), scale, MINUS_ZERO);
+        low = fused<__half>(fused<__half>(word & mask | THOUSAND, QUARTER, 0xdc20dc20u), scale, MINUS_ZERO);
     }
-    __device__ __forceinline__ void values(unsigned word, unsigned (&four)[4]) const {
-        values(word, four[0], four[1]);
-        values(word >> 8 | word << 24, four[2], four[3]);
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned (&four)[4]) const {
+        values(word, mask, four[0], four[1]);
+        values(turned(word), mask, four[2], four[3]);
     }
 };
 
@@ -107,13 +116,13 @@ template <int MODE> struct Group<__half, MODE> {
             scale = both(stored[i / 2], i % 2), high_zero = 0xce00ce00u, low_zero = 0xdc20dc20u;  // - 24, - 264
         }
     }
-    __device__ __forceinline__ void values(unsigned word, unsigned& high, unsigned& low) const {
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
         high = fused<__half>(fused<__half>(word & HIGH | THOUSAND, SIXTY_FOURTH, high_zero), scale, MINUS_ZERO);
-        low = fused<__half>(fused<__half>(word & LOW | THOUSAND, QUARTER, low_zero), scale, MINUS_ZERO);
+        low = fused<__half>(fused<__half>(word & mask | THOUSAND, QUARTER, low_zero), scale, MINUS_ZERO);
     }
-    __device__ __forceinline__ void values(unsigned word, unsigned (&four)[4]) const {
-        values(word, four[0], four[1]);
-        values(word >> 8 | word << 24, four[2], four[3]);
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned (&four)[4]) const {
+        values(word, mask, four[0], four[1]);
+        values(turned(word), mask, four[2], four[3]);
     }
 };
 
@@ -124,13 +133,14 @@ template <int MODE> struct Group<__nv_bfloat16, MODE> {
         if constexpr (MODE == ZEROS) scale = both(stored[i], 0), zero = both(stored[i], 1);
         else scale = both(stored[i / 2], i % 2), zero = 0xc220c220u;  // - 40
     }
-    __device__ __forceinline__ unsigned value(unsigned word) const {
+    __device__ __forceinline__ unsigned value(unsigned word, unsigned mask) const {
         using Pair = __nv_bfloat16;
-        return fused<Pair>(fused<Pair>(word & LOW | 0x43004300u, 0x3e803e80u, zero), scale, MINUS_ZERO);
+        return fused<Pair>(fused<Pair>(word & mask | 0x43004300u, 0x3e803e80u, zero), scale, MINUS_ZERO);
     }
-    __device__ __forceinline__ void values(unsigned word, unsigned (&four)[4]) const {
-        const unsigned turned = word >> 8 | word << 24;
-        four[0] = value(word >> 4), four[1] = value(word), four[2] = value(turned >> 4), four[3] = value(turned);
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned (&four)[4]) const {
+        const unsigned other = turned(word);
+        four[0] = value(word >> 4, mask), four[1] = value(word, mask);
+        four[2] = value(other >> 4, mask), four[3] = value(other, mask);
     }
 };
 
@@ -200,10 +210,10 @@ template <typename G> struct Weights {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < G::TILES; ++i) {
-            copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, exists ? codes[i] : weight, exists);
+            copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, codes[i], exists);
             codes[i] += G::BLOCK_BYTES;
         }
-        if (lane < G::TILES * G::PIECES) copy_async_16(slot + scale_place, exists ? scales : weight, exists);
+        if (lane < G::TILES * G::PIECES) copy_async_16(slot + scale_place, scales, exists);
         scales += G::BLOCK_BYTES;
         slot = following(slot);
         if (++block < own) return;
@@ -213,7 +223,7 @@ template <typename G> struct Weights {
     }
 };
 
-// The activations of a warp's share of K. Those that stay: [steps, rows, 64 bytes], all lanes read what others copied.
+// The activations of a warp's share of K. Those that stay: [blocks, rows, ROW_BYTES], all lanes read what others copied.
 // Others in a ring: each lane reads what it copied itself, [TOKEN_TILES, lanes, 16 bytes] a step. Behind the last column are
 // zeros; behind the last row any row, whose products nobody reads.
 template <typename T, typename G> struct Activations {
@@ -227,15 +237,15 @@ template <typename T, typename G> struct Activations {
           step(0), batch(arguments.linear.batch), stride(arguments.stride), memory(memory) {
         const SelectedRows source{arguments.selected, arguments.tokens};
         if constexpr (G::STAYS) {
-            this->memory += threadIdx.x / 32 * steps * batch * 64;
+            this->memory += threadIdx.x / 32 * (steps / BLOCK_STEPS) * batch * ROW_BYTES;
 #pragma unroll 1
             for (int b = 0; b < batch; ++b) {
                 const T* own = input + static_cast<size_t>(source(b)) * stride;
 #pragma unroll 1
                 for (int s = own_row(); s < steps; s += 8) {
                     const int column = begin + s * 32 + own_quad() * 8;
-                    const bool exists = column < columns;
-                    copy_async_16(this->memory + (s * batch + b) * 64 + own_quad() * 16, exists ? own + column : own, exists);
+                    const unsigned place = this->memory + (s / BLOCK_STEPS * batch + b) * ROW_BYTES + s % BLOCK_STEPS * 64;
+                    copy_async_16(place + own_quad() * 16, own + column, column < columns);
                 }
             }
         } else {
@@ -251,20 +261,19 @@ template <typename T, typename G> struct Activations {
         const bool exists = begin + own_quad() * 8 + step * 32 < columns;
 #pragma unroll
         for (int t = 0; t < G::TOKEN_TILES; ++t)
-            copy_async_16(target + t * 512, exists ? input + row[t] + step * 32 : input, exists);
+            copy_async_16(target + t * 512, input + row[t] + step * 32, exists);
         if (++step == steps) step = 0;
         target = target == memory + (G::AHEAD - 1) * G::STEP_BYTES ? memory : target + G::STEP_BYTES;
     }
     __device__ unsigned first_place() const {
-        return G::STAYS ? memory + min(own_row(), batch - 1) * 64 + own_quad() * 16 : memory;
+        return G::STAYS ? memory + min(own_row(), batch - 1) * ROW_BYTES + own_quad() * 16 : memory;
     }
-    // Where the step behind the one at `place` is.
-    __device__ unsigned following(unsigned place) const {
-        if constexpr (G::STAYS) {
-            const unsigned next = place + batch * 64;
-            return next >= memory + steps * batch * 64 ? next - steps * batch * 64 : next;
-        }
-        return place == memory + (G::AHEAD - 1) * G::STEP_BYTES ? memory : place + G::STEP_BYTES;
+    // Where the step behind step `d` of a block is, which is at `place`.
+    __device__ unsigned following(unsigned place, int d) const {
+        if (!G::STAYS) return place == memory + (G::AHEAD - 1) * G::STEP_BYTES ? memory : place + G::STEP_BYTES;
+        if (d < BLOCK_STEPS - 1) return place + 64;
+        const unsigned next = place + batch * ROW_BYTES - (BLOCK_STEPS - 1) * 64, bytes = steps / BLOCK_STEPS * batch * ROW_BYTES;
+        return next >= memory + bytes ? next - bytes : next;
     }
     // The lane's columns of tiles from the first one on.
     __device__ __forceinline__ void read(uint4 (&rows)[G::TOGETHER], unsigned place, int first) const {
@@ -272,7 +281,7 @@ template <typename T, typename G> struct Activations {
 #pragma unroll
         for (int i = 0; i < G::TOGETHER; ++i) {
             const int t = first + i;
-            if (G::STAYS && t > 0) rows[i] = read_shared_16(place + (row(t) - row(0)) * 64);
+            if (G::STAYS && t > 0) rows[i] = read_shared_16(place + (row(t) - row(0)) * ROW_BYTES);
             else rows[i] = read_shared_16(place + t * 512);
         }
     }

@@ -82,11 +82,11 @@ template <typename G> __device__ __forceinline__ void leave_sums(float* area, co
 template <typename T, typename G> struct Operands {
     unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
 
-    __device__ __forceinline__ Operands(const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], int step) {
+    __device__ __forceinline__ Operands(const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], int step, unsigned mask) {
 #pragma unroll
         for (int m = 0; m < G::WEIGHT_TILES; ++m) {
-            groups[2 * m].values(held.word(2 * m, step), low[m]);
-            groups[2 * m + 1].values(held.word(2 * m + 1, step), high[m]);
+            groups[2 * m].values(held.word(2 * m, step), mask, low[m]);
+            groups[2 * m + 1].values(held.word(2 * m + 1, step), mask, high[m]);
         }
     }
     // Times the rows of tiles of activations from the first one on. Products of one sum stand far apart: each waits for the
@@ -146,6 +146,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
     if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
     wait_for_copies<G::STAYS ? 0 : G::AHEAD - 2>();
     __syncwarp();
+    const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
     unsigned slot = weights.ring, place = activations.first_place();
     Held<G> held;
     uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
@@ -170,11 +171,11 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
                 } else if (!G::STAYS) {
                     wait_for_copies<G::AHEAD - 2>();
                 }
-                const unsigned following = activations.following(place);
+                const unsigned following = activations.following(place, d);
                 if (d * G::SCALES % BLOCK_STEPS == 0)
 #pragma unroll
                     for (int i = 0; i < G::TILES; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
-                const Operands<T, G> operands(held, groups, d);
+                const Operands<T, G> operands(held, groups, d, mask);
                 if (d == BLOCK_STEPS - 1) held.read(slot);
                 constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;
 #pragma unroll

@@ -8,7 +8,7 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import padded_columns
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
 
 #: By tiles of activations: warps, tiles of weights, depth, blocks on a multiprocessor.
 _FORMS = {
@@ -18,7 +18,9 @@ _FORMS = {
     8: ((4, 2, 3, 1), (4, 1, 3, 1), (4, 1, 2, 1)),
 }
 #: Bytes of activations of a block that are copied once, for all its tiles.
-_STAYING = 32 << 10
+_STAYING = 40 << 10
+#: Of them, those of a row in a block of weights.
+_ROW_BYTES = 2 * BLOCK_COLUMNS + 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class PackedTiling:
         """Of a block: rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
         weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
         sums = self.warps * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
-        activations = 2 * padded_columns(columns) * batch
+        activations = padded_columns(columns) // BLOCK_COLUMNS * batch * _ROW_BYTES
         return weights + sums + (activations if self.stays else self.warps * self.ahead * self.token_tiles * 512)
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
@@ -69,7 +71,7 @@ def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLay
 def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the best known first."""
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= batch)
-    stays = 2 * padded_columns(layout.columns) * batch <= _STAYING
+    stays = padded_columns(layout.columns) // BLOCK_COLUMNS * batch * _ROW_BYTES <= _STAYING
     found = []
     for warps, weight_tiles, depth, blocks in _FORMS[token_tiles]:
         tiling = PackedTiling(token_tiles, weight_tiles, warps, depth, blocks, stays)
