@@ -49,7 +49,8 @@ def normal(gpu, dtype: str, *shape: int):
 def test_every_tiling_gives_the_bits_of_the_dequantized_weight(
     gpu, rows: int, width: int, columns: int, group: int | None, zeros: bool, dtype: str, size: float
 ) -> None:
-    kernels, weight = CudaTiledKernels(gpu.kernel_module, dtype), random_packed(width, columns, group, zeros, dtype, size)
+    kernels = CudaTiledKernels(gpu.kernel_module, dtype)
+    weight = random_packed(width, columns, group, zeros, dtype, size)
     packed, dense = packed_copy(gpu, weight), device_copy(gpu, compute_bits(weight.values(), dtype)[0])
     (x, own_x), (bias, own_bias) = normal(gpu, dtype, rows, columns), normal(gpu, dtype, width)
     output, twin = gpu.empty((rows, width), "float32"), np.empty((rows, width), np.float32)

@@ -1,4 +1,4 @@
-"""The layout in which kernels read weights of 4 bits: what it is made of comes back from it, and it is what they say."""
+"""The layout in which kernels read weights of 4 bits: a weight comes back from it, and it is what they expect."""
 
 from __future__ import annotations
 
