@@ -131,12 +131,17 @@ def to_device_layout(weight: PackedWeight) -> tuple[DeviceLayout, np.ndarray]:
         words |= _turned(columns[..., column], bit)
     result = np.empty(layout.shape, np.uint8)
     result[..., :CODE_BYTES] = words.transpose(0, 2, 1, 4, 3).copy().view(np.uint8).reshape(down, along, CODE_BYTES)
+    result[..., CODE_BYTES:] = tail_bytes(weight, layout)
+    return layout, result
+
+
+def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
+    """What follows the codes of each block: uint8 [down, along, `block_bytes` - 512]."""
     parts = [_padded(weight.scales * np.float32(SMALL_FACTOR if layout.small else 1), layout)]
     if weight.zeros is not None:
         parts.append(_padded(-(weight.zeros.astype(np.float32) + _ZERO_OFFSETS[layout.format.dtype]), layout))
     bits = np.stack([_bits(part, layout.format.dtype) for part in parts], axis=-1)
-    result[..., CODE_BYTES:] = bits.view(np.uint8).reshape(down, along, -1)
-    return layout, result
+    return bits.view(np.uint8).reshape(*layout.blocks, -1)
 
 
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:

@@ -1,0 +1,56 @@
+"""Weights of 4 bits brought into the kernels' layout on the GPU, where they are loaded."""
+
+from __future__ import annotations
+
+import ctypes
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.quantization.device_layout import CODE_BITS, CODE_BYTES, DeviceLayout
+
+
+class _Shuffle(ctypes.Structure):
+    """`Shuffle` of shuffle.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "tails", "data")),
+        ("stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "tail_bytes")),
+    ]
+
+
+def shuffle_kernel(bits: int) -> Kernel:
+    """The kernel for codes that are stored in 4 or 8 bits."""
+    macros = (
+        ("HOST_CODE_BITS", ", ".join(map(str, CODE_BITS))),
+        ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
+    )
+    expression = f"shuffle<{bits}>"
+    return Kernel(ModuleSource(f"shuffle-{bits}", ("quantization/shuffle.cu",), (expression,), macros), expression)
+
+
+def shuffle(
+    module: KernelModule, layout: DeviceLayout, codes: DeviceArray, tails: DeviceArray, data: DeviceArray
+) -> Launch:
+    """A launch that makes `data` uint8 of `layout.shape` as `to_device_layout` does.
+
+    `codes` uint8 [N, K], one in each byte, or [N, K / 2 or more], two, the first column in the lower half; `tails` are
+    `tail_bytes`. Raises KernelError where they do not fit, and for more than 524,280 rows.
+    """
+    down, along = layout.blocks
+    tail = layout.block_bytes - CODE_BYTES
+    rows, stride = codes.shape
+    halves = -(-layout.columns // 2) <= stride < layout.columns
+    found = (rows, codes.dtype, tails.shape, data.shape)
+    expected = (layout.rows, "uint8", (down, along, tail), layout.shape)
+    if found != expected or not (halves or stride == layout.columns) or down > 65_535:
+        raise KernelError(
+            f"codes {list(codes.shape)}, tails {list(tails.shape)} and data {list(data.shape)} are no weight of "
+            f"{layout.rows} rows of {layout.columns} columns: expected {layout.rows} rows of {layout.columns} or half "
+            f"as many bytes, {list(expected[2])} and {list(layout.shape)}"
+        )
+    arguments = _Shuffle(codes.pointer, tails.pointer, data.pointer, stride, layout.rows, layout.columns, tail)
+    kernel = shuffle_kernel(4 if halves else 8)
+    return Launch(module, kernel, (along, down, 1), 32 + tail // 16, 0, (arguments,))
