@@ -21,15 +21,15 @@ constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
 
 // A warp's tile: WEIGHT_TILES of 16 weight rows, TOKEN_TILES of 8 rows of activations. WARPS share K: each has a group of
 // slices, or a slice. DEPTH blocks of weights find room. Slices end every EVERY steps. SCALES of a row in a block. PAIRED:
-// the second 8 rows of 16 are the ups of the first 8. STAYS: activations are copied once, for all tiles; else in a ring of
-// AHEAD steps.
-template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int EVERY_, int SCALES_, int MODE_, bool STAYS_,
+// the second 8 rows of 16 are the ups of the first 8. Activations come in a ring of AHEAD steps; of 0:
+// they are copied once, for all tiles, and stay.
+template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int EVERY_, int SCALES_, int MODE_, int AHEAD_,
           bool PAIRED>
 struct Geometry {
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
     static constexpr int DEPTH = DEPTH_, EVERY = EVERY_, SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1;
-    static constexpr bool STAYS = STAYS_;
-    static constexpr int AHEAD = TOKEN_TILES <= 2 ? 8 : 5, TILES = 2 * WEIGHT_TILES;  // of 8 rows
+    static constexpr bool STAYS = AHEAD_ == 0;
+    static constexpr int AHEAD = AHEAD_, TILES = 2 * WEIGHT_TILES;  // of 8 rows
     static constexpr int UNIT = 16 * WEIGHT_TILES / SUMS;               // output columns of a tile
     static constexpr int SCALE_BYTES = 2 * SCALES * (MODE == ZEROS ? 2 : 1), PIECES = 8 * SCALE_BYTES / 16;
     static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES, SLOT_BYTES = TILES * BLOCK_BYTES;
@@ -46,8 +46,8 @@ struct Geometry {
         return INPUT_BEGIN + (STAYS ? rows * steps / BLOCK_STEPS * ROW_BYTES : WARPS * AHEAD * STEP_BYTES);
     }
 };
-static_assert(Geometry<2, 1, 4, 3, 1, 2, ZEROS, false, false>::shared_bytes(0, 0) == HOST_PACKED_BYTES &&
-                  Geometry<1, 2, 16, 2, 4, 1, ANY, true, true>::shared_bytes(3, 64) == HOST_STAYING_BYTES,
+static_assert(Geometry<2, 1, 4, 3, 1, 2, ZEROS, 8, false>::shared_bytes(0, 0) == HOST_PACKED_BYTES &&
+                  Geometry<1, 2, 16, 2, 4, 1, ANY, 0, true>::shared_bytes(3, 64) == HOST_STAYING_BYTES,
               "the host gives blocks their shared memory");
 
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }

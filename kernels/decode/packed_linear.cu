@@ -201,9 +201,9 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
 
 #define PACKED_KERNEL(NAME)                                                                                            \
     template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int WARPS, int DEPTH, int EVERY, int SCALES, int MODE,     \
-              bool STAYS, int BLOCKS>                                                                                  \
+              int AHEAD, int BLOCKS>                                                                                   \
     __global__ void __launch_bounds__(32 * WARPS, BLOCKS) NAME(const __grid_constant__ TiledLinear arguments)
-#define PACKED_GEOMETRY(PAIRED) Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, EVERY, SCALES, MODE, STAYS, PAIRED>
+#define PACKED_GEOMETRY(PAIRED) Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, EVERY, SCALES, MODE, AHEAD, PAIRED>
 
 // output = scale (input weight^T + bias)
 PACKED_KERNEL(linear) {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
-from edgellm.kernels.decode.contract import padded_columns
+from edgellm.kernels.decode.contract import SLICES, padded_columns
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
 
@@ -28,7 +29,7 @@ class PackedTiling:
     """Tiles of `weight_tiles` times 16 weight rows, times `token_tiles` times 8 rows of activations.
 
     `warps` share K, 4 (a group of slices each) or 16 (a slice); `depth` blocks of each warp's weights find room;
-    `blocks` are on a multiprocessor. `stays`: activations are copied once.
+    `blocks` are on a multiprocessor. `ahead` steps of activations, too; 0: they are copied once and stay.
     """
 
     token_tiles: int
@@ -36,19 +37,14 @@ class PackedTiling:
     warps: int
     depth: int
     blocks: int
-    stays: bool
-
-    @property
-    def ahead(self) -> int:
-        """Steps of activations that find room where they do not stay."""
-        return 8 if self.token_tiles <= 2 else 5
+    ahead: int
 
     def shared_bytes(self, block_bytes: int, columns: int, batch: int) -> int:
         """Of a block: rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
         weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
         sums = self.warps * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
         activations = padded_columns(columns) // BLOCK_COLUMNS * batch * _ROW_BYTES
-        return weights + sums + (activations if self.stays else self.warps * self.ahead * self.token_tiles * 512)
+        return weights + sums + (self.warps * self.ahead * self.token_tiles * 512 if self.ahead else activations)
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over a matrix's tiles."""
@@ -59,11 +55,11 @@ def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLay
     """A kernel of packed_linear.cu, whose structure of arguments has so many bytes."""
     every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
     sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
-    chosen = f"{', '.join(map(str, sizes))}, {str(tiling.stays).lower()}, {tiling.blocks}"
+    chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}"
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
-        ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, False).shared_bytes(576, 0, 0)),
-        ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, True).shared_bytes(528, 2048, 3)),
+        ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
+        ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
     )
     return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
 
@@ -74,8 +70,19 @@ def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[Pack
     stays = padded_columns(layout.columns) // BLOCK_COLUMNS * batch * _ROW_BYTES <= _STAYING
     found = []
     for warps, weight_tiles, depth, blocks in _FORMS[token_tiles]:
-        tiling = PackedTiling(token_tiles, weight_tiles, warps, depth, blocks, stays)
-        fits = tiling.shared_bytes(layout.block_bytes, layout.columns, batch) <= gpu.shared_limit
-        if fits and (warps == 4 or slices_end_every(layout.columns) == 4):
-            found.append(tiling)
+        if warps == SLICES and slices_end_every(layout.columns) != 4:  # a warp's slice is whole blocks of weights
+            continue
+        rings = (0,) if stays else tuple(ahead for ahead in (8, 5, 3) if ahead <= 4 * (depth - 1) + 1)
+        possible = [PackedTiling(token_tiles, weight_tiles, warps, depth, blocks, ahead) for ahead in rings]
+        sizes = [tiling.shared_bytes(layout.block_bytes, layout.columns, batch) for tiling in possible]
+        # The longest ring that leaves room for the other blocks of a multiprocessor, or the shortest.
+        room = gpu.shared_limit // blocks - 1024 * (blocks > 1)
+        beside = [tiling for tiling, size in zip(possible, sizes, strict=True) if size <= room]
+        if sizes[-1] <= gpu.shared_limit:
+            found.append(beside[0] if beside else possible[-1])
+    if not found:
+        raise KernelError(
+            f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of "
+            "shared memory that a block has"
+        )
     return found
