@@ -1,0 +1,1 @@
+"""What `edgellm eval` measures and prints."""
