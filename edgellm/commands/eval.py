@@ -320,7 +320,8 @@ class _Evaluation:
         from edgellm.evaluation.measures import answers
 
         for kind, examples in self.examples.items():
-            began, progress = time.monotonic(), partial(self.display, f"{kind.replace("_", " ")}, {way}")
+            stage = f"{kind.replace('_', ' ')}, {way}"
+            began, progress = time.monotonic(), partial(self.display, stage)
             responses = answers(llm, examples, self._params, self._settings.adapter, progress)
             self._answers[kind][way] = _Answers(responses, time.monotonic() - began)
 

@@ -29,16 +29,16 @@ class FollowingLogits:
 
     def __init__(self, base: BaseEngineRunner) -> None:
         self._base, limits, backend = base, base.limits, base.backend
-        # A padded step may reach so many rows past the context as a padded chunk of a prompt.
-        sizes = [MOST_TOKENS, limits.prefill_chunks[0]]
-        if backend.fixed_shapes and not all(backend.takes_any_key_range(self._shape(size)) for size in sizes):
-            sizes = [1]
+        sizes = (MOST_TOKENS, limits.prefill_chunks[0])
+        if backend.fixed_shapes:
+            sizes = tuple(size for size in sizes if all(map(backend.takes_any_key_range, self._shapes(size))))
+            # A padded step may reach so many rows past the context as a padded chunk of a prompt, no more.
+            sizes = sizes if limits.prefill_chunks[0] in sizes else (1,)
         self._sizes = sorted(sizes)
         shapes = [
             replace(shape, key_range=key_range)
             for size in self._sizes
-            for plain in (self._shape(size),)
-            for shape in (plain, *([] if base.adapters is None else [limits.with_adapters(plain)]))
+            for shape in self._shapes(size)
             for key_range in limits.key_ranges
         ]
         self._engines = LoadedEngines(backend, shapes)
@@ -82,6 +82,11 @@ class FollowingLogits:
         limits = self._base.limits
         phase = "decode" if tokens == 1 else "verify"
         return EngineShape(phase, 1, tokens, limits.key_ranges[-1], limits.kv_rows, tokens)
+
+    def _shapes(self, tokens: int) -> list[EngineShape]:
+        """Of the largest key range, the engine without adapters and, where the runner has such, that with them."""
+        plain = self._shape(tokens)
+        return [plain, self._base.limits.with_adapters(plain)] if self._base.adapters is not None else [plain]
 
     def _step(self, slot: int, ids: np.ndarray, start: int, size: int) -> np.ndarray:
         """The logits [n, V] behind `ids` [n], which are written to the rows from `start` on."""
