@@ -131,10 +131,13 @@ def with_system_prompt(prompts: Sequence[_Asking], text: str | None) -> list[_As
     if text is None:
         return list(prompts)
     system = {"role": "system", "content": text}
-    return [
-        prompt if prompt.messages[0]["role"] == "system" else replace(prompt, messages=(system, *prompt.messages))
-        for prompt in prompts
-    ]
+
+    def under_it(prompt: _Asking) -> _Asking:
+        if prompt.messages[0]["role"] == "system":
+            return prompt
+        return replace(prompt, messages=(system, *prompt.messages))
+
+    return list(map(under_it, prompts))
 
 
 def require_writable(path: Path | None, option: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgellm.errors import MissingDependencyError, RequestError
+from edgellm.errors import EngineError, MissingDependencyError, RequestError
 from edgellm.evaluation.inputs import Example, Window
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -290,6 +290,11 @@ def _score(
 
     def take_block(block: np.ndarray) -> None:
         nonlocal done
+        if not np.isfinite(block).all():
+            raise EngineError(
+                f"{llm.directory.path}: logits are not finite: its weights, or what quantized them, are at fault, or "
+                "its activations are too large for its dtype"
+            )
         rows = max(1, _MOST_VALUES // block.shape[1])
         for row in range(0, len(block), rows):
             logits = block[row : row + rows]
@@ -313,10 +318,7 @@ def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def _divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """KL(reference || model) [n] float64 of logits [n, V]."""
     expected, found = _log_probabilities(reference), _log_probabilities(logits)
-    weights = np.exp(expected)
-    with np.errstate(invalid="ignore"):  # a token that is impossible in both
-        terms = np.where(weights > 0, weights * (expected - found), 0.0)
-    return np.maximum(terms.sum(1), 0.0)
+    return np.maximum((np.exp(expected) * (expected - found)).sum(1), 0.0)
 
 
 def _log_probabilities(logits: np.ndarray) -> np.ndarray:

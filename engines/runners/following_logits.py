@@ -29,11 +29,11 @@ class FollowingLogits:
 
     def __init__(self, base: BaseEngineRunner) -> None:
         self._base, limits, backend = base, base.limits, base.backend
-        sizes = (MOST_TOKENS, limits.prefill_chunks[0])
+        sizes = [MOST_TOKENS, limits.prefill_chunks[0]]
         if backend.fixed_shapes:
-            sizes = tuple(size for size in sizes if all(map(backend.takes_any_key_range, self._shapes(size))))
+            sizes = [size for size in sizes if all(map(backend.takes_any_key_range, self._shapes(size)))]
             # A padded step may reach so many rows past the context as a padded chunk of a prompt, no more.
-            sizes = sizes if limits.prefill_chunks[0] in sizes else (1,)
+            sizes = sizes if limits.prefill_chunks[0] in sizes else [1]
         self._sizes = sorted(sizes)
         shapes = [
             replace(shape, key_range=key_range)
@@ -111,6 +111,6 @@ class FollowingLogits:
         engine = self._engines.bound(shape, one, bindings)
         backend.kernels.prepare_step(base.tables(one), token_ids, inputs)
         engine.enqueue()
-        values = leading(self._read, (1, size, vocabulary))
+        values = self._read[: size * vocabulary].reshape(1, size, vocabulary)
         backend.download_rows(logits, values, len(ids)).wait()
         return values[0, : len(ids)]
