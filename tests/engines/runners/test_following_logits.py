@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.runners.following_logits import FollowingLogits
@@ -26,13 +29,34 @@ def directory(tiny_engines: Path) -> EngineDirectory:
     return EngineDirectory.open(tiny_engines)
 
 
+class TwinsBackend(NumpyBackend):
+    """All engines are of hand-written kernels, on the kernels' twins."""
+
+    fixed_shapes = True
+
+    def takes_any_key_range(self, shape: EngineShape) -> bool:
+        return True
+
+    def load_engine(self, shape: EngineShape) -> KernelEngine:
+        engine = numpy_kernel_engine(self._configs[shape.model], shape)
+        engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
+        return engine
+
+
+def open_any(directory: EngineDirectory, backend: str) -> NumpyBackend:
+    if backend == "kernels":
+        return TwinsBackend(directory.config)
+    if backend.startswith("fixed"):
+        return FixedShapeBackend(directory, backend[len("fixed on ") :])
+    return NumpyBackend(directory.config)
+
+
 @contextmanager
-def opened_runner(directory: EngineDirectory, backend: str, **settings: object) -> Iterator[BaseEngineRunner]:
-    """ "numpy", "fixed" for engines of fixed shapes, "fixed on sm_86" where kernels take them."""
-    fixed = backend.startswith("fixed")
-    opened = FixedShapeBackend(directory, backend[len("fixed on ") :]) if fixed else open_backend(backend, directory)
+def opened_runner(directory: EngineDirectory, backend: str) -> Iterator[BaseEngineRunner]:
+    """ "numpy", "fixed" for engines of fixed shapes, "fixed on sm_86" where kernels take them, "kernels" for
+    those kernels' own arithmetic."""
     checkpoint = directory.checkpoint()
-    runner = BaseEngineRunner(opened, directory.config, directory.limits, checkpoint, **settings)
+    runner = BaseEngineRunner(open_any(directory, backend), directory.config, directory.limits, checkpoint)
     checkpoint.close()
     yield runner
     runner.close()
@@ -54,6 +78,8 @@ def following(
         ("fixed on sm_86", 1, [64, 16, 15]),
         ("fixed on sm_86", 40, [16, 16, 16, 8]),
         ("fixed", 90, [1] * 6),
+        ("kernels", 1, [64, 16, 15]),
+        ("kernels", 26, [64, 6]),
     ],
 )
 def test_they_are_those_of_decode_steps(directory: EngineDirectory, backend: str, first: int, sizes: list[int]) -> None:
@@ -66,7 +92,7 @@ def test_they_are_those_of_decode_steps(directory: EngineDirectory, backend: str
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "fixed on sm_86"])
+@pytest.mark.parametrize("backend", ["numpy", "fixed on sm_86", "kernels"])
 def test_another_slot_goes_on_as_it_was(directory: EngineDirectory, backend: str) -> None:
     def decoded(runner: BaseEngineRunner, disturbed: bool) -> list[int]:
         tokens = [int(runner.start(0, TEXT[:20], 0, SamplingValues()).wait()[0])]
