@@ -77,8 +77,8 @@ class MeasureOptions:
             "--reference",
             metavar="DIR",
             help="Compare with this engine directory of the same vocabulary: KL of next-token distributions and equal "
-            "greedy tokens, on the text or else on the expected answers. It runs first; its logits wait in a temporary "
-            "file (in $TMPDIR): 4 bytes for each token and entry of the vocabulary.",
+            "greedy tokens, on the text or else on the expected answers. It runs first, with the same adapter; its "
+            "logits wait in a temporary file (in $TMPDIR): 4 bytes for each token and entry of the vocabulary.",
         ),
     ] = None
     window: Annotated[
@@ -117,7 +117,7 @@ def eval(
         Path | None, typer.Option("--output", rich_help_panel=OUTPUT, help="Write all figures to this JSON file.")
     ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print them as JSON, too, instead of the table.")
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the table.")
     ] = False,
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
@@ -130,6 +130,8 @@ def eval(
     debug: options.Debug = False,
 ) -> None:
     """Measure what a change of a model costs, as quantizing does: perplexity, distance to a reference, tasks.
+
+    Answers are greedy and have up to 256 tokens, unless options or settings say otherwise.
 
     Example: edgellm eval robot-int4 --reference robot --text book.txt
     """

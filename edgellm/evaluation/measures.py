@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 #: The scores of `rouge`, as rouge-score names them.
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 _FLOAT32 = np.dtype(np.float32)
-#: So many logits are looked at at a time, in float64.
+#: So many logits are looked at at a time: what processors keep near them.
 _MOST_VALUES = 1 << 20
 
 
@@ -286,10 +286,12 @@ def _score(
     if not windows:
         raise RequestError("there are no windows: expected at least one, as text_windows makes them of a text")
     counted = np.asarray([token_id for window in windows for token_id in window.counted])
-    done = 0
+    done, left = 0, False
 
     def take_block(block: np.ndarray) -> None:
         nonlocal done
+        if left:
+            raise RequestError("nobody waits for the logits any more")
         if not np.isfinite(block).all():
             raise EngineError(
                 f"{llm.directory.path}: logits are not finite: its weights, or what quantized them, are at fault, or "
@@ -303,27 +305,32 @@ def _score(
         if progress is not None:
             progress(done, len(counted))
 
-    for window in windows:  # a call for each: what is asked of the model meanwhile comes between
-        ids, first = window.token_ids, window.first
-        llm.call(
-            partial(SpecDecodeRuntime.following_logits, token_ids=ids, first=first, take=take_block, adapter=adapter)
-        ).result()
+    following = SpecDecodeRuntime.following_logits
+    try:
+        for window in windows:  # a call for each: what is asked of the model meanwhile comes between
+            ids, first = window.token_ids, window.first
+            llm.call(partial(following, token_ids=ids, first=first, take=take_block, adapter=adapter)).result()
+    finally:
+        left = True  # an interrupt ends what is under way, too
 
 
 def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The negative log-likelihoods [n] float64 of `tokens` [n]."""
-    return -_log_probabilities(logits)[np.arange(len(tokens)), tokens]
+    shifted, _, sums = _exponentials(logits)
+    return np.log(sums) - shifted[np.arange(len(tokens)), tokens]
 
 
 def _divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(reference || model) [n] float64 of logits [n, V]."""
-    expected, found = _log_probabilities(reference), _log_probabilities(logits)
-    return np.maximum((np.exp(expected) * (expected - found)).sum(1), 0.0)
+    """KL(reference || model) [n] float64 of logits [n, V]: of equal logits exactly 0."""
+    expected, weights, sums = _exponentials(reference)
+    found, _, found_sums = _exponentials(logits)
+    means = (weights * (expected - found)).sum(1, dtype=np.float64) / sums
+    return np.maximum(means - np.log(sums) + np.log(found_sums), 0.0)
 
 
-def _log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """[n, V] float64."""
-    values = logits.astype(np.float64)
-    values -= values.max(1, keepdims=True)
-    values -= np.log(np.exp(values).sum(1, keepdims=True))
-    return values
+def _exponentials(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [n, V] float32 less the largest of their row, their exponentials, and the sums [n] float64 of these: the
+    largest have the smallest errors."""
+    shifted = logits - logits.max(1, keepdims=True)
+    weights = np.exp(shifted)
+    return shifted, weights, weights.sum(1, dtype=np.float64)

@@ -21,9 +21,18 @@ from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineError, MissingDependencyError, RequestError
-from edgellm.evaluation import measures
-from edgellm.evaluation.inputs import Example, Window, text_windows
-from edgellm.evaluation.measures import answers, divergence, exact_match, perplexity, record_logits, rouge
+from edgellm.evaluation import (
+    Example,
+    Window,
+    answers,
+    divergence,
+    exact_match,
+    measures,
+    perplexity,
+    record_logits,
+    rouge,
+    text_windows,
+)
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TEXT = [(13 * index * index + 7 * index + 5) % 256 for index in range(150)]
@@ -179,6 +188,15 @@ def test_what_a_model_cannot_hold_is_refused_and_the_model_goes_on(model: LLM) -
         perplexity(model, WINDOWS, adapter="nobody")
     assert perplexity(model, WINDOWS[:1]).tokens == 39
     assert model.generate("hello", SamplingParams(max_tokens=5)).token_ids == before.token_ids
+
+
+def test_what_progress_raises_ends_the_scoring_and_the_model_goes_on(model: LLM) -> None:
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perplexity(model, WINDOWS, progress=interrupted)
+    assert perplexity(model, WINDOWS[:1]).tokens == 39
 
 
 def test_scores_and_answers_do_not_disturb_each_other(tiny_draft_engines: Path, expected: np.ndarray) -> None:
