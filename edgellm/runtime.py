@@ -363,10 +363,11 @@ class SpecDecodeRuntime:
         with the LoRA adapter `adapter` (None: without one) has them.
 
         They come in blocks [n, vocabulary] float32 of at most 64 tokens, each written over by the next. Nothing is
-        drafted. Raises EngineError for a text that the model or its context cannot hold, AdapterError for an unknown
-        name.
+        drafted. Raises EngineError for a text that the model or its context cannot hold, RequestError for what are no
+        token ids, AdapterError for an unknown name.
         """
         runner = self._open_runner()
+        Request(prompt=tuple(token_ids), adapter=adapter)  # refuses what is none
         with self._exclusive():
             if self._following is None:
                 self._following = FollowingLogits(runner.base)

@@ -180,6 +180,7 @@ def test_what_a_model_cannot_hold_is_refused_and_the_model_goes_on(model: LLM) -
     for windows, error, message in [
         ([Window(tuple(range(97)), 1)], EngineError, "at most 96 tokens"),
         ([Window((1, 2, 400), 1)], EngineError, "token id 400"),
+        ([Window((1, "a", 3), 1)], RequestError, "'a' among its token ids"),
         ([], RequestError, "there are no windows"),
     ]:
         with pytest.raises(error, match=message):
