@@ -270,8 +270,8 @@ def rouge_scorer() -> Any:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise MissingDependencyError(
-            f"ROUGE needs rouge-score, which does not load ({error}). Install it with pip install '.[eval]' in EdgeLLM's "
-            "checkout, or with pip install 'rouge-score>=0.1.2'"
+            f"ROUGE needs rouge-score, which does not load ({error}). Install it with pip install '.[eval]' in "
+            "EdgeLLM's checkout, or with pip install 'rouge-score>=0.1.2'"
         ) from error
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
