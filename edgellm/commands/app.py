@@ -33,6 +33,7 @@ PANELS = {
         "info": "Say what an engine directory is: model, limits, memory, plans.",
         "doctor": "Say what was found on this machine, and check that the model computes on it.",
         "bench": "Compare the speed of drafting configurations with decoding without a draft.",
+        "eval": "Measure what a change of a model costs: perplexity, distance to a reference, tasks.",
     },
 }
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141

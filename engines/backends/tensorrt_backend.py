@@ -74,7 +74,7 @@ class TensorRTBackend(CudaDevice):
         self._engines: list[TensorRTEngine | KernelEngine | SplitEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many: CudaTiledKernels | None = None
-        self._scratch = self.empty((0,), "uint8")
+        self._scratch, self._is_checked = self.empty((0,), "uint8"), False
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -137,9 +137,13 @@ class TensorRTBackend(CudaDevice):
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
-        attention, or of the whole where kernels do not take that."""
+        attention, or of the whole where kernels do not take that. One that is loaded after `check_memory` has scratch
+        of its own where it needs more than there is."""
         engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
+        if self._is_checked:
+            small = engine.scratch_bytes > self._scratch.nbytes
+            self._attach(engine, self.empty((engine.scratch_bytes,), "uint8") if small else self._scratch)
         return engine
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
@@ -203,10 +207,14 @@ class TensorRTBackend(CudaDevice):
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
         self._scratch = self.empty((self.scratch_bytes(),), "uint8")
+        self._is_checked = True
         for engine in self._engines:
-            engine.attach(self, self._scratch)
-            if isinstance(engine, KernelEngine):
-                engine.load_kernels()
+            self._attach(engine, self._scratch)
+
+    def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
+        engine.attach(self, scratch)
+        if isinstance(engine, KernelEngine):
+            engine.load_kernels()
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

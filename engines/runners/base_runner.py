@@ -143,12 +143,7 @@ class BaseEngineRunner(AdaptedRunner):
             raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
         if not 0 <= reused < count:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            last = self.config.vocab_size - 1
-            wrong = ids[(ids < 0) | (ids > last)][0]
-            raise EngineError(f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer")
-        ids = ids.astype(np.int32)
-        self._image_inputs.check(ids, images)
+        ids = self.checked_ids(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
@@ -169,6 +164,27 @@ class BaseEngineRunner(AdaptedRunner):
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
+
+    def fill(self, slot: int, token_ids: np.ndarray) -> None:
+        """Write the KV rows of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes
+        along."""
+        self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
+        position = 0
+        for tokens, chunk in self._chunks(len(token_ids)):
+            self._prefill(slot, token_ids[position : position + tokens], position, chunk, None)
+            position += tokens
+
+    def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
+        """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""
+        last = self.config.vocab_size - 1
+        wrong = ids[(ids < 0) | (ids > last)]
+        if wrong.size:
+            raise EngineError(
+                f"the prompt has the token id {wrong[0]}, this model's are 0..{last}: use its own tokenizer"
+            )
+        ids = ids.astype(np.int32)
+        self._image_inputs.check(ids, images)
+        return ids
 
     def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
         """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `caches` in

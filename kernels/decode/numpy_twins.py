@@ -167,7 +167,8 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
         for t in range(tokens):
             seen, before = np.arange(tokens) == t, np.ones(start, bool)
             if mask is not None:
-                seen |= mask[b, 0, t, new]
+                visible = mask[b, 0, t, new]  # padding may stand at rows behind the keys that the mask speaks of
+                seen[: len(visible)] |= visible
                 before = mask[b, 0, t, :start] if step.masks_all else before
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
             scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)

@@ -1,0 +1,116 @@
+"""A quantized weight as every part of the house has it, whatever layout it was published in.
+
+Readers of published layouts make it, writers and the kernels' own layout are made from it, and what `values` computes
+from it is the weight that a model is said to have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from edgellm.kernels.bfloat16 import bfloat16_bits
+
+#: Of what codes are: integers of 4 or 8 bits from 0 up, OCP 8-bit floats of 4 exponent bits (Micikevicius et al. 2022),
+#: or 4-bit floats of 2.
+Codes = Literal["int4", "int8", "fp8", "fp4"]
+#: What a code of 4-bit floats stands for; the highest bit is the sign.
+FP4 = np.array([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight [N, K] is quantized: its codes, and how many columns of a row share a scale (`group`; None: all).
+
+    `zeros`: each scale has a zero point, else integers count from the middle of their range. `dtype` is that in which
+    a code (less its zero point) times its scale is rounded: "float16", "bfloat16" or "float32". `permuted`: the columns
+    stand in another order than those of the activations. `scaled`: the activations are multiplied by a vector before.
+    """
+
+    codes: Codes
+    group: int | None
+    zeros: bool
+    dtype: str
+    permuted: bool = False
+    scaled: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.codes in ("int4", "fp4") else 8
+
+    def groups(self, columns: int) -> int:
+        """Scales of a row of so many columns."""
+        return 1 if self.group is None else -(-columns // self.group)
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Of codes, scales and zero points, with scales of two bytes (float32: four; of 4-bit floats one, by which they
+        are published)."""
+        groups = rows * self.groups(columns)
+        scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
+        return rows * -(-columns * self.bits // 8) + groups * scale + (groups * self.bits // 8 if self.zeros else 0)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K], on the host.
+
+    `codes` uint8 [N, K]; `scales` float32 [N, groups], exact; `zeros` uint8 [N, groups] or None, counted as codes are.
+    `order` int32 [K] or None: column k of the codes is multiplied by element order[k] of the activations; groups are of
+    columns of the codes. `input_scales` float32 [K] or None: what multiplies the activations, in their own order.
+    """
+
+    format: WeightFormat
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+    order: np.ndarray | None = None
+    input_scales: np.ndarray | None = None
+
+    def values(self) -> np.ndarray:
+        """The weight as float32 [N, K], its columns in the order of the activations, without `input_scales`.
+
+        Each is (code - zero point) * scale, rounded to nearest, ties to even, in the format's dtype.
+        """
+        format, (rows, columns) = self.format, self.codes.shape
+        table = code_values(format.codes)
+        group = format.group or columns
+        values = table[self.codes]
+        if format.codes.startswith("int"):
+            middle = np.float32(1 << format.bits - 1)
+            values -= middle if self.zeros is None else np.repeat(self.zeros.astype(np.float32), group, 1)[:, :columns]
+        values *= np.repeat(self.scales, group, 1)[:, :columns]
+        values = _rounded(values, format.dtype)
+        if self.order is None:
+            return values
+        ordered = np.empty((rows, columns), np.float32)
+        ordered[:, self.order] = values
+        return ordered
+
+
+@cache
+def code_values(codes: Codes) -> np.ndarray:
+    """What each code stands for, before its zero point is taken off: float32 [16 or 256], read-only."""
+    if codes == "fp4":
+        table = FP4.copy()
+    elif codes == "fp8":
+        bits = np.arange(256)
+        exponent, fraction = bits >> 3 & 15, bits & 7
+        size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+        size[bits & 127 == 127] = np.nan
+        table = np.where(bits >> 7 == 1, -size, size).astype(np.float32)
+    else:
+        table = np.arange(16 if codes == "int4" else 256, dtype=np.float32)
+    table.setflags(write=False)
+    return table
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
+    return values
