@@ -82,6 +82,8 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return "attention between TensorRT's engines is that of tokens which see all before them"
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
+    if shape.kv_cache != "compute":
+        return f"there is no kernel for KV caches of {shape.kv_cache}"
     for heads, kv_heads, size in {step.heads for step in model_program(config, shape).attentions}:
         refusal = prefill_refusal(heads, kv_heads, size)
         if refusal is not None:

@@ -13,11 +13,13 @@ import numpy as np
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
+from edgellm.kernels.quantization.rows import write_rows
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
+    "int8": np.dtype(np.int8),
     "bool": np.dtype(np.bool_),
 }
 _ONE = np.float32(1)
@@ -178,31 +180,42 @@ class NumpyOperations(Operations[np.ndarray]):
         result.reshape(pairs)[...] += swapped * sin
         return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
 
-    def kv_cache_update(self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray) -> np.ndarray:
+    def kv_cache_update(
+        self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray, scales: np.ndarray | None = None
+    ) -> np.ndarray:
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
             if not 0 <= start <= rows - tokens:
                 raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
-            cache[sequence, :, start : start + tokens] = update[sequence]
+            write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
         return cache
 
     def attention(
-        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        mask: np.ndarray | None,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
         batch, heads, tokens, size = query.shape
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         kv_heads = keys.shape[1]
         # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
         grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
-        keys, values = keys[:, :, : visible.count], values[:, :, : visible.count]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
-            context = _attend(grouped, keys, values, visible.bias, visible.first_hidden, tokens)
+            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
         else:  # one head at a time: its scores stay in the processor's cache
             context = np.empty_like(grouped)
             for b in range(batch):
                 bias = None if visible.bias is None else visible.bias[b, 0]
                 for h in range(kv_heads):
-                    context[b, h] = _attend(grouped[b, h], keys[b, h], values[b, h], bias, visible.first_hidden, tokens)
+                    head = [each[b, h] for each in rows]
+                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
         return context.reshape(batch, heads, tokens, size)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
@@ -280,20 +293,29 @@ def _few_tokens_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray | None, first_hidden: int, tokens: int
+    query: np.ndarray, rows: Sequence[np.ndarray], bias: np.ndarray | None, first_hidden: int, tokens: int
 ) -> np.ndarray:
-    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), keys and values [..., n, D].
+    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), `rows` keys and values [..., n, D], and
+    where these are int8 their scales [..., n, 1].
 
     `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
     """
+    keys, values, *scales = rows
+    if scales:
+        keys, values = keys.astype(np.float32), values.astype(np.float32)
     scores = np.matmul(query, keys.swapaxes(-1, -2))
+    if scales:
+        scores *= scales[0].swapaxes(-1, -2)
     if bias is not None:
         masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
         masked[..., first_hidden:] += bias
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if scales:
+        scores *= scales[1].swapaxes(-1, -2)
     context = np.matmul(scores, values)
-    context /= scores.sum(axis=-1, keepdims=True)
+    context /= total
     return context
 
 

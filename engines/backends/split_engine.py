@@ -142,7 +142,7 @@ class SplitEngine:
                 launch()
 
     def _prepare(self) -> list[_Step]:
-        check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
+        check_bound(self, self._tensors, self._bound, self._program.states, self._scratch)
         arrays, steps = self._bound | self._scratch, []
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
@@ -161,7 +161,7 @@ class SplitEngine:
             query, key = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
             norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
         rotary = bound["rope_rotary_cos_sin"] if step.rotary else None
-        keys, values = (bound[name] for name in step.caches)
+        keys, values = (bound[name] for name in step.state(self.shape).names)
         rows = KeyValueRows(keys, values, bound["kvcache_start_index"])
         return [
             self._kernels.prepare_heads(qkv, norms, rotary, rows),

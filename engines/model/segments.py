@@ -15,7 +15,6 @@ from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
-    Edge,
     Keep,
     LinearResidual,
     NormLinear,
@@ -25,6 +24,7 @@ from edgellm.engines.model.program import (
     SideBySide,
     Step,
 )
+from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")

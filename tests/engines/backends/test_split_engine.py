@@ -95,7 +95,7 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
 
 def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
     """With the caches as outputs."""
-    return {**arrays, **{f"present_{name}": arrays[name] for name in program.caches}}
+    return {**arrays, **{f"present_{name}": arrays[name] for name in program.states}}
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
@@ -111,7 +111,7 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
         for name in program.outputs:
             found[name].fill(np.nan)
         engine.enqueue()
-        for name in (*program.outputs, *program.caches):
+        for name in (*program.outputs, *program.states):
             np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
