@@ -111,5 +111,7 @@ def planned_shapes(
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
+        if shape.kv_cache != "compute" and not splits:  # TensorRT has no such KV caches
+            continue
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return list(found)

@@ -72,7 +72,7 @@ class NumpyEngine:
     def __init__(self, config: ModelConfig, shape: EngineShape) -> None:
         self.shape = shape
         self._bindings: dict[str, np.ndarray] = {}
-        operations = NumpyOperations(self._bindings, self._bindings)
+        operations = NumpyOperations(self._bindings, self._bindings, wide=shape.kv_cache == "int8")
         self._graph = ProgramGraph(operations, model_program(config, shape))
         parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
         self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext

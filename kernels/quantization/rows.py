@@ -19,7 +19,8 @@ _SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 
 def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[..., D] float32 as [..., D] int8 and scales [..., 1] float32."""
+    """[..., D], rounded to float32, as [..., D] int8 and scales [..., 1] float32."""
+    x = x.astype(np.float32)
     scales = np.abs(x).max(axis=-1, keepdims=True) / np.float32(LARGEST)
     scales[scales < _SMALLEST_SCALE] = 0
     usable = (scales > 0) & np.isfinite(scales)
