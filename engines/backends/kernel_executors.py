@@ -174,7 +174,7 @@ class FewRows:
         array, mask = self._array, self._program.shape.phase != "decode"
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
-        k_cache, v_cache = map(array, step.state(self._program.shape).names)
+        k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
         return self._kernels.few.attention(
             array(step.value),
             AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0),
@@ -185,6 +185,7 @@ class FewRows:
                 k_cache,
                 v_cache,
                 step.masks_all,
+                *scales,
             ),
             AttentionScratch(array("partial"), array("counters")),
             array(step.output),

@@ -183,6 +183,8 @@ def attention_launch(
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
     heads, rotary = context.size // (batch * tokens * size), step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
+    if step.k_scale is not None:
+        raise KernelError("there is no kernel of decode attention for KV caches of int8")
     refusal = attention_refusal(heads, kv_heads, size)
     if refusal is not None:
         raise KernelError(refusal)

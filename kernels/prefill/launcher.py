@@ -8,8 +8,9 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RowScales
 
 _WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
 #: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
@@ -61,6 +62,11 @@ def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int 
     return ModuleSource(name, (f"prefill/{file}",), (expression,), macros, (header,))
 
 
+def _refuse_scales(row_scales: RowScales | None) -> None:
+    if row_scales is not None:
+        raise KernelError("there is no kernel of long prompts for KV caches of int8")
+
+
 class CudaPrefill:
     """See `edgellm.kernels.prefill.contract.PrefillKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
@@ -69,20 +75,34 @@ class CudaPrefill:
         self._check = Contracts(PrefillKernels, DeviceArray)
 
     def prepare_heads(
-        self, qkv: DeviceArray, norms: HeadNorms | None, rotary: DeviceArray | None, rows: KeyValueRows
+        self,
+        qkv: DeviceArray,
+        norms: HeadNorms | None,
+        rotary: DeviceArray | None,
+        rows: KeyValueRows,
+        row_scales: RowScales | None = None,
     ) -> Launch:
-        """Norm, rotation and KV rows; see the contract."""
-        arguments = (qkv, norms, rotary, rows)
+        """Norm, rotation and KV rows; see the contract. Raises KernelError for rows of int8, so far."""
+        _refuse_scales(row_scales)
+        arguments = (qkv, norms, rotary, rows, row_scales)
         sizes = self._check("prepare_heads", *arguments)
         packed = self._check.pack("prepare_heads", sizes, *arguments)
         grid = (sizes["T"], sizes["B"], 1)
         return Launch(self._module, heads_kernel(qkv.dtype), grid, _HEADS_THREADS, 0, (packed,))
 
     def causal_attention(
-        self, qkv: DeviceArray, rows: KeyValueRows, scale: float, context: DeviceArray, tiles: int | None = None
+        self,
+        qkv: DeviceArray,
+        rows: KeyValueRows,
+        scale: float,
+        context: DeviceArray,
+        row_scales: RowScales | None = None,
+        tiles: int | None = None,
     ) -> Launch:
-        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        arguments = (qkv, rows, scale, context)
+        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest. Raises
+        KernelError for rows of int8, so far."""
+        _refuse_scales(row_scales)
+        arguments = (qkv, rows, scale, context, row_scales)
         sizes = self._check("causal_attention", *arguments)
         packed = self._check.pack("causal_attention", sizes, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
