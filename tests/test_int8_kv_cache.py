@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from edgellm import Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.backends import opening
-from edgellm.engines.backends.executors import kernel_executor, planned_shapes, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, planned_shapes, split_refusal
+from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -111,21 +113,35 @@ def test_wrong_kinds_are_refused(tiny_engines: Path, tmp_path: Path) -> None:
         EngineDirectory.read(tmp_path)
 
 
-def test_tensorrt_refuses_it_by_name_before_anything_is_loaded(
-    tiny_engines: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "find_gpu", object)
-    for backend in ("tensorrt", "auto"):
-        with pytest.raises(EngineError, match=r"--kv-cache int8 .* is for the NumPy backend alone so far"):
-            LLM(tiny_engines, backend=backend, kv_cache="int8")
-
-
-def test_no_kernel_and_no_plan_is_offered_for_it(int8_engines: Path) -> None:
+def test_kernels_take_every_step_and_plans_are_those_without_it(int8_engines: Path) -> None:
     directory = EngineDirectory.read(int8_engines)
-    limits, models = directory.limits, directory.models
-    for shape in limits.engine_shapes():
+    for shape in directory.limits.engine_shapes():
         executor, reason = kernel_executor(directory.config, shape, "float16", 227 << 10)
-        assert (executor is None and "KV caches of int8" in reason) or shape.tokens > 64
-        if shape.phase == "prefill":
-            assert "KV caches of int8" in str(split_refusal(directory.config, shape, "float16", 227 << 10))
-    assert planned_shapes(models, limits, "float16", "sm_90") == []
+        assert executor is not None or split_refusal(directory.config, shape, "float16", 227 << 10) is None, reason
+    wide = EngineLimits(1, 512, 1024, kv_cache="int8")
+    needed = planned_shapes(directory.models, wide, "float16", "sm_90")
+    assert needed == planned_shapes(directory.models, replace(wide, kv_cache="compute"), "float16", "sm_90") != []
+
+
+def test_heads_that_no_kernel_takes_are_refused_with_the_reason(int8_engines: Path) -> None:
+    config = replace(EngineDirectory.read(int8_engines).config, head_dim=24, rotary_dim=24)
+    decode, prefill = (
+        EngineLimits(kv_cache="int8").base_shape(*kind, 1024) for kind in (("decode", 1, 1), ("prefill", 1, 512))
+    )
+    reason = kernel_refusal(config, decode, "float16", 227 << 10)
+    assert "KV caches of int8 for head sizes in multiples of 16, not 24" in str(reason)
+    assert "multiples of 16, not 24" in str(split_refusal(config, prefill, "float16", 227 << 10))
+    plain = replace(decode, kv_cache="compute")
+    assert kernel_refusal(config, plain, "float16", 227 << 10) is None
+    models = {"base": config}
+    assert planned_shapes(models, EngineLimits(kv_cache="int8"), "float16", "sm_90") == []  # nothing that TensorRT has
+
+
+def test_tensorrt_refuses_a_step_that_only_it_would_run(int8_engines: Path) -> None:
+    backend = object.__new__(TensorRTBackend)
+    directory = EngineDirectory.read(int8_engines)
+    backend._directory, backend.compute_dtype = directory, "float32"
+    backend._module = SimpleNamespace(shared_limit=227 << 10, multiprocessors=1, has_clusters=False)
+    shape = directory.limits.base_shape("prefill", 1, 16, 96)
+    with pytest.raises(EngineError, match=r"base.prefill.* cannot run with --kv-cache int8: .*float16 and bfloat16"):
+        backend._plan_engine(shape)

@@ -313,11 +313,9 @@ def step_refusal(step: Step, program: Program) -> str | None:
     """What about a step no kernel can do, whatever the GPU has; None if there is nothing."""
     shape = program.shape
     if isinstance(step, Attention):
-        if shape.kv_cache != "compute":
-            return f"there is no kernel for KV caches of {shape.kv_cache}"
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
-        return attention_refusal(*step.heads)
+        return attention_refusal(*step.heads, shape.kv_cache == "int8")
     if isinstance(step, Scale):
         return None
     if not isinstance(step, NormLinear | LinearResidual):

@@ -27,11 +27,6 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
         vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
         return cast(Backend, NumpyBackend(directory.config, draft, vision))
-    if directory.limits.kv_cache != "compute":
-        raise EngineError(
-            f"--kv-cache {directory.limits.kv_cache} (kv_cache) is for the NumPy backend alone so far: TensorRT has no "
-            'KV cache of 8 bits. Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
-        )
     from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 
     return cast(Backend, TensorRTBackend(directory))

@@ -185,9 +185,8 @@ def attention_launch(
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
     heads, rotary = context.size // (batch * tokens * size), step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
-    refusal, int8 = attention_refusal(heads, kv_heads, size), step.k_scale is not None
-    if int8 and size % 16:
-        refusal = f"decode attention takes KV caches of int8 for head sizes in multiples of 16, not {size}"
+    int8 = step.k_scale is not None
+    refusal = attention_refusal(heads, kv_heads, size, int8)
     if refusal is not None:
         raise KernelError(refusal)
     if tokens > MAX_TOKENS or rotary > size or rotary % 4:

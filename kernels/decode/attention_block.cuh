@@ -2,6 +2,7 @@
 #pragma once
 #include "decode/common.cuh"
 #include "shared/clusters.cuh"
+#include "shared/quantized_rows.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -12,11 +13,10 @@ constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
-// Whether the caches' rows are int8 with a float scale each: `quantization/rows.py` defines them. In shared memory they are
-// integers of T, values divided by VALUE_UNIT so that weights times scales times it keep to the range of half precision;
-// the scale of a row stands behind its elements.
+using namespace quantized;
+
+// Whether the caches' rows are int8. In shared memory the scale of a row stands behind its elements.
 constexpr bool INT8 = HOST_INT8;
-constexpr float VALUE_UNIT = 128.f;
 template <bool IS, typename A, typename B> struct Choice { using Type = A; };
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;

@@ -42,12 +42,6 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
     commit_copies();
 }
 
-// Four of the integers of a row as elements of T, each divided by `unit`.
-template <typename T> __device__ __forceinline__ uint2 expanded(unsigned four, float inverse_unit) {
-    auto number = [&](int i) { return static_cast<float>(static_cast<signed char>(four >> 8 * i)) * inverse_unit; };
-    return make_uint2(pack<T>(number(0), number(1)), pack<T>(number(2), number(3)));
-}
-
 // Rows of int8 that have come for a round become elements of T, in their places. Each row is one group of lanes' of a warp.
 template <typename T, int STEPS>
 __device__ __forceinline__ void expand_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
@@ -65,32 +59,11 @@ __device__ __forceinline__ void expand_tiles(const Block<T, STEPS>& block, const
             uint2 eight = make_uint2(0u, 0u);
             if (column < block.size) eight = *reinterpret_cast<const uint2*>(elements + (block.PADDED + column) / 2);
             __syncwarp();
-            const float inverse = is_value ? 1.f / VALUE_UNIT : 1.f;
-            const uint2 low = expanded<T>(eight.x, inverse), high = expanded<T>(eight.y, inverse);
             if (column < block.PADDED)
-                *reinterpret_cast<uint4*>(elements + column) = make_uint4(low.x, low.y, high.x, high.y);
+                *reinterpret_cast<uint4*>(elements + column) = expanded<T>(eight, is_value ? 1.f / VALUE_UNIT : 1.f);
         }
     }
     __syncthreads();
-}
-
-// The largest absolute value of a head's elements, of which a lane has some, as bits: above infinity's for NaN.
-template <int LANES> __device__ __forceinline__ float largest_of(unsigned bits) {
-#pragma unroll
-    for (int other = LANES / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(FULL_WARP, bits, other));
-    return __uint_as_float(bits);
-}
-__device__ __forceinline__ unsigned size_bits(float2 x) {
-    return max(__float_as_uint(x.x) & 0x7fffffffu, __float_as_uint(x.y) & 0x7fffffffu);
-}
-
-// The scale of a row whose largest element is given, and one of its integers; zeros where the scale is of no use.
-__device__ __forceinline__ float row_scale(float largest) {
-    const float scale = __fdiv_rn(largest, 127.f);
-    return scale < 1.17549435e-38f ? 0.f : scale;
-}
-__device__ __forceinline__ int row_integer(float x, float scale) {
-    return scale > 0.f && scale < __int_as_float(0x7f800000) ? __float2int_rn(__fdiv_rn(x, scale)) : 0;
 }
 
 // The new tokens that each token sees, and the number of its keys.
@@ -253,7 +226,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     bits[1] = max(bits[1], max(size_bits(unpack<T>(four[q].x)), size_bits(unpack<T>(four[q].y))));
                 }
 #pragma unroll
-                for (int kind = 0; kind < 2; ++kind) scales[kind] = row_scale(largest_of<Own::OF_HEAD>(bits[kind]));
+                for (int kind = 0; kind < 2; ++kind) scales[kind] = row_scale<Own::OF_HEAD>(bits[kind]);
             }
             if (own + i * block.warps * Own::HEADS >= items) continue;
             T* target = block.new_keys + head[i].target;

@@ -176,8 +176,10 @@ def adapters_refusal(places: int, rank: int, modules: Sequence[int]) -> str | No
     )
 
 
-def attention_refusal(heads: int, kv_heads: int, head_size: int) -> str | None:
-    """Why the attention kernel does not take such heads, or None if it does."""
+def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = False) -> str | None:
+    """Why the attention kernel does not take such heads, or None if it does; `int8`: KV rows are."""
+    if int8 and head_size % 16:
+        return f"attention takes KV caches of int8 for head sizes in multiples of 16, not {head_size}"
     if (
         head_size % 8 == 0
         and 0 < head_size <= MAX_HEAD_SIZE

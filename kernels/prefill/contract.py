@@ -44,8 +44,10 @@ class RowScales(NamedTuple):
     value: Annotated[OwnArray, "BGC1 float32"]
 
 
-def prefill_refusal(heads: int, kv_heads: int, size: int) -> str | None:
-    """Why these kernels do not take such heads, or None if they do."""
+def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) -> str | None:
+    """Why these kernels do not take such heads, or None if they do; `int8`: KV rows are."""
+    if int8 and size % 16:
+        return f"prefill attention takes KV caches of int8 for head sizes in multiples of 16, not {size}"
     if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0 and heads % kv_heads == 0:
         return None
     return (
@@ -68,7 +70,8 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
 
 def check_scales(rows: KeyValueRows, scales: RowScales | None) -> None:
     """Raise KernelError unless rows of int8 have scales, and others none."""
-    if (str(rows.k_cache.dtype) == "int8") == (scales is None):
+    is_int8 = str(rows.k_cache.dtype) == "int8"
+    if is_int8 == (scales is None):
         raise KernelError(f"KV caches of {rows.k_cache.dtype} {'without' if scales is None else 'with'} scales")
 
 
