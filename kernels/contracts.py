@@ -218,7 +218,7 @@ def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[s
         shape, dtype, usable = entry
         _check_shape(contract, field, shape, sizes)
         name = _dtype_name(dtype)
-        allowed = (field.dtype,)
+        allowed: tuple[str, ...] = (field.dtype,)
         if field.dtype in ("compute", "rows"):
             allowed = ((compute,) if compute else COMPUTE_DTYPES) + (("int8",) if field.dtype == "rows" else ())
         if name not in allowed and field.dtype != "any":

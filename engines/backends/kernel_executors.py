@@ -171,7 +171,8 @@ class FewRows:
         )
 
     def _attention(self, step: Attention) -> Any:
-        array, mask = self._array, self._program.shape.phase != "decode"
+        array = self._array
+        mask = None if self._program.shape.phase == "decode" else array("attention_mask")
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
         k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
@@ -181,10 +182,8 @@ class FewRows:
             AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
-                array("attention_mask") if mask else None,
-                k_cache,
-                v_cache,
-                step.masks_all,
+                mask,
+                *(k_cache, v_cache, step.masks_all),
                 *scales,
             ),
             AttentionScratch(array("partial"), array("counters")),

@@ -131,11 +131,14 @@ class EngineDirectory:
     def with_kv_cache(self, kind: str | None) -> EngineDirectory:
         """The same with KV rows of another kind, one of `KV_CACHES` (None: as it was built); EngineDirectoryError for
         an unknown one."""
-        if kind is None:
+        if kind is None or kind == self.limits.kv_cache:
             return self
         if kind not in KV_CACHES:
             raise EngineDirectoryError(f"kv_cache is {kind!r}: expected one of {', '.join(KV_CACHES)}, or None")
-        return replace(self, limits=replace(self.limits, kv_cache=kind))
+        digest = hash_bytes(
+            f"{self.description_sha256} {kind}".encode()
+        )  # what was measured with one is not the other's
+        return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -66,6 +66,14 @@ __device__ __forceinline__ void expand_tiles(const Block<T, STEPS>& block, const
     __syncthreads();
 }
 
+// Scores of eight keys, from a row of shared memory on, times the scales of these.
+template <typename T, int STEPS>
+__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
+    const float scales[2] = {block.scale_of(row + 2 * (threadIdx.x % 4)), block.scale_of(row + 2 * (threadIdx.x % 4) + 1)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] *= scales[i % 2];
+}
+
 // The new tokens that each token sees, and the number of its keys.
 template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const Block<T, STEPS>& block) {
     const int lane = threadIdx.x % 32;

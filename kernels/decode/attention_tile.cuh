@@ -71,14 +71,6 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     }
 }
 
-// Scores of eight keys, from a row of shared memory on, times the scales of these.
-template <typename T, int STEPS>
-__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
-    const float scales[2] = {block.scale_of(row + 2 * (threadIdx.x % 4)), block.scale_of(row + 2 * (threadIdx.x % 4) + 1)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) score[i] *= scales[i % 2];
-}
-
 // Scores of the new tokens, which are the same wherever a token stands among a row's keys.
 template <typename T, int STEPS>
 __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block, float* of_rows, int stride) {

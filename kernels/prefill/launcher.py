@@ -52,8 +52,8 @@ def heads_kernel(dtype: str, int8: bool = False) -> Kernel:
 def attention_kernel(dtype: str, size: int, tiles: int, int8: bool = False) -> Kernel:
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    host = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
-    host = (*host, ("HOST_INT8", int(int8)))
+    sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    host = (*sizes, ("HOST_INT8", int(int8)))
     name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 

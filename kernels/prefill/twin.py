@@ -87,7 +87,10 @@ def _causal_attention(
         for first in range(0, tokens, _QUERY_ROWS):
             chosen = slice(first, min(first + _QUERY_ROWS, tokens))
             end = start + chosen.stop
-            seen = [cache[b, :, None, :end] for cache in (rows.k_cache, rows.v_cache, *(row_scales or ()))]
+            keys, values = (cache[b, :, None, :end] for cache in (rows.k_cache, rows.v_cache))
+            scales = [None, None] if row_scales is None else [each[b, :, None, :end] for each in row_scales]
             hidden = np.arange(end) > np.arange(start + chosen.start, end)[:, None]
-            attended = attend(query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale), *seen, hidden=hidden)
+            attended = attend(
+                query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale), keys, values, scales[0], scales[1], hidden
+            )
             results[b, chosen] = attended.transpose(2, 0, 1, 3)
