@@ -16,6 +16,7 @@ from edgellm.commands.descriptions import (
     draft_limits_in_words,
     executor_facts,
     executors_in_words,
+    kv_cache_in_words,
     lora_limits_in_words,
     vision_in_words,
     vision_limits_in_words,
@@ -185,7 +186,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield _row(
         "limits",
         f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
-        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}",
+        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
+        + kv_cache_in_words(limits.get("kv_cache", "compute")),
     )
     if "draft" in facts:
         draft = facts["draft"]

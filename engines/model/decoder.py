@@ -8,7 +8,6 @@ from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
-    Edge,
     Input,
     Keep,
     Linear,
@@ -21,6 +20,7 @@ from edgellm.engines.model.program import (
     single_weight,
     token_inputs,
 )
+from edgellm.engines.model.states import Edge
 
 EMBEDDING = "model.embed_tokens.weight"
 
