@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, foreign_model
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weight_files import foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -49,6 +50,7 @@ PUBLISHED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
