@@ -6,7 +6,8 @@ PACKAGE is one of those in `quantized_packages.py`; their pins exclude each othe
 environment of its own, beside torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is
 a checkpoint with random weights that the package's own functions pack, and `expected.safetensors`: `token_ids` [2, T]
 int64, the float32 `logits` [2, T, V] that transformers computes in float32 from the weights as the package dequantizes
-them; its metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K].
+them; its metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] whose zeros
+are positive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 import transformers
 from golden_folders import VERSIONS, randomize_vectors
-from quantized_packages import PACKAGES, Case, Packed
+from quantized_cases import Case, Packed
+from quantized_packages import PACKAGES
 from safetensors.torch import save_file
 
 _VOCABULARY, _LENGTH = 64, 24
@@ -68,10 +70,10 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
             continue
         del tensors[f"{module_name}.weight"]
         tensors |= {f"{module_name}.{ending}": tensor for ending, tensor in packed.tensors.items()}
-        values = packed.weight.float().contiguous()
+        values = packed.weight.detach().float().contiguous()
         assert values.shape == module.weight.shape
         assert torch.isfinite(values).all() and (values - module.weight.float()).abs().mean() < 0.2, module_name
-        digests[module_name] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        digests[module_name] = hashlib.sha256((values + 0.0).numpy().tobytes()).hexdigest()  # no sign of a zero
         scaled = values if packed.input_scales is None else values * packed.input_scales.float()
         module.weight.data = scaled
     token_ids = torch.randint(0, _VOCABULARY, (2, _LENGTH))
@@ -100,7 +102,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     distribution, makers = PACKAGES[given.package]
-    versions = VERSIONS | ({distribution: metadata.version(distribution)} if distribution else {"by hand": "yes"})
+    versions = VERSIONS | {distribution: metadata.version(distribution)}
     for name, case in makers().items():
         folder: Path = given.directory / name
         shutil.rmtree(folder, ignore_errors=True)
