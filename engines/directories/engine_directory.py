@@ -36,6 +36,8 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimit
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
+from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.user_paths import printable
 
@@ -148,6 +150,16 @@ class EngineDirectory:
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         return Checkpoint.open(self.path)
+
+    def packed_models(self) -> dict[str, Quantization]:
+        """By "base", "draft" and "vision" what packs the weights of each that has packed ones. Raises CheckpointError."""
+        folders = {"base": self.path}
+        if self.draft is not None:
+            folders["draft"] = self.draft.path
+        if self.vision is not None and self.vision.files is not None:
+            folders["vision"] = self.vision.path
+        found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:

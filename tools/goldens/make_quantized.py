@@ -6,8 +6,8 @@ PACKAGE is one of those in `quantized_packages.py`; their pins exclude each othe
 environment of its own, beside torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is
 a checkpoint with random weights that the package's own functions pack, and `expected.safetensors`: `token_ids` [2, T]
 int64, the float32 `logits` [2, T, V] that transformers computes in float32 from the weights as the package dequantizes
-them; its metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] whose zeros
-are positive.
+them; its metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] without
+signs of zeros.
 """
 
 from __future__ import annotations

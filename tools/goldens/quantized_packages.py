@@ -10,7 +10,6 @@ import torch
 from quantized_cases import Case, Packed, shuffled_groups
 from quantized_with_compressed_tensors import compressed_tensors, compressed_tensors_09, compressed_tensors_16
 
-
 # AutoAWQ, GPTQModel, AutoRound
 
 
