@@ -116,6 +116,17 @@ def dequantize_into(packed: PackedWeight, target: np.ndarray) -> None:
             piece *= packed.input_scales
 
 
+def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:
+    """By how weights are stored, in words, how many are, and their bytes in the files; none is read."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in (part for spec in specs for part in spec.parts):
+        layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)
+        words = "dense" if layout is None else f"{layout.name}: {format}"
+        count, size = found.get(words, (0, 0))
+        found[words] = count + 1, size + sum(info.nbytes for info in checkpoint.part_infos(name, shape))
+    return found
+
+
 def part_places(specs: Sequence[WeightSpec]) -> Iterator[tuple[WeightSpec, str, slice]]:
     """Every tensor that fills a buffer: the buffer's spec, the tensor's name, its place among the buffer's elements."""
     for spec in specs:

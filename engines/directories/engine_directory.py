@@ -152,7 +152,8 @@ class EngineDirectory:
         return Checkpoint.open(self.path)
 
     def packed_models(self) -> dict[str, Quantization]:
-        """By "base", "draft" and "vision" what packs the weights of each that has packed ones. Raises CheckpointError."""
+        """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
+        CheckpointError."""
         folders = {"base": self.path}
         if self.draft is not None:
             folders["draft"] = self.draft.path

@@ -122,14 +122,28 @@ class PackQuantized(Layout):
         return (values.astype(np.int16) + middle).astype(np.uint8).reshape(rows, groups)
 
 
+class _Target:
+    """A module's name, a pattern of names, or the class of all linear layers; `rank` says which counts first."""
+
+    def __init__(self, text: str, settings: Settings) -> None:
+        self._text = text
+        self._pattern = settings.pattern(text.removeprefix("re:")) if text.startswith("re:") else None
+        self.rank = 2 if text == _CLASS else 0 if self._pattern is None else 1
+
+    def fits(self, names: tuple[str, ...]) -> bool:
+        """Whether it means the module that is called by one of `names`."""
+        if self._pattern is not None:
+            return any(self._pattern.match(name) for name in names)
+        return self._text in names or self._text == _CLASS
+
+
 class CompressedTensors(Quantization):
     """Groups of targets, each with a scheme; what is ignored is dense."""
 
     method = "compressed-tensors"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        self._settings = settings
-        self._ignored = settings.names("ignore")
+        self._ignored = [_Target(name, settings) for name in settings.names("ignore")]
         sparsity = settings.inner("sparsity_config").values.get("format")
         if sparsity not in (None, "dense"):
             raise settings.inner("sparsity_config").refused("format", "'dense'", _ADVICE)
@@ -138,31 +152,25 @@ class CompressedTensors(Quantization):
         top = settings.values.get("format")
         groups = settings.inner("config_groups")
         #: By each target in turn, the layout that it gives a module.
-        self._targets: list[tuple[str, Layout | None]] = []
+        self._targets: list[tuple[_Target, Layout | None]] = []
         inputs = False
         for name in groups.values:
             group = groups.inner(name)
             inputs = inputs or bool(group.values.get("input_activations"))
             layout = None if top == "dense" else _layout(group, top, dtype)
             for target in group.names("targets"):
-                if not target.startswith("re:") and target in ("Embedding", "Conv2d", "Conv1d"):
+                if target in ("Embedding", "Conv2d", "Conv1d"):
                     raise group.refused("targets", f"names, patterns or {_CLASS!r}", _ADVICE)
-                self._targets.append((target, layout))
+                self._targets.append((_Target(target, group), layout))
         # as the package orders them: a module's own name, patterns, then its class
-        self._targets.sort(key=lambda item: (item[0] == _CLASS, item[0].startswith("re:")))
+        self._targets.sort(key=lambda item: item[0].rank)
         self.notes = used_notes(inputs, bool(settings.values.get("kv_cache_scheme")))
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """That of the first target that fits, unless the module is ignored."""
-        if any(self._fits(ignored, names) for ignored in self._ignored):
+        if any(ignored.fits(names) for ignored in self._ignored):
             return None
-        return next((layout for target, layout in self._targets if self._fits(target, names)), None)
-
-    def _fits(self, target: str, names: tuple[str, ...]) -> bool:
-        if target.startswith("re:"):
-            pattern = self._settings.pattern(target.removeprefix("re:"))
-            return any(pattern.match(name) for name in names)
-        return target in names or target == _CLASS
+        return next((layout for target, layout in self._targets if target.fits(names)), None)
 
 
 def used_notes(inputs: bool, caches: bool) -> tuple[str, ...]:

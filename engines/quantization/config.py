@@ -75,8 +75,8 @@ def unserved(packed: Mapping[str, Quantization]) -> str:
     """Why a GPU does not run models with packed weights: a sentence; `packed` by the models' names."""
     named = " and ".join(f"{model} ({quantization.method})" for model, quantization in packed.items())
     return (
-        f"The weights of the {named} are packed, and the GPU's kernels take dense ones alone: in this release the NumPy "
-        "backend runs them (--backend numpy). For a GPU take the model's unquantized checkpoint"
+        f"The weights of the {named} are packed, and the GPU's kernels take dense ones alone: in this release the "
+        "NumPy backend runs them (--backend numpy). For a GPU take the model's unquantized checkpoint"
     )
 
 

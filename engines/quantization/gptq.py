@@ -122,7 +122,7 @@ class GptqModel(Quantization):
 
     def _made(self, settings: Settings) -> Gptq:
         if settings.values.get("bits") not in (4, 8):
-            raise settings.refused("bits", "4 or 8", "GPTQ of other widths is not read: take a release of 4 or 8 bits")
+            raise settings.refused("bits", "4 or 8", "Take a release of 4 or 8 bits: GPTQ of others is not read")
         symmetric, ordered = settings.switch("sym", True), settings.switch("desc_act", False)
         return Gptq(settings.values["bits"], settings.group(default=128), symmetric, ordered, self._shift)
 
