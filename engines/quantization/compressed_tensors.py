@@ -222,8 +222,9 @@ def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
         block = weights.values.get("block_structure")
         if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):
             block = [int(size) for size in block.split("x")]
-        sizes = isinstance(block, list | tuple) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
-        if strategy == "block" and not sizes:
+        if strategy != "block":
+            return Fp8Layout("float-quantized", strategy)
+        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(s) is int and s > 0 for s in block):
             raise weights.refused("block_structure", "two whole numbers")
-        return Fp8Layout("float-quantized", strategy, (block[0], block[1]) if strategy == "block" else (1, 1))
+        return Fp8Layout("float-quantized", strategy, (block[0], block[1]))
     raise weights.refused("num_bits", f"8-bit or NVFP4 floats; found {strategy!r} in {kind!r}", _ADVICE)

@@ -61,8 +61,9 @@ class Gptq(Layout):
 
     def format(self, scale_dtype: str) -> WeightFormat:
         """As the packages compute it: in the dtype of the scales."""
-        codes = "int4" if self.bits == 4 else "int8"
-        return WeightFormat(codes, self.group, not self.symmetric, scale_dtype, permuted=self.ordered)
+        return WeightFormat(
+            "int4" if self.bits == 4 else "int8", self.group, not self.symmetric, scale_dtype, permuted=self.ordered
+        )
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Rows are whole groups; words are full, along rows and along columns."""

@@ -63,6 +63,8 @@ class Sequences:
             "kvcache_start_index": np.asarray(starts, np.int32),
             **self.caches,
         }
+        for layer in range(self.config.deepstack_layers):  # without images
+            bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
         shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
         config = replace(self.config, feature_layers=feature_layers)
         ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(config, shape)).run()

@@ -45,10 +45,24 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_IMAGES = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
 }
 
 
@@ -57,6 +71,10 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     config_class, model_class = _CLASSES[case.family]
     torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
     settings = _COMMON | {"intermediate_size": case.inner}
+    if case.family == "qwen3_vl":  # prompts without images; the vision part stays dense
+        rope = {**_COMMON["rope_parameters"], "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        settings = {"text_config": settings | {"rope_parameters": rope}, "vision_config": _VISION, **_IMAGES}
+        settings["tie_word_embeddings"] = False
     model = model_class(config_class(**settings))
     randomize_vectors(model.named_parameters())
     model.to(getattr(torch, case.dtype))
@@ -76,7 +94,7 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
         digests[module_name] = hashlib.sha256((values + 0.0).numpy().tobytes()).hexdigest()  # no sign of a zero
         scaled = values if packed.input_scales is None else values * packed.input_scales.float()
         module.weight.data = scaled
-    token_ids = torch.randint(0, _VOCABULARY, (2, _LENGTH))
+    token_ids = torch.randint(0, 60, (2, _LENGTH))
     again = model_class(config_class(**settings))  # whose table of rotary frequencies was never rounded
     again.load_state_dict(model.state_dict())
     with torch.no_grad():

@@ -55,6 +55,7 @@ def autoawq() -> dict[str, Case]:
     return {
         "awq_group32": case(32, family="qwen3"),
         "awq_exceptions": case(32, ["v_proj", "layers.1.mlp"], inner=64),
+        "awq_qwen3_vl": case(32, ["visual"], family="qwen3_vl"),
         "awq_whole_rows": case(-1, family="qwen2"),
     }
 

@@ -113,6 +113,9 @@ def compressed_tensors() -> dict[str, Case]:
         "ct_w4_group16_actorder_weight": whole(_integers(4, 16, actorder="weight", symmetric=False), model=qwen3),
         "ct_w8_group32_zeros": whole(_integers(8, 32, symmetric=False), model=bfloat),
         "ct_w8_channel_head": whole(_integers(8, None), ignore=["re:.*layers[.]1[.]mlp[.].*"]),
+        "ct_w4_qwen3_vl": whole(
+            _integers(4, 32), ignore=["re:.*visual.*", "lm_head"], model={"family": "qwen3_vl", "dtype": "bfloat16"}
+        ),
         "ct_mixed": _compressed(
             [
                 (["re:.*self_attn.(q|o)_proj"], _integers(8, None), plain),
