@@ -103,7 +103,6 @@ class GptqModel(Quantization):
     method = "gptq"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        self._settings = settings
         kind = settings.values.get("checkpoint_format") or settings.values.get("format") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
             key = "checkpoint_format" if settings.values.get("checkpoint_format") else "format"
@@ -111,6 +110,7 @@ class GptqModel(Quantization):
         self._shift = 0 if kind == "gptq_v2" else 1
         self._head = settings.switch("lm_head", False)
         self._layout = self._made(settings)
+        self._parts = tuple(f".{part}" for part in _flat(settings))
         rules = settings.inner("dynamic")
         self._rules: list[tuple[re.Pattern[str], Layout | None]] = []
         for text in rules.values:
@@ -129,10 +129,19 @@ class GptqModel(Quantization):
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """By the first rule that fits, else as all have it."""
-        if not (in_decoder(names[0]) or (self._head and names[0] == _HEAD)):
+        is_listed = not self._parts or names[0].endswith(self._parts)
+        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == _HEAD)):
             return None
         found = (layout for pattern, layout in self._rules if any(pattern.match(name) for name in names))
         return next(found, self._layout)
+
+
+def _flat(settings: Settings) -> tuple[str, ...]:
+    """The parts of a layer that are packed, where `modules_in_block_to_quantize` lists them: names, or lists of these."""
+    key = "modules_in_block_to_quantize"
+    given = settings.values.get(key)
+    lists = given if isinstance(given, list) and all(isinstance(each, list) for each in given) else [given]
+    return tuple(name for each in lists for name in Settings({key: each}, settings.place).names(key))
 
 
 class AutoRound(Quantization):
@@ -141,8 +150,6 @@ class AutoRound(Quantization):
     method = "auto-round"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        self._settings = settings
-        self._made(settings.values, settings.place)
         blocks = settings.values.get("block_name_to_quantize")
         listed = blocks.split(",") if isinstance(blocks, str) else settings.names("block_name_to_quantize")
         self._blocks = tuple(name.strip() for name in listed)
@@ -161,6 +168,7 @@ class AutoRound(Quantization):
         bits = values.get("bits")
         if isinstance(bits, int) and bits >= 16:
             return None
+        settings.choice("act_bits", (16, 32), 16)
         packing = str(values.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round:")
         if (values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
             raise settings.refused("data_type", "'int'", "Take a release of whole numbers, or in compressed-tensors")

@@ -87,10 +87,11 @@ class PackedWeight:
         Each is (code - zero point) * scale, rounded to nearest, ties to even, in the format's dtype.
         """
         format, (rows, columns) = self.format, self.codes.shape
-        table = code_values(format.codes)
         group = format.group or columns
-        values = table[self.codes]
-        if format.codes.startswith("int"):
+        if format.codes not in ("int4", "int8"):
+            values = code_values(format.codes)[self.codes]
+        else:
+            values = self.codes.astype(np.float32)
             middle = np.float32(1 << format.bits - 1)
             values -= middle if self.zeros is None else np.repeat(self.zeros.astype(np.float32), group, 1)[:, :columns]
         values *= np.repeat(self.scales, group, 1)[:, :columns]

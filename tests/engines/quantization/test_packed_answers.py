@@ -3,12 +3,15 @@ about images."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_files import read_tensors, write_tensors
 from multimodal_engines import IMAGE_ROWS, LIMITS
 from packed_checkpoints import write_packed
 from synthetic_images import synthetic_image
@@ -24,7 +27,7 @@ from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import BuildError, EngineError
+from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
@@ -138,6 +141,28 @@ def test_a_gpu_is_refused_by_name(engines: tuple[Path, Path], tmp_path: Path, mo
         refresh_plans(packed.path, ["sm_86"])
     report = build_engine_directory(packed.path, tmp_path / "engines", limits)
     assert any("NumPy backend runs them" in note for note in report.notes) and not report.plans
+
+
+def test_what_stands_beside_config_json_goes_along(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """ModelOpt's own file: without it in the engine directory 8-bit floats would be unknown."""
+    source, random = shutil.copytree(tiny_checkpoint, tmp_path / "source"), np.random.default_rng(0)
+    tensors = read_tensors(source / "model.safetensors")
+    for name, (_, shape, _) in list(tensors.items()):
+        if len(shape) == 2 and "embed_tokens" not in name:
+            codes = random.integers(0, 0x60, shape, np.uint8) | random.integers(0, 2, shape, np.uint8) << 7
+            tensors[name] = "F8_E4M3", shape, codes.tobytes()
+            tensors[f"{name}_scale"] = "F32", [], np.float32(0.01).tobytes()
+            tensors[f"{name.removesuffix('weight')}input_scale"] = "F32", [], np.float32(1).tobytes()
+    write_tensors(source / "model.safetensors", tensors)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(said))
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    assert "hf_quant_config.json" in EngineDirectory.open(tmp_path / "engines", verify=True).files
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        assert len(llm.chat(CHATS[0][1:], params(0)).token_ids) == 16
+    (tmp_path / "engines" / "hf_quant_config.json").unlink()
+    with pytest.raises(EngineDirectoryError, match=r"hf_quant_config\.json: missing"):
+        EngineDirectory.open(tmp_path / "engines")
 
 
 def test_info_says_how_each_part_is_stored(engines: tuple[Path, Path]) -> None:

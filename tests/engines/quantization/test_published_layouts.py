@@ -45,6 +45,7 @@ def test_each_weight_has_the_bits_that_the_package_gives_it(name: str) -> None:
             assert promised is not None and promised.nbytes(*shape) == packed.format.nbytes(*shape)
             values = packed.values()
             assert (values.dtype, values.shape) == (np.float32, shape)
+            np.testing.assert_array_equal(packed.rows(3, 9).values(), values[3:9])
             assert packed.codes.flags.c_contiguous and packed.scales.shape == (shape[0], packed.format.groups(shape[1]))
             found[part.removesuffix(".weight")] = hashlib.sha256((values + 0.0).tobytes()).hexdigest()
             formats.add(packed.format)

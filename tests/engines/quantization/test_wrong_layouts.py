@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_files import file_bytes
+from checkpoint_files import Tensors, read_tensors, write_tensors
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
@@ -23,27 +22,7 @@ from edgellm.engines.model.decoder import decoder_weights
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
 MODEL = "model.safetensors"
 LAYER = "model.layers.1.mlp.down_proj"
-#: A tensor: safetensors' dtype, shape, bytes.
-Tensors = dict[str, tuple[str, list[int], bytes]]
 _TYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "I8": np.int8, "BF16": np.uint16}
-
-
-def read(path: Path) -> Tensors:
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    header.pop("__metadata__", None)
-    return {
-        name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])]) for name, entry in header.items()
-    }
-
-
-def write(path: Path, tensors: Tensors) -> None:
-    header, body = {}, b""
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    path.write_bytes(file_bytes(header, body))
 
 
 def put(ending: str, value: Any, index: int = 3, module: str = LAYER) -> Callable[[Tensors], None]:
@@ -119,9 +98,9 @@ def test_values_that_no_weight_has(
 ) -> None:
     directory = copy(name)
     checked(directory)
-    tensors = read(directory / MODEL)
+    tensors = read_tensors(directory / MODEL)
     change(tensors)
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     checked(directory, load=False)  # shapes and dtypes are as they were
     with pytest.raises(CheckpointError) as caught:
         checked(directory)
@@ -158,6 +137,7 @@ LIES = [
         {"bits": 8},
         "wrong shape: model.layers.0.mlp.down_proj.qweight is [12, 64], expected [24, 64]",
     ),
+    ("gptq_v1_group32", {"modules_in_block_to_quantize": [["mlp.up_proj"]]}, f"missing: {LAYER}.weight [64, 96]"),
     ("gptq_v1_bias_dynamic", {"dynamic": {}}, f"wrong shape: {LAYER}.qweight"),
     ("autoround_gptq", {"extra_config": {}}, f"wrong shape: {LAYER}.qweight"),
     ("fp8_blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv is [2, 4], expected [4, 4]"),
@@ -195,6 +175,8 @@ UNREAD = [
     ("gptq_v1_group32", {"sym": "yes"}, "'sym' is 'yes', expected one of True, False"),
     ("autoround_gptq", {"packing_format": "auto_round:gptqmodel"}, "'packing_format' is"),
     ("autoround_gptq", {"bits": 2}, "'bits' is 2"),
+    ("autoround_gptq", {"act_bits": 8}, "'act_bits' is 8, expected one of 16, 32"),
+    ("gptq_v1_group32", {"modules_in_block_to_quantize": [["a"], [5]]}, "'modules_in_block_to_quantize' is [5]"),
     ("fp8_blocks", {"weight_block_size": [0, 1]}, "'weight_block_size' is [0, 1]"),
     ("modelopt_nvfp4_in_config", {"quant_algo": "MXFP8"}, "'quant_algo' is 'MXFP8', expected FP8"),
 ]
@@ -214,11 +196,11 @@ def test_what_is_not_read_is_refused_by_name(
 
 def test_tensors_that_are_missing_unknown_and_of_another_kind(copy: Callable[[str], Path]) -> None:
     directory = copy("gptq_v1_group32")
-    tensors = read(directory / MODEL)
+    tensors = read_tensors(directory / MODEL)
     del tensors[f"{LAYER}.g_idx"]
     tensors["model.layers.1.mlp.up_proj.weight_scale"] = "F32", [1], bytes(4)
     tensors[f"{LAYER}.scales"] = "I16", *tensors[f"{LAYER}.scales"][1:]
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     with pytest.raises(CheckpointError) as caught:
         checked(directory)
     for words in (
@@ -248,12 +230,12 @@ def test_a_truncated_file(copy: Callable[[str], Path]) -> None:
 
 def test_biases_of_zeros_that_packages_add_are_harmless_and_others_are_not(copy: Callable[[str], Path]) -> None:
     directory = copy("gptq_v1_group32")
-    tensors = read(directory / MODEL)
+    tensors = read_tensors(directory / MODEL)
     tensors[f"{LAYER}.bias"] = "F16", [64], bytes(128)
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     checked(directory)
     tensors[f"{LAYER}.bias"] = "F16", [64], bytes(127) + b"\1"
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     with pytest.raises(CheckpointError, match=re.escape(f"unknown: {LAYER}.bias [64]")):
         checked(directory)
 
@@ -261,9 +243,9 @@ def test_biases_of_zeros_that_packages_add_are_harmless_and_others_are_not(copy:
 def test_a_zero_point_of_zero_in_the_first_version_is_fifteen_in_the_file(copy: Callable[[str], Path]) -> None:
     """Which adding 1 to whole words would carry into the next zero point."""
     directory = copy("gptq_v1_zeros_desc_act")
-    tensors = read(directory / MODEL)
+    tensors = read_tensors(directory / MODEL)
     put("qzeros", np.int32(-1), 0)(tensors)
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     with Checkpoint.open(directory) as checkpoint:
         packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
     assert packed is not None and packed.zeros is not None
@@ -272,9 +254,9 @@ def test_a_zero_point_of_zero_in_the_first_version_is_fifteen_in_the_file(copy: 
 
 def test_small_groups_of_4_bit_floats_may_have_vanished(copy: Callable[[str], Path]) -> None:
     directory = copy("ct_nvfp4")
-    tensors = read(directory / MODEL)
+    tensors = read_tensors(directory / MODEL)
     put("weight_scale", 0, 0)(tensors)
-    write(directory / MODEL, tensors)
+    write_tensors(directory / MODEL, tensors)
     with Checkpoint.open(directory) as checkpoint:
         packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
     assert packed is not None and not packed.values()[0, :16].any()
