@@ -203,9 +203,9 @@ class Checkpoint:
         problems = self.problems(specs)
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
-            said = "" if self.quantization is None else f", by which weights are packed with {self.quantization.method}"
+            said = "" if self.quantization is None else f", weights packed with {self.quantization.method}"
             raise CheckpointError(
-                f"{self.path}: the weights do not fit config.json{said} ({len(problems)} differences):\n{listed}\n"
+                f"{self.path}: the weights do not fit config.json ({len(problems)} differences{said}):\n{listed}\n"
                 "Take config.json and weights of one and the same model; adapters are not checkpoints of their own, "
                 "and packed weights go with the quantization_config that they were published with."
             )

@@ -137,7 +137,7 @@ class GptqModel(Quantization):
 
 
 def _flat(settings: Settings) -> tuple[str, ...]:
-    """The parts of a layer that are packed, where `modules_in_block_to_quantize` lists them: names, or lists of these."""
+    """The parts of a layer that are packed, where `modules_in_block_to_quantize` lists them, nested or not."""
     key = "modules_in_block_to_quantize"
     given = settings.values.get(key)
     lists = given if isinstance(given, list) and all(isinstance(each, list) for each in given) else [given]

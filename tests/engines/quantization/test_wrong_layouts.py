@@ -204,7 +204,7 @@ def test_tensors_that_are_missing_unknown_and_of_another_kind(copy: Callable[[st
     with pytest.raises(CheckpointError) as caught:
         checked(directory)
     for words in (
-        "by which weights are packed with gptq (3 differences)",
+        "(3 differences, weights packed with gptq)",
         f"missing: {LAYER}.g_idx [96]",
         "unknown: model.layers.1.mlp.up_proj.weight_scale [1]",
         f"wrong dtype: {LAYER}.scales is int16, expected one of float32, float16, bfloat16",
