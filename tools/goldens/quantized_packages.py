@@ -215,6 +215,11 @@ def modelopt() -> dict[str, Case]:
         tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.25)}
         return Packed(tensors, from_quantized_weight(codes, by_row, "fp8", weight.dtype))
 
+    def nvfp4_scaled(weight: torch.Tensor) -> Packed:
+        inputs = torch.empty(weight.shape[1]).uniform_(0.5, 2).to(weight.dtype)
+        packed = nvfp4(weight / inputs)
+        return Packed({**packed.tensors, "pre_quant_scale": inputs}, packed.weight, inputs)
+
     def int4(weight: torch.Tensor) -> Packed:
         inputs = torch.empty(weight.shape[1]).uniform_(0.5, 2).to(weight.dtype)
         scaled = weight / inputs
@@ -241,7 +246,26 @@ def modelopt() -> dict[str, Case]:
         said_there = config if beside else convert_hf_quant_config_format(config)
         return Case(said_there, packs, beside_config="hf_quant_config.json" if beside else None, **model)
 
+    def mixed() -> Case:
+        """Attention in 8 bits, the rest in 4, one layer dense."""
+        eight, four = {"quant_algo": "FP8"}, {"quant_algo": "NVFP4", "group_size": 16}
+        parts = {f"self_attn.{name}_proj": eight for name in "qkvo"} | {
+            f"mlp.{name}_proj": four for name in ("gate", "up")
+        }
+        layers = {f"model.layers.{number}.{part}": said for number in range(2) for part, said in parts.items()}
+        said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": ["lm_head"]}
+
+        def packs(name: str, module: torch.nn.Linear) -> Packed | None:
+            if name not in layers:
+                return None
+            return (fp8 if layers[name] is eight else nvfp4)(module.weight.data)
+
+        config = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": said}
+        return Case(config, packs, beside_config="hf_quant_config.json")
+
     return {
+        "modelopt_mixed": mixed(),
+        "modelopt_nvfp4_awq": case("NVFP4_AWQ", nvfp4_scaled, group_size=16),
         "modelopt_nvfp4": case("NVFP4", nvfp4, group_size=16, family="qwen3", dtype="bfloat16"),
         "modelopt_nvfp4_in_config": case("NVFP4", nvfp4, False, group_size=16),
         "modelopt_fp8": case("FP8", fp8, family="qwen3", dtype="bfloat16"),
