@@ -167,11 +167,8 @@ class Checkpoint:
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""
-        layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
-        if layout is None:
-            return [self.info(name)]
-        stored = {f"{module}.{ending}": each for ending, each in layout.tensors(*shape).items()}
-        return [self.info(each) for each, found in stored.items() if each in self.tensors or not found.optional]
+        stored = self._stored(name, shape).items()
+        return [self.info(each) for each, found in stored if each in self.tensors or not found.optional]
 
     def weight_format(self, name: str, shape: Sequence[int]) -> WeightFormat | None:
         """That of a packed weight; None for one that is stored as it is."""
@@ -189,12 +186,12 @@ class Checkpoint:
         layout = self.layout(name, shape)
         if layout is None:
             return None
-        module, (rows, columns) = name.removesuffix(_WEIGHT), shape
-        found = self._layout_problems(name, layout, rows, columns)
+        found = self._misfit(name, shape) or self._differences(self._stored(name, shape))
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
+        rows, columns = shape
         try:
-            return layout.read(LinearTensors(module, (rows, columns), self._typed))
+            return layout.read(LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), self._typed))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
@@ -225,18 +222,9 @@ class Checkpoint:
         """
         wanted = {name: Stored.of(tuple(shape), *_INTEGERS) for name, shape in (integers or {}).items()}
         problems: list[str] = []
-        packed: set[str] = set()
-        for name, shape in ((name, tuple(shape)) for spec in specs for name, shape in spec.parts):
-            layout = self.layout(name, shape)
-            if layout is None:
-                wanted[name] = Stored.of(shape, *STORAGE)
-                continue
-            module = name.removesuffix(_WEIGHT)
-            packed.add(module)
-            problem = layout.problem(*shape)
-            if problem is not None:
-                problems.append(f"no {layout.name}: {name} {_written(shape)}: {problem}")
-            wanted |= {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
+        for name, shape in (part for spec in specs for part in spec.parts):
+            wanted |= self._stored(name, shape)
+            problems += self._misfit(name, shape)
         problems += self._differences(wanted)
         for name, info in self.tensors.items():
             if (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision) or name.startswith(unread):
@@ -245,14 +233,22 @@ class Checkpoint:
                 continue
             if name == _HEAD and _EMBEDDING in wanted:
                 problems += self._problems_of_tied_head()
-            elif not (self.quantization is not None and self._is_idle(name, packed)):
+            elif not (self.quantization is not None and self._is_idle(name, wanted)):
                 problems.append(f"unknown: {printable(name)} {_written(info.shape)}")
         return problems
 
-    def _layout_problems(self, name: str, layout: Layout, rows: int, columns: int) -> list[str]:
-        problem, module = layout.problem(rows, columns), name.removesuffix(_WEIGHT)
-        stored = {f"{module}.{ending}": each for ending, each in layout.tensors(rows, columns).items()}
-        return [f"{name}: {problem}"] if problem is not None else self._differences(stored)
+    def _stored(self, name: str, shape: Sequence[int]) -> dict[str, Stored]:
+        """The tensors that a weight is made of, by their names: itself, or its layout's."""
+        layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
+        if layout is None:
+            return {name: Stored.of(tuple(shape), *STORAGE)}
+        return {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
+
+    def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
+        """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
+        layout = self.layout(name, shape)
+        problem = None if layout is None else layout.problem(*shape)
+        return [] if layout is None or problem is None else [f"no {layout.name}: {name} {_written(shape)}: {problem}"]
 
     def _differences(self, wanted: Mapping[str, Stored]) -> list[str]:
         """Of wanted tensors: which are missing, mis-shaped or of dtypes of no use."""
@@ -271,13 +267,14 @@ class Checkpoint:
                 problems.append(f"wrong dtype: {name} is {info.dtype}, expected {expected}")
         return missing + problems
 
-    def _is_idle(self, name: str, packed: set[str]) -> bool:
+    def _is_idle(self, name: str, wanted: Mapping[str, Stored]) -> bool:
         """Whether a tensor that nothing wants changes nothing: a scale of activations or caches, or a bias of zeros,
         as packages add to packed layers that have none."""
         if name.endswith(UNUSED_ENDINGS):
             return True
-        is_bias = name.endswith(".bias") and name.removesuffix(".bias") in packed
-        return is_bias and not self.raw_bytes(name).any()
+        module = name.removesuffix(".bias")
+        is_of_packed = module != name and any(f"{module}.{ending}" in wanted for ending in PACKED_ENDINGS)
+        return is_of_packed and not self.raw_bytes(name).any()
 
     def _typed(self, name: str) -> tuple[str, tuple[int, ...], np.ndarray] | None:
         info = self.tensors.get(name)

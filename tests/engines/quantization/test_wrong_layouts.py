@@ -221,10 +221,24 @@ def test_without_a_configuration_packed_tensors_are_unknown(copy: Callable[[str]
         checked(directory)
 
 
-def test_a_truncated_file(copy: Callable[[str], Path]) -> None:
+def test_shards_hold_parts_of_a_weight_and_a_truncated_one_is_named(copy: Callable[[str], Path]) -> None:
     directory = copy("awq_group32")
-    (directory / MODEL).write_bytes((directory / MODEL).read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
+    with Checkpoint.open(directory) as checkpoint:
+        whole = checkpoint.packed(f"{LAYER}.weight", (64, 96))
+    tensors = read_tensors(directory / MODEL)
+    (directory / MODEL).unlink()
+    shards = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        write_tensors(directory / shard, {name: tensors[name] for name in tensors if shards[name] == shard})
+    assert len({shards[f"{LAYER}.{ending}"] for ending in ("qweight", "qzeros", "scales")}) == 2
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with Checkpoint.open(directory) as checkpoint:
+        packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
+    assert whole is not None and packed is not None
+    np.testing.assert_array_equal(packed.values(), whole.values())
+    checked(directory)
+    (directory / "model-1.safetensors").write_bytes((directory / "model-1.safetensors").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors is not a valid safetensors file"):
         checked(directory)
 
 
