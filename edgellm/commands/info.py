@@ -75,11 +75,12 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     directory = EngineDirectory.read(path)
     config, limits = directory.config, directory.limits
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
-    vision_bytes = None
-    if vision is not None:
-        vision_bytes = vision_memory(vision.config, limits.image_rows, directory.dtype)
     differences = directory.differences(verify, hash_weights=False)
     packed = {} if differences else _packed_facts(directory)
+    computed = "float32" if packed else directory.dtype  # in which packed models run
+    vision_bytes = None
+    if vision is not None:
+        vision_bytes = vision_memory(vision.config, limits.image_rows, computed)
     known = [] if packed else _known_platforms(directory)
     platforms = [_platform_facts(directory, platform) for platform in known]
     described = directory.models, limits, directory.dtype
@@ -102,7 +103,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             config,
             limits,
             specs,
-            "float32" if packed else directory.dtype,
+            computed,
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             vision_memory=vision_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,28 +57,26 @@ class Fp8Layout(Layout):
 
 
 class FineGrainedFp8(Quantization):
-    """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says."""
+    """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says.
+
+    Files of AutoFP8 have the same method without `weight_block_size`: one `weight_scale` of each weight.
+    """
 
     method = "fp8"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        settings.choice("scale_fmt", ("float", "ue8m0"), "float")
-        if settings.values.get("scale_fmt") == "ue8m0":
-            raise settings.refused("scale_fmt", "'float'")
+        settings.choice("scale_fmt", ("float",), "float")
         settings.choice("fmt", ("e4m3",), "e4m3")
         if settings.names("modules_to_convert"):
             raise settings.refused("modules_to_convert", "nothing: tables are not read packed")
-        block = settings.values.get("weight_block_size", (128, 128))
-        if block is not None and not (
-            isinstance(block, list | tuple)
-            and len(block) == 2
-            and all(type(size) is int and size > 0 for size in block)
-        ):
+        block = settings.values.get("weight_block_size")
+        scale = "weight_scale_inv" if "weight_block_size" in settings.values else "weight_scale"
+        if block is None:
+            self._layout = Fp8Layout("FP8", "tensor", scale_tensor=scale, dtype=dtype)
+        elif isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            self._layout = Fp8Layout("fine-grained FP8", "block", (block[0], block[1]), scale, dtype)
+        else:
             raise settings.refused("weight_block_size", "two whole numbers, or null")
-        strategy = "tensor" if block is None else "block"
-        self._layout = Fp8Layout(
-            "fine-grained FP8", strategy, (1, 1) if block is None else (block[0], block[1]), "weight_scale_inv", dtype
-        )
         listed = settings.names("modules_to_not_convert") or settings.names("ignored_layers") or ("lm_head",)
         self._names = listed
         self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in listed]
@@ -88,10 +85,6 @@ class FineGrainedFp8(Quantization):
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """That of all linear layers but those named; names are whole, or begin or end a module's name."""
-        if any(name.endswith(self._names) or _matched(self._patterns, name) for name in names):
+        if any(name.endswith(self._names) for name in names):
             return None
-        return self._layout
-
-
-def _matched(patterns: list[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.match(name) for pattern in patterns)
+        return None if any(pattern.match(name) for pattern in self._patterns for name in names) else self._layout

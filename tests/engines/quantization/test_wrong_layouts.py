@@ -1,4 +1,4 @@
-"""Packed checkpoints that are damaged, or that their configuration does not describe: what is refused, and how."""
+"""Packed checkpoints that are damaged, odd, or not as their configuration says: what is refused, and how."""
 
 from __future__ import annotations
 
@@ -264,6 +264,28 @@ def test_a_zero_point_of_zero_in_the_first_version_is_fifteen_in_the_file(copy: 
         packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
     assert packed is not None and packed.zeros is not None
     assert not packed.zeros[:8, 0].any() and packed.zeros[8:, 0].all()
+
+
+def test_autofp8_calls_its_scale_by_another_name(copy: Callable[[str], Path]) -> None:
+    directory = copy("fp8_whole")
+    with Checkpoint.open(directory) as checkpoint:
+        packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
+        assert packed is not None
+        expected = packed.values()
+    tensors = {
+        name.replace("weight_scale_inv", "weight_scale"): each for name, each in read_tensors(directory / MODEL).items()
+    }
+    write_tensors(directory / MODEL, tensors)
+    with pytest.raises(CheckpointError, match=re.escape(f"missing: {LAYER}.weight_scale_inv")):
+        checked(directory)
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    checked(directory)
+    with Checkpoint.open(directory) as checkpoint:
+        found = checkpoint.packed(f"{LAYER}.weight", (64, 96))
+    assert found is not None
+    np.testing.assert_array_equal(found.values(), expected)
 
 
 def test_small_groups_of_4_bit_floats_may_have_vanished(copy: Callable[[str], Path]) -> None:
