@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, foreign_model
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weight_files import foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -35,6 +36,8 @@ from edgellm.engines.model.config import KV_CACHES, DecoderConfig, DraftConfig, 
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
+from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.user_paths import printable
 
@@ -49,6 +52,7 @@ PUBLISHED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -158,6 +162,17 @@ class EngineDirectory:
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         return Checkpoint.open(self.path)
+
+    def packed_models(self) -> dict[str, Quantization]:
+        """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
+        CheckpointError."""
+        folders = {"base": self.path}
+        if self.draft is not None:
+            folders["draft"] = self.draft.path
+        if self.vision is not None and self.vision.files is not None:
+            folders["vision"] = self.vision.path
+        found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:
