@@ -43,7 +43,10 @@ class InputStatistics:
 
 
 class CalibrationRows:
-    """The residual stream of calibration texts, of token ids each, in front of a layer: first of layer 0."""
+    """The residual stream of calibration texts, of token ids each, in front of a layer: first of layer 0.
+
+    `texts` are float32 [T, H], one a text.
+    """
 
     def __init__(
         self, config: DecoderConfig, checkpoint: Checkpoint, texts: Sequence[Sequence[int]], group: int | None
@@ -52,16 +55,16 @@ class CalibrationRows:
         table, dtype = checkpoint.raw(EMBEDDING), checkpoint.info(EMBEDDING).dtype
         self._config, self._group = config, group
         self._rotary = rotary_table(config, max(map(len, texts)), config.max_position_embeddings)
-        self._texts: list[np.ndarray] = []
+        self.texts: list[np.ndarray] = []
         for text in texts:
             rows = np.empty((len(text), config.hidden_size), np.float32)
             float32_into(table[np.asarray(text)], dtype, rows)
-            self._texts.append(rows * np.float32(config.embedding_scale))
+            self.texts.append(rows * np.float32(config.embedding_scale))
 
     @property
     def count(self) -> int:
         """Tokens of all texts."""
-        return sum(map(len, self._texts))
+        return sum(map(len, self.texts))
 
     def observe_layer(self, index: int, weights: Mapping[str, np.ndarray]) -> dict[str, InputStatistics]:
         """Pass layer `index`, and say what each of its linear layers took, by the linear layer's name."""
@@ -77,15 +80,15 @@ class CalibrationRows:
                 observed[name] = _Observation(weight.shape[1], self._group)
             observed[name].add(inputs, own - start)
 
-        for number, rows in enumerate(self._texts):
-            self._texts[number] = self._run(index, weights, rows, observe)
+        for number, rows in enumerate(self.texts):
+            self.texts[number] = self._run(index, weights, rows, observe)
             start += len(rows)
         return {name: each.statistics() for name, each in observed.items()}
 
     def pass_layer(self, index: int, weights: Mapping[str, np.ndarray]) -> None:
         """Go through layer `index`, whose weights are float32 arrays by the names that its program has."""
-        for number, rows in enumerate(self._texts):
-            self._texts[number] = self._run(index, weights, rows, lambda weight, x: None)
+        for number, rows in enumerate(self.texts):
+            self.texts[number] = self._run(index, weights, rows, lambda weight, x: None)
 
     def _run(
         self,
