@@ -155,9 +155,7 @@ def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> l
 def report_lines(report: QuantizationReport) -> Iterator[str]:
     """The table that ends a run."""
     options = report.options
-    kind = f"int{options.bits}, " + (
-        f"groups of {options.group_size}" if options.group_size else "a scale for each row"
-    )
+    scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"
     resumed = f" ({report.resumed} of them were there)" if report.resumed else ""
     read = f", {report.tokens:,} tokens read" if report.tokens else ""
     yield f"{report.path}: int{options.bits}, {scales}, {'symmetric' if options.symmetric else 'zero points'}"

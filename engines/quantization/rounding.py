@@ -31,11 +31,12 @@ def quantize_rows(
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 
-    Without zero points a code q stands for (q - 2^(b-1)) s; the largest scale is s = max|w| / (2^(b-1) - 1). With them
-    it stands for (q - z) s; the largest scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded,
-    or one beside it. Codes are w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from
-    `clipping` of the largest, rounded to the format's dtype, each group gets that of the least squared error (as Nagel
-    et al. 2021 set ranges); the first of equals.
+    Without zero points a code q stands for (q - 2^(b-1)) s; the largest scale is s = max|w| / (2^(b-1) - 1), and as the
+    codes reach one step further to one side, its negative is tried too. With them a code stands for (q - z) s; the
+    largest scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
+    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the largest,
+    rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
+    the first of equals.
 
     The error of a group is |(w - its values) F|^2 with `factors` F float32 [groups, size, size], or diagonal ones whose
     elements are float32 [K]; None: all 1. With F F^T the mean of x x^T over inputs x it is what the group adds to the
@@ -94,14 +95,17 @@ def _search_symmetric(
     middle = 1 << format.bits - 1
     largest = np.maximum(weights.max(-1), -weights.min(-1)) / np.float32(middle - 1)
     best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
-    steps, error = np.empty_like(weights), np.empty_like(weights)
+    steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
     for share in clipping:
         tried = _scales(largest, share, format.dtype)
         np.divide(weights, tried[..., None], out=steps)
-        np.rint(steps, out=error)
-        np.clip(error, -middle, middle - 1, out=error)
-        better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
-        scales[better] = tried[better]
+        np.rint(steps, out=whole)
+        for sign in (1, -1):
+            # Below the middle there is one code more than above it: of a negative scale it is above.
+            lowest = -middle if sign > 0 else 1 - middle
+            np.clip(whole, lowest, lowest + 2 * middle - 1, out=error)
+            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
+            scales[better] = sign * tried[better]
     return scales, np.full(largest.shape, middle, np.float32)
 
 

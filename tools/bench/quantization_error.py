@@ -2,10 +2,11 @@
 
 Usage: python -m tools.bench.quantization_error [--model DIR] [--bits 4] [--group-size 64] [--calibration FILE]
 
-The shipped model by default, on conversations of its evaluation. For each linear layer x W^T of the held-out inputs x of
-the dense model: |x (W' - W)^T| / |x W^T|, and for each layer of the model the same of what it adds to the residual
-stream; means over all of them, for plain rounding to nearest (as compressed-tensors has it: a scale of 2 max|w| /
-(2^b - 1), with zero points (max - min) / (2^b - 1)), for the search of the clipping, and with scaled columns.
+The shipped model by default, on conversations of its evaluation. For each linear layer with weight W and the held-out
+inputs x that it has in the dense model: |x (W' - W)^T| / |x W^T|, and for each layer of the model the same of what it
+adds to the residual stream; means over all of them, for plain rounding to nearest (as compressed-tensors has it: a
+scale of 2 max|w| / (2^b - 1), with zero points (max - min) / (2^b - 1)), for the search of the clipping, and with
+scaled columns.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from edgellm.engines.quantization.calibration import CalibrationRows, layer_prog
 from edgellm.engines.quantization.layers import linears, scale_layer
 from edgellm.engines.quantization.rounding import CLIPPING, quantize_rows
 from edgellm.engines.quantization.scaling import foldings, search_scales
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 from tools.demo_model.evaluate import evaluation_items
 
@@ -43,12 +44,11 @@ def main() -> None:
     arguments = parser.parse_args()
     group, tokenizer = arguments.group_size or None, Tokenizer.from_directory(arguments.model)
     entries = load_texts(arguments.calibration) if arguments.calibration else default_texts()
+    codes: Codes = "int4" if arguments.bits == 4 else "int8"
     for zeros in (False, True):
         with Checkpoint.open(arguments.model) as checkpoint:
             config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-            format = WeightFormat(
-                "int4" if arguments.bits == 4 else "int8", group, zeros, checkpoint.dtype or "float16"
-            )
+            format = WeightFormat(codes, group, zeros, checkpoint.dtype or "float16")
             texts, held_out = token_pieces(tokenizer, entries), held_out_texts(tokenizer)
             calibration = CalibrationRows(config, checkpoint, texts, group)
             unseen = CalibrationRows(config, checkpoint, held_out, group)
