@@ -82,6 +82,7 @@ class ProgramGraph(Generic[Tensor]):
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
         for name, (_, dtype) in program.outputs.items():
             operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
+        self._values, self._weights, self._kept = {}, {}, {}  # nothing outlives the run
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         weight = self._weights[norm.weight.name]

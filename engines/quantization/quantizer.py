@@ -27,6 +27,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
@@ -154,25 +155,37 @@ def _quantize_layers(
     progress("layers", done, config.num_layers)
     rows = CalibrationRows(config, checkpoint, texts, options.group_size) if texts and due else None
     for index in range(due[-1] + 1) if due else ():
-        if index not in due and rows is None:
-            continue
-        program = layer_program(config, index, 1)
-        weights = load_numpy_weights(checkpoint, list(program.weights.values()))
-        if index not in due:
-            if rows is not None:
-                rows.pass_layer(index, weights)
-            continue
-        seen = {} if rows is None else rows.observe_layer(index, weights)
-        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-        format = options.format(checkpoint.dtype or config.dtype)
-        if options.method == "awq":
-            factors = scale_layer(program, weights, seen, format, dtypes)
-        else:
-            factors = {name: each.factors for name, each in seen.items()}
-        work.write(index, layer_tensors(checkpoint, program, weights, factors, format))
-        done += 1
-        progress("layers", done, config.num_layers)
+        if index in due:
+            work.write(index, _layer(checkpoint, config, options, rows, index))
+            done += 1
+            progress("layers", done, config.num_layers)
+        elif rows is not None:
+            rows.pass_layer(index, _weights(checkpoint, layer_program(config, index, 1)))
     return config.num_layers - len(due)
+
+
+def _layer(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    rows: CalibrationRows | None,
+    index: int,
+) -> dict[str, StoredTensor]:
+    """The tensors of a layer, quantized; the `rows` pass it."""
+    program = layer_program(config, index, 1)
+    weights = _weights(checkpoint, program)
+    seen = {} if rows is None else rows.observe_layer(index, weights)
+    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+    format = options.format(checkpoint.dtype or config.dtype)
+    if options.method == "awq":
+        factors = scale_layer(program, weights, seen, format, dtypes)
+    else:
+        factors = {name: each.factors for name, each in seen.items()}
+    return layer_tensors(checkpoint, program, weights, factors, format)
+
+
+def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
+    return load_numpy_weights(checkpoint, list(program.weights.values()))
 
 
 def _assemble(

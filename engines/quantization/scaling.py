@@ -7,11 +7,14 @@ the norm or into the rows of the linear layer that makes the input.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, Step
 from edgellm.engines.quantization.calibration import InputStatistics
 from edgellm.engines.quantization.rounding import COARSE_CLIPPING, quantize_rows, rounded
@@ -63,15 +66,13 @@ def search_scales(weights: np.ndarray, seen: InputStatistics, format: WeightForm
     """The scales float32 [K] for a weight float32 [N, K] that leave the least squared error of the outputs.
 
     Tried are mean|x_k|^a and mean|x_k|^a / mean|w_k|^(1 - a) for a from 0 to 1 (equation 5 of Lin et al. 2023, and its
-    published program), divided by the root of the product of the largest and the smallest; and 1.
+    published program), divided by the root of the product of the largest and the smallest; with a = 0 the former are 1.
     """
     sampled = weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
-    best, least = np.ones(weights.shape[1], np.float32), np.inf
-    for scales in _candidates(seen.magnitude, np.abs(weights).mean(0)):
-        error = output_error(sampled, scales, seen, format)
-        if error < least:
-            best, least = scales, error
-    return best
+    candidates = list(_candidates(seen.magnitude, np.abs(weights).mean(0)))
+    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        errors = list(pool.map(lambda scales: output_error(sampled, scales, seen, format), candidates))
+    return candidates[int(np.argmin(errors))]
 
 
 def output_error(weights: np.ndarray, scales: np.ndarray, seen: InputStatistics, format: WeightFormat) -> float:
