@@ -21,6 +21,7 @@ from edgellm.engines.model.rotary import rotary_table
 
 #: Of the rows that a linear layer takes, so many are kept to compute errors of outputs with.
 _SAMPLED = 512
+#: Of the mean square, what is added to each: a few rows then do not decide about directions that they lack.
 _DAMPING = 0.01
 
 
@@ -145,10 +146,8 @@ class _Observation:
             products += np.einsum("gkk->g", products)[:, None, None] / size * _DAMPING * np.eye(size)
             values, vectors = np.linalg.eigh(products)
             factors = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
-        magnitude = self._magnitude / self._count
-        return InputStatistics(
-            *(each.astype(np.float32) for each in (magnitude, factors)), np.concatenate(self._sample)
-        )
+        magnitude, sample = (self._magnitude / self._count).astype(np.float32), np.concatenate(self._sample)
+        return InputStatistics(magnitude, factors.astype(np.float32), sample)
 
 
 class _ObservedOperations(NumpyOperations):

@@ -129,8 +129,9 @@ def refuse_quantized(source: Path) -> None:
     if not path.is_file():
         return  # opening it says what is wrong
     values = JSONObject.read(path, CheckpointError, _COPY_AGAIN).values
-    for place in (values, values.get("text_config")):
-        for key in ("quantization_config", "compression_config") if isinstance(place, dict) else ():
+    text = values.get("text_config")
+    for place in (values, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
             if settings := place.get(key):
                 method = settings.get("quant_method") if isinstance(settings, dict) else None
                 raise CheckpointError(
