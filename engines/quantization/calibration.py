@@ -108,12 +108,8 @@ class CalibrationRows:
             "kvcache_start_index": np.zeros(1, np.int32),
         }
         values |= {name: np.empty(shape, np.float32) for name, (shape, _) in program.caches.items()}
-        held = dict(weights)
-        ProgramGraph(_ObservedOperations(values, held, observe), program).run()
-        hidden = values["hidden"][0]
-        values.clear()  # the graph refers to itself, so that it lives on for a while, and what it has with it
-        held.clear()
-        return hidden
+        ProgramGraph(_ObservedOperations(values, weights, observe), program).run()
+        return values["hidden"][0]
 
 
 class _Observation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -282,18 +283,19 @@ def test_places_and_quantized_checkpoints_are_refused(make_checkpoint: Make, tmp
 
 
 def test_one_layer_is_in_memory_at_a_time(make_checkpoint: Make, tmp_path: Path) -> None:
-    """More layers change nothing. Beside a layer and the rows of the texts there is what blocks and scales are searched
-    with: a few arrays of at most 256 rows of a weight for each processor."""
+    """More layers take no more. Beside a layer and the rows of the texts there is what blocks and
+    scales are searched with: a few arrays of at most 256 rows of a weight for each processor."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
     layer = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024)
     rows, search = 4 * 110 * (256 + 3 * 1024), 6 * (os.cpu_count() or 1) * 4 * 256 * 1024
     peaks = []
     for method, layers in (("rtn", 1), ("rtn", 5), ("awq", 1)):
         source = make_checkpoint(tmp_path / f"source-{method}-{layers}", num_hidden_layers=layers, **sizes)
+        gc.collect()
         tracemalloc.start()
         quantize_checkpoint(source, tmp_path / f"target-{method}-{layers}", replace(INT4, method=method), TEXTS)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + layer / 2
-    assert peaks[1] < 2 * (layer + rows) + search / 6
+    assert peaks[1] < peaks[0] + layer / 4
+    assert peaks[1] < 2 * (layer + rows) + search / 2
     assert peaks[2] < layer + rows + search
