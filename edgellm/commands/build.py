@@ -355,7 +355,7 @@ class ProgressDisplay:
         done, total = self._stages[stage]
         if stage == "weights":
             return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
-        return f" {done} of {total}" if stage == "plans" else ""
+        return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
 def _mebibytes(size: int) -> str:

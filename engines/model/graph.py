@@ -46,19 +46,21 @@ class ProgramGraph(Generic[Tensor]):
 
     def __init__(self, operations: Operations[Tensor], program: Program) -> None:
         self._operations, self._program = operations, program
-        kinds: dict[type, Callable[[Any], None]] = {
-            Scale: self._scale,
-            Add: self._add,
-            Normed: self._normed,
-            NormLinear: self._norm_linear,
-            LinearResidual: self._linear_residual,
-            Attention: self._attention,
-            EncoderAttention: self._encoder_attention,
-            Gather: self._gather,
-            Prepend: self._prepend,
-            DropFirst: self._drop_first,
-            Reshape: self._reshape,
-            SideBySide: self._side_by_side,
+        # Functions, not methods of this object: it would refer to itself, and its values live on when it is done with.
+        cls = type(self)
+        kinds: dict[type, Callable[[Any, Any], None]] = {
+            Scale: cls._scale,
+            Add: cls._add,
+            Normed: cls._normed,
+            NormLinear: cls._norm_linear,
+            LinearResidual: cls._linear_residual,
+            Attention: cls._attention,
+            EncoderAttention: cls._encoder_attention,
+            Gather: cls._gather,
+            Prepend: cls._prepend,
+            DropFirst: cls._drop_first,
+            Reshape: cls._reshape,
+            SideBySide: cls._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._states = {step.index: step.state(program.shape) for step in program.attentions}
@@ -78,7 +80,7 @@ class ProgramGraph(Generic[Tensor]):
         self._values, self._kept = values, {}
         self._weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
         for run, step in self._steps:
-            run(step)
+            run(self, step)
         for name, parts in self._kept.items():
             ordered = [parts[place] for place in sorted(parts)]
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
