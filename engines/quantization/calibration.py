@@ -107,7 +107,7 @@ class CalibrationRows:
             "attention_mask": np.tri(tokens, dtype=np.bool_)[None, None],
             "kvcache_start_index": np.zeros(1, np.int32),
         }
-        values |= {name: np.empty(shape, np.float32) for name, (shape, _) in program.caches.items()}
+        values |= {name: np.empty(shape, np.float32) for name, (shape, _) in program.states.items()}
         ProgramGraph(_ObservedOperations(values, weights, observe), program).run()
         return values["hidden"][0]
 

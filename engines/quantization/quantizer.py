@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.building.inputs import copy_hashed
-from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile
 from edgellm.engines.checkpoints.tensors import STORAGE, VISION_PREFIXES
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import size_limit
