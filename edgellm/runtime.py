@@ -64,10 +64,11 @@ class SpecDecodeRuntime:
     """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
 
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
-    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
-    draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft model, as
-    this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the engine
-    directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
+    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `kv_cache` "int8" keeps the
+    model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
+    how to draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft
+    model, as this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the
+    engine directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
     `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
     recently go first. Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError
     subclasses that say what is wrong.
@@ -81,6 +82,7 @@ class SpecDecodeRuntime:
         drafting: DraftingConfig | Literal["auto"] | None = None,
         *,
         backend: str = "auto",
+        kv_cache: str | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         progress: Callable[[int, int], None] | None = None,
@@ -92,7 +94,7 @@ class SpecDecodeRuntime:
             raise RequestError(
                 f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
             )
-        self.directory = EngineDirectory.open(Path(path))
+        self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._defaults = ModelDefaults(self.directory.path)

@@ -26,6 +26,7 @@ PANELS = {
     },
     "Prepare": {
         "build": "Make an engine directory of a checkpoint: weights, tokenizer, TensorRT plans.",
+        "quantize": "Make a checkpoint with weights of 4 or 8 bits.",
         "convert": "Make safetensors of pickled PyTorch weights.",
         "cache": "Compute system prompts ahead of time and keep them on disk.",
     },

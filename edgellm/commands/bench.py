@@ -63,7 +63,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw speeds and acceptance into this SVG file.")] = None,
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
@@ -75,7 +75,12 @@ def bench(
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = options.chosen_settings(
-        config, model=engine.chosen(), backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
+        config,
+        model=engine.chosen(),
+        computing=computing,
+        prompt=prompting,
+        sampling=sampling,
+        drafting=DraftingOptions(),
     )
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     for option, path in (("--output", output), ("--plot", plot)):

@@ -123,7 +123,7 @@ def eval(
     sampling: options.SamplingOptions,
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     config: options.Config = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -143,7 +143,7 @@ def eval(
     settings = options.chosen_settings(
         config,
         model=engine.chosen(),
-        backend=backend,
+        computing=computing,
         prompt=prompting,
         sampling=sampling,
         drafting=drafting,
@@ -209,7 +209,9 @@ class _Evaluation:
         from edgellm.evaluation.measures import check_same_vocabulary, rouge_scorer, vocabulary_of
 
         self._settings, self._asked = settings, asked
-        self.reference = None if asked.reference is None else replace(settings, model=user_path(asked.reference))
+        self.reference = (
+            None if asked.reference is None else replace(settings, model=user_path(asked.reference), kv_cache=None)
+        )
         directory, tokenizer = described_directory(settings), _tokenizer(settings)
         self._tokenizer, self._context = tokenizer, directory.limits.kv_capacity
         if self.reference is not None:

@@ -81,7 +81,7 @@ class FollowingLogits:
         """The engine without adapters, of the largest key range."""
         limits = self._base.limits
         phase = "decode" if tokens == 1 else "verify"
-        return EngineShape(phase, 1, tokens, limits.key_ranges[-1], limits.kv_rows, tokens)
+        return limits.base_shape(phase, 1, tokens, limits.key_ranges[-1], tokens)
 
     def _shapes(self, tokens: int) -> list[EngineShape]:
         """Of the largest key range, the engine without adapters and, where the runner has such, that with them."""
@@ -104,9 +104,7 @@ class FollowingLogits:
 
         def bindings() -> dict[str, Array]:
             bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape)
-            for name, cache in base.caches.items():
-                bound[name] = bound[f"present_{name}"] = cache[one]
-            return bound | base.adapter_inputs(shape, one) | {"logits": logits}
+            return bound | base.states.bound(one) | base.adapter_inputs(shape, one) | {"logits": logits}
 
         engine = self._engines.bound(shape, one, bindings)
         backend.kernels.prepare_step(base.tables(one), token_ids, inputs)
