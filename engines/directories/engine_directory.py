@@ -39,6 +39,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.errors import shown
 from edgellm.kernels.user_paths import printable
 
 DESCRIPTION_NAME = "edgellm.json"
@@ -135,13 +136,12 @@ class EngineDirectory:
     def with_kv_cache(self, kind: str | None) -> EngineDirectory:
         """The same with KV rows of another kind, one of `KV_CACHES` (None: as it was built); EngineDirectoryError for
         an unknown one."""
-        if kind is None or kind == self.limits.kv_cache:
+        if kind is not None and not (isinstance(kind, str) and kind in KV_CACHES):
+            raise EngineDirectoryError(f"kv_cache is {shown(kind)}: expected one of {', '.join(KV_CACHES)}, or None")
+        if kind in (None, self.limits.kv_cache):
             return self
-        if kind not in KV_CACHES:
-            raise EngineDirectoryError(f"kv_cache is {kind!r}: expected one of {', '.join(KV_CACHES)}, or None")
-        digest = hash_bytes(
-            f"{self.description_sha256} {kind}".encode()
-        )  # what was measured with one is not the other's
+        # What was measured with one is not the other's.
+        digest = hash_bytes(f"{self.description_sha256} {kind}".encode())
         return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
 
     @property
