@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from edgellm.decoding.loop import DecodingLoop, FixedDrafting, PlanChooser
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import Runner, open_runner, read_adapters
@@ -21,6 +23,7 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
 from edgellm.generation import RequestState
@@ -61,10 +64,11 @@ class SpecDecodeRuntime:
     """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
 
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
-    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `drafting` says how to
-    draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft model, as
-    this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the engine
-    directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
+    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `kv_cache` "int8" keeps the
+    model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
+    how to draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft
+    model, as this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the
+    engine directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
     `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
     recently go first. Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError
     subclasses that say what is wrong.
@@ -78,6 +82,7 @@ class SpecDecodeRuntime:
         drafting: DraftingConfig | Literal["auto"] | None = None,
         *,
         backend: str = "auto",
+        kv_cache: str | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         progress: Callable[[int, int], None] | None = None,
@@ -89,7 +94,7 @@ class SpecDecodeRuntime:
             raise RequestError(
                 f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
             )
-        self.directory = EngineDirectory.open(Path(path))
+        self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
         self._defaults = ModelDefaults(self.directory.path)
@@ -103,6 +108,7 @@ class SpecDecodeRuntime:
         self._snapshots: SlotSnapshots | None = None
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
+        self._following: FollowingLogits | None = None
         self._choosers: dict[DraftingConfig | None, PlanChooser | None] = {None: None}
         self._drafting: DraftingConfig | None = None
         loras = read_adapters(self.directory, adapters)
@@ -348,6 +354,34 @@ class SpecDecodeRuntime:
             record = PromptRecord.of(prompt, digests, tools, template_variables)
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images, record)
 
+    def following_logits(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        take: Callable[[np.ndarray], None],
+        adapter: str | None = None,
+    ) -> None:
+        """Let `take` see the logits that a text's tokens from number `first` (1 or more) on are drawn from, as decoding
+        with the LoRA adapter `adapter` (None: without one) has them.
+
+        They come in blocks [n, vocabulary] float32 of at most 64 tokens, each written over by the next. Nothing is
+        drafted. Raises EngineError for a text that the model or its context cannot hold, RequestError for what are no
+        token ids, AdapterError for an unknown name.
+        """
+        runner = self._open_runner()
+        Request(prompt=tuple(token_ids), adapter=adapter)  # refuses what is none
+        with self._exclusive():
+            if self._following is None:
+                self._following = FollowingLogits(runner.base)
+            slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
+            self._contents[slot] = KVContents()
+            runner.base.set_adapter(slot, adapter)
+            try:
+                for block in self._following.blocks(slot, token_ids, first):
+                    take(block)
+            finally:
+                runner.stop(slot)
+
     def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
         """Use the snapshot of a file from now on.
 
@@ -370,7 +404,7 @@ class SpecDecodeRuntime:
         """
         with self._exclusive(), ExitStack() as last_first:
             vision, snapshots, runner = self._vision, self._snapshots, self._runner
-            self._vision = self._snapshots = self._runner = None
+            self._vision = self._snapshots = self._runner = self._following = None
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:

@@ -19,6 +19,7 @@ ITEM_SIZES = {
     "uint32": 4,
     "uint16": 2,
     "uint8": 1,
+    "int8": 1,
     "bool": 1,
 }
 

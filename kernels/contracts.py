@@ -3,8 +3,8 @@
 An array is declared by its axes and dtype, `Annotated[OwnArray, "BT int32"]`; what belongs together is a bundle, a
 NamedTuple of such fields. A letter names an axis, which has one size in all arguments of a call; a digit is an axis of
 just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy),
-one in all arguments. Wrong shapes, dtypes and limits raise `KernelError` that names the argument, what was found and
-what was expected.
+one in all arguments; "rows" is that, or int8; "any" is whatever comes. Wrong shapes, dtypes and limits raise
+`KernelError` that names the argument, what was found and what was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
 axes, called by their letters. `cuda_header` writes these structs for the compiler.
@@ -39,6 +39,8 @@ _CUDA_TYPES = {
     "uint8": "unsigned char*",
     "bool": "unsigned char*",
     "compute": "char*",
+    "rows": "char*",
+    "any": "char*",
 }
 _NUMBERS = {bool: "unsigned", int: "int", float: "double"}
 
@@ -216,8 +218,10 @@ def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[s
         shape, dtype, usable = entry
         _check_shape(contract, field, shape, sizes)
         name = _dtype_name(dtype)
-        allowed = (field.dtype,) if field.dtype != "compute" else (compute,) if compute else COMPUTE_DTYPES
-        if name not in allowed:
+        allowed: tuple[str, ...] = (field.dtype,)
+        if field.dtype in ("compute", "rows"):
+            allowed = ((compute,) if compute else COMPUTE_DTYPES) + (("int8",) if field.dtype == "rows" else ())
+        if name not in allowed and field.dtype != "any":
             raise KernelError(f"{contract.name}: {field.name} is {name}; expected {' or '.join(map(str, allowed))}")
         if field.dtype == "compute":
             compute = name

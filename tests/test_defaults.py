@@ -14,7 +14,7 @@ from synthetic_images import synthetic_image
 
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.benchmark.inputs import BenchPrompt
-from edgellm.commands.bench import _with_system_prompt
+from edgellm.commands.bench import with_system_prompt
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
@@ -202,7 +202,7 @@ def test_the_prompts_of_a_benchmark() -> None:
     prompts = [BenchPrompt((user("a"),)), BenchPrompt((system("s"), user("b")))]
 
     def asked(text: str | None) -> list[list[dict[str, object]]]:
-        return [list(prompt.messages) for prompt in _with_system_prompt(prompts, text)]
+        return [list(prompt.messages) for prompt in with_system_prompt(prompts, text)]
 
     assert asked(None) == [[user("a")], [system("s"), user("b")]]  # the model's own comes with the question
     assert asked("") == [[system(""), user("a")], [system("s"), user("b")]]

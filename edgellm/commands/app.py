@@ -26,6 +26,7 @@ PANELS = {
     },
     "Prepare": {
         "build": "Make an engine directory of a checkpoint: weights, tokenizer, TensorRT plans.",
+        "quantize": "Make a checkpoint with weights of 4 or 8 bits.",
         "convert": "Make safetensors of pickled PyTorch weights.",
         "cache": "Compute system prompts ahead of time and keep them on disk.",
     },
@@ -33,6 +34,7 @@ PANELS = {
         "info": "Say what an engine directory is: model, limits, memory, plans.",
         "doctor": "Say what was found on this machine, and check that the model computes on it.",
         "bench": "Compare the speed of drafting configurations with decoding without a draft.",
+        "eval": "Measure what a change of a model costs: perplexity, distance to a reference, tasks.",
     },
 }
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141

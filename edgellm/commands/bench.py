@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
     from edgellm.benchmark.inputs import BenchPrompt
     from edgellm.commands.settings import Settings
+    from edgellm.evaluation.inputs import Example
 
 MAX_TOKENS = 64
+#: What has `messages` to answer.
+_Asking = TypeVar("_Asking", "BenchPrompt", "Example")
 
 
 @with_option_groups
@@ -60,7 +63,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw speeds and acceptance into this SVG file.")] = None,
     prompting: options.PromptOptions,
     sampling: options.SamplingOptions,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
@@ -72,20 +75,25 @@ def bench(
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = options.chosen_settings(
-        config, model=engine.chosen(), backend=backend, prompt=prompting, sampling=sampling, drafting=DraftingOptions()
+        config,
+        model=engine.chosen(),
+        computing=computing,
+        prompt=prompting,
+        sampling=sampling,
+        drafting=DraftingOptions(),
     )
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     for option, path in (("--output", output), ("--plot", plot)):
-        _require_writable(path, option)
+        require_writable(path, option)
     from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     results = measure(settings, default_prompts() if prompts is None else load_prompts(prompts), configurations, repeat)
     for line in report_lines(results):
         typer.echo(line)
     if output is not None:
-        _write(output, json.dumps(results, indent=2) + "\n", "--output")
+        write_result(output, json.dumps(results, indent=2) + "\n", "--output")
     if plot is not None:
-        _write(plot, speed_plot(results), "--plot")
+        write_result(plot, speed_plot(results), "--plot")
 
 
 def measure(
@@ -106,7 +114,7 @@ def measure(
         if drafted:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
             llm = opened.enter_context(open_model_with(settings, drafted[0]))
-        answered = _with_system_prompt(prompts, settings.system)
+        answered = with_system_prompt(prompts, settings.system)
         try:
             result = run_benchmark(llm, plain, answered, chosen, params, repeat, progress)
         finally:
@@ -123,18 +131,21 @@ def measure(
         }
 
 
-def _with_system_prompt(prompts: Sequence[BenchPrompt], text: str | None) -> list[BenchPrompt]:
+def with_system_prompt(prompts: Sequence[_Asking], text: str | None) -> list[_Asking]:
     """The prompts under this system prompt where they have no other (None: under the model's own, "": under none)."""
     if text is None:
         return list(prompts)
     system = {"role": "system", "content": text}
-    return [
-        prompt if prompt.messages[0]["role"] == "system" else replace(prompt, messages=(system, *prompt.messages))
-        for prompt in prompts
-    ]
+
+    def under_it(prompt: _Asking) -> _Asking:
+        if prompt.messages[0]["role"] == "system":
+            return prompt
+        return replace(prompt, messages=(system, *prompt.messages))
+
+    return list(map(under_it, prompts))
 
 
-def _require_writable(path: Path | None, option: str) -> None:
+def require_writable(path: Path | None, option: str) -> None:
     """Raise RequestError for a file that cannot be written, before minutes are spent on what is to stand there."""
     if path is None:
         return
@@ -145,7 +156,8 @@ def _require_writable(path: Path | None, option: str) -> None:
         raise RequestError(f"{option} {path} cannot be written: {path.parent} must be there, and open to you")
 
 
-def _write(path: Path, text: str, option: str) -> None:
+def write_result(path: Path, text: str, option: str) -> None:
+    """Write a file, and say so; `option` names it. Raises RequestError."""
     try:
         user_path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -18,6 +18,7 @@ from edgellm.commands.descriptions import (
     draft_limits_in_words,
     executor_facts,
     executors_in_words,
+    kv_cache_in_words,
     lora_limits_in_words,
     named_directories,
     vision_in_words,
@@ -82,6 +83,13 @@ def build(
             rich_help_panel="Limits", help="Tokens of context, prompt and answer together [default: up to 4096]."
         ),
     ] = None,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel="Limits",
+            help="compute: keep the KV cache in the dtype that engines compute in; int8: in 8 bits, half the memory.",
+        ),
+    ] = "compute",
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -232,6 +240,7 @@ def build(
             lora_slots,
             None if max_image_patches == 0 else read_vision_config(checkpoint, vision, config),
             max_image_patches,
+            kv_cache,
         )
         with ended_by_signals(), display:
             report = build_engine_directory(
@@ -260,7 +269,7 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     yield f"{report.path}: {config.family}, {report.dtype}, {config.num_layers} layers of {config.hidden_size}"
     yield (
         f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
-        f"context {limits.kv_capacity}"
+        f"context {limits.kv_capacity}{kv_cache_in_words(limits.kv_cache)}"
     )
     if report.draft is not None:
         yield f"  draft             {draft_in_words(asdict(report.draft))}"
@@ -346,7 +355,7 @@ class ProgressDisplay:
         done, total = self._stages[stage]
         if stage == "weights":
             return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
-        return f" {done} of {total}" if stage == "plans" else ""
+        return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
 def _mebibytes(size: int) -> str:

@@ -81,7 +81,7 @@ def build(
         str | None,
         typer.Option(help="Most that the folder may take; the least recently used go first [default: 8GiB]."),
     ] = None,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
@@ -93,7 +93,7 @@ def build(
     settings = options.chosen_settings(
         config,
         model=model,
-        backend=backend,
+        computing=computing,
         prompt=options.PromptOptions(chat_template=chat_template),
         sampling=options.SamplingOptions(),
         drafting=DraftingOptions(draft=draft),
@@ -210,7 +210,8 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
     snapshot = item.opened()
     verify_snapshot(item.path, snapshot)
     if model is not None:
-        found, directory = snapshot.facts.binding, EngineDirectory.open(model)
+        found = snapshot.facts.binding
+        directory = EngineDirectory.open(model).with_kv_cache(found.kv_cache)
         dtype = "float32" if found.backend == "numpy" else directory.dtype
         expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
         check_binding(item.path, snapshot, replace(expected, images=found.images))

@@ -119,7 +119,7 @@ def chat(
             show_default=False,
         ),
     ] = None,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     observed: ObservingOptions,
     config: options.Config = None,
     log_level: LogLevel = None,
@@ -134,7 +134,7 @@ def chat(
     settings = options.chosen_settings(
         config,
         model=engine.chosen(),
-        backend=backend,
+        computing=computing,
         prompt=prompting,
         sampling=sampling,
         drafting=drafting,

@@ -40,6 +40,11 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
     return f"LoRA adapters {', '.join(names)}; answers are given {f'with {chosen}' if chosen else 'without one'}"
 
 
+def kv_cache_in_words(kind: str) -> str:
+    """What follows other limits where KV rows are not of the dtype that engines compute in."""
+    return "" if kind == "compute" else f", KV cache of {kind}"
+
+
 def lora_limits_in_words(limits: Mapping[str, Any]) -> str:
     """What engines take of adapters; `limits` as JSON values."""
     return f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
@@ -100,6 +105,8 @@ def executor_facts(
         name, reason = "kernels", refusal_on(*described)
         if reason is not None:
             name = SplitEngine.name if splits_on(*described) else "TensorRT"
+            if shape.kv_cache != "compute" and name == "TensorRT":
+                name = "nothing but the NumPy backend"
         found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
         found.setdefault(next((known for known in found if known[0] == name), (name, reason)), []).append(shape)
     told: dict[tuple[str, str | None], list[str]] = {("kernels", None): []}

@@ -19,6 +19,8 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
+from edgellm.engines.model.memory_plan import MEBIBYTE
+from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError
 from edgellm.kernels.cache_directory import user_cache_directory
@@ -55,12 +57,14 @@ def doctor(
     facts["gpu"] = None if gpu is None else asdict(gpu)
     directory = EngineDirectory.open(engine.chosen() or SHIPPED_MODEL)
     model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
-    facts |= {"model": model, "plans": _plans(directory), "draft": _draft(directory)}
+    facts |= {"model": model, "kv_cache": _kv_cache(directory)}
+    facts |= {"plans": _plans(directory), "draft": _draft(directory)}
     described = directory.models, directory.limits, directory.dtype
     facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability)
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
         *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),
+        f"{'KV cache':<12}{facts['kv_cache']}",
         f"{'plans':<12}{facts['plans']}",
         f"{'draft':<12}{facts['draft']}",
         "\nself-check",
@@ -188,6 +192,15 @@ def _plans(directory: EngineDirectory) -> str:
     present = present_platform()
     here = f"; this machine needs {present.folder}" if present else ""
     return (", ".join(sorted(found)) or "none yet: they are built on first use") + here
+
+
+def _kv_cache(directory: EngineDirectory) -> str:
+    """The dtype of the model's KV rows on a GPU, and the memory that they take."""
+    limits = directory.limits
+    edge = state_edge(decoder_states(directory.config, limits.kv_cache), limits.max_batch, limits.kv_rows)
+    dtype = directory.dtype if limits.kv_cache == "compute" else limits.kv_cache
+    size = state_bytes(edge, directory.dtype) / MEBIBYTE
+    return f"{dtype}, {size:,.1f} MiB on a GPU for {limits.kv_capacity:,} tokens in each of {limits.max_batch} slots"
 
 
 def _draft(directory: EngineDirectory) -> str:

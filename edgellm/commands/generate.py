@@ -54,7 +54,7 @@ def generate(
     system_cache: options.SystemCache = None,
     images: options.Images = None,
     model: options.Model = None,
-    backend: options.Backend = None,
+    computing: options.ComputingOptions,
     config: options.Config = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -79,7 +79,7 @@ def generate(
     settings = options.chosen_settings(
         config,
         model=model,
-        backend=backend,
+        computing=computing,
         prompt=prompting,
         sampling=sampling,
         drafting=drafting,

@@ -16,6 +16,7 @@ from edgellm.commands.descriptions import (
     draft_limits_in_words,
     executor_facts,
     executors_in_words,
+    kv_cache_in_words,
     lora_limits_in_words,
     vision_in_words,
     vision_limits_in_words,
@@ -23,6 +24,7 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.plan_files import (
@@ -74,13 +76,16 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     directory = EngineDirectory.read(path)
     config, limits = directory.config, directory.limits
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
+    differences = directory.differences(verify, hash_weights=False)
+    packed = {} if differences else _packed_facts(directory)
+    computed = "float32" if packed else directory.dtype  # in which packed models run
     vision_bytes = None
     if vision is not None:
-        vision_bytes = vision_memory(vision.config, limits.image_rows, directory.dtype)
-    platforms = [_platform_facts(directory, platform) for platform in _known_platforms(directory)]
+        vision_bytes = vision_memory(vision.config, limits.image_rows, computed)
+    known = [] if packed else _known_platforms(directory)
+    platforms = [_platform_facts(directory, platform) for platform in known]
     described = directory.models, limits, directory.dtype
-    capabilities = {platform.compute_capability for platform in _known_platforms(directory)}
-    differences = directory.differences(verify, hash_weights=False)
+    capabilities = {platform.compute_capability for platform in known}
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
     facts = {
@@ -94,11 +99,12 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
         "plans": platforms,
+        "packed": packed,
         "memory": plan_memory(
             config,
             limits,
             specs,
-            directory.dtype,
+            computed,
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             vision_memory=vision_bytes,
@@ -125,6 +131,23 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             name: {"rank": adapter.rank, "digest": adapter.digest, "bytes": sum(f.size for f in adapter.files.values())}
             for name, adapter in directory.adapters.items()
         }
+    return facts
+
+
+def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
+    """Of each model with packed weights: the method, how many weights are stored how, their bytes, what is not used."""
+    facts = {}
+    for model, quantization in directory.packed_models().items():
+        if model == "draft" and directory.draft is not None:
+            checkpoint, specs = directory.draft.checkpoint(), draft_weights(directory.draft.config)
+        elif model == "vision" and directory.vision is not None:
+            checkpoint, specs = directory.vision.checkpoint(), vision_weights(directory.vision.config)
+        else:
+            checkpoint, specs = directory.checkpoint(), decoder_weights(directory.config)
+        with checkpoint:
+            parts = described_parts(checkpoint, specs)
+        stored = {words: {"weights": count, "bytes": size} for words, (count, size) in parts.items()}
+        facts[model] = {"method": quantization.method, "stored": stored, "notes": list(quantization.notes)}
     return facts
 
 
@@ -185,7 +208,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield _row(
         "limits",
         f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
-        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}",
+        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
+        + kv_cache_in_words(limits.get("kv_cache", "compute")),
     )
     if "draft" in facts:
         draft = facts["draft"]
@@ -216,11 +240,21 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"{platform['bytes'] / MEBIBYTE:,.1f} MiB, {platform['state']}",
         )
         yield from (_row("", problem) for problem in platform["problems"])
-    if not facts["plans"]:
+    for model, packed in facts["packed"].items():
+        yield _row("packed", f"{model}, {packed['method']}")
+        for words, part in packed["stored"].items():
+            yield _row("", f"{words}, {part['weights']} weights of {part['bytes'] / MEBIBYTE:,.1f} MiB")
+        yield from (_row("", note) for note in packed["notes"])
+    if facts["packed"]:
+        yield _row("plans", "none: in this release packed weights run on the NumPy backend alone")
+    elif not facts["plans"]:
         yield _row("plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use")
     total = sum(facts["memory"].values())
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
-    yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB on a GPU, without the engines' scratch: {parts}")
+    where = "on a GPU, without the engines' scratch"
+    if facts["packed"]:
+        where = "on the NumPy backend, which makes float32 of the weights"
+    yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")
     if facts["verified"] and not facts["differences"]:
         yield _row("verified", "every file is as described")
     yield from (_row("differs", difference) for difference in facts["differences"])

@@ -121,6 +121,7 @@ def open_model_with(
         llm = LLM(
             settings.model,
             backend=settings.backend,
+            kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,
             progress=progress if sys.stderr.isatty() else None,

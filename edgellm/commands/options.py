@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -13,7 +14,7 @@ import typer
 
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.option_groups import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE, DraftingOptions
-from edgellm.commands.settings import BACKENDS, Settings, load_settings
+from edgellm.commands.settings import BACKENDS, KV_CACHES, Settings, load_settings
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
@@ -37,10 +38,13 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
     return typer.Option(*flags, callback=check, show_default=False, rich_help_panel=SAMPLING, **details)
 
 
-def _check_backend(value: str | None) -> str | None:
-    if value is not None and value not in BACKENDS:
-        raise typer.BadParameter(f"{value!r}{did_you_mean(value, BACKENDS)}")
-    return value
+def _one_of(choices: tuple[str, ...]) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise typer.BadParameter(f"{value!r}{did_you_mean(value, choices)}")
+        return value
+
+    return check
 
 
 def _set_debug(value: bool) -> None:
@@ -95,16 +99,6 @@ SystemCache = Annotated[
         "edgellm cache list shows it, or a file.",
     ),
 ]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        "--backend",
-        metavar="|".join(BACKENDS),
-        callback=_check_backend,
-        rich_help_panel=MODEL,
-        help="What computes.",
-    ),
-]
 ChatTemplateFile = Annotated[
     Path | None, typer.Option("--chat-template", help="File with a chat template, instead of the model's.")
 ]
@@ -157,6 +151,28 @@ Model = Annotated[
     Path | None,
     typer.Option("--model", "-m", rich_help_panel=MODEL, help="Engine directory [default: the shipped model]."),
 ]
+
+
+@dataclass(frozen=True)
+class ComputingOptions:
+    """What computes, and how KV rows are kept; None is an option that was not given."""
+
+    PANEL: ClassVar[str] = MODEL
+
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", metavar="|".join(BACKENDS), callback=_one_of(BACKENDS), help="What computes."),
+    ] = None
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache",
+            metavar="|".join(KV_CACHES),
+            callback=_one_of(KV_CACHES),
+            help="Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory "
+            "[default: as the engine directory was built].",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -314,7 +330,7 @@ def chosen_settings(
     config: Path | None,
     *,
     model: Path | None,
-    backend: str | None,
+    computing: ComputingOptions,
     prompt: PromptOptions,
     sampling: SamplingOptions,
     drafting: DraftingOptions,
@@ -325,7 +341,7 @@ def chosen_settings(
     settings = load_settings(config)
     given = {
         "model": None if model is None else user_path(model),
-        "backend": backend,
+        **asdict(computing),
         "chat_template": None if prompt.chat_template is None else user_path(prompt.chat_template),
         "system": prompt.system_prompt(),
         "system_cache": system_cache,

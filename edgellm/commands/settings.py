@@ -10,6 +10,7 @@ from typing import Any
 
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_yaml
+from edgellm.engines.model.config import KV_CACHES
 from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -33,6 +34,7 @@ class Settings:
 
     model: Path | None = None
     backend: str = "auto"
+    kv_cache: str | None = None
     system: str | None = None
     chat_template: Path | None = None
     system_cache: str | None = None
@@ -106,6 +108,8 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
         return None if value is None else folder / user_path(value)
     if key == "backend" and value not in BACKENDS:
         raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
+    if key == "kv_cache" and value not in (None, *KV_CACHES):
+        raise _wrong(origin, key, value, f"one of {', '.join(KV_CACHES)}, or null")
     if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
         expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
         raise _wrong(origin, key, value, f"{expected}, or null")

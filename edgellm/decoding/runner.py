@@ -83,7 +83,7 @@ class PlainRunner:
         self.base, self.backend, self.limits = base, base.backend, base.limits
         self.start, self.decode, self.stop, self.move = base.start, base.decode, base.stop, base.move
         self.close = base.close
-        self.swap_rows, self.copy_rows = base.rows.swap, base.rows.copy
+        self.swap_rows, self.copy_rows = base.states.swap, base.states.copy
 
     def round(self, batch: int, plan: DraftPlan) -> StepTokens:
         """Raises EngineError: nobody drafts."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from edgellm.engines.directories.digests import FileDigest, hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.directories.strict_formats import canonical_json, plain_values
+from edgellm.engines.directories.strict_formats import ADDED_LATER, canonical_json, plain_values
 from edgellm.engines.model.config import DecoderConfig
 
 #: Stands in a binding for an adapter, a draft or images that are not there.
@@ -24,9 +24,10 @@ _SCALED_BY_CONTEXT = ("dynamic", "longrope")
 class SnapshotBinding:
     """Everything besides token ids that must be equal where a snapshot is used.
 
-    `weights`, `config`, `adapter`, `draft` and `images` are SHA-256 digests, or "none"; `dtype` is that of the rows,
-    `backend` what computed them; `rotary_context` is the context in tokens that the rotary table was scaled for,
-    None where it is the same for all. Plan, GPU and the chat template's text are no part of it.
+    `weights`, `config`, `adapter`, `draft` and `images` are SHA-256 digests, or "none"; `dtype` is that of computing
+    and of the rows, but for the base's where `kv_cache` says int8; `backend` is what computed them; `rotary_context` is
+    the context in tokens that the rotary table was scaled for, None where it is the same for all. Plan, GPU and the
+    chat template's text are no part of it.
     """
 
     weights: str
@@ -38,6 +39,7 @@ class SnapshotBinding:
     layout: str
     backend: str
     rotary_context: int | None
+    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
 
     @property
     def has_draft(self) -> bool:
@@ -63,6 +65,7 @@ _NAMES = {
     "layout": "the layout of the rows is",
     "backend": "the backend is",
     "rotary_context": "the rotary table is made for a context of",
+    "kv_cache": "the dtype of the KV cache is",
 }
 
 
@@ -92,6 +95,7 @@ def snapshot_binding(
         layout=LAYOUT,
         backend=backend,
         rotary_context=directory.limits.kv_capacity if any(map(_is_scaled_by_context, configs)) else None,
+        kv_cache=directory.limits.kv_cache,
     )
 
 

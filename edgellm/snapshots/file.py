@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import stat
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +21,7 @@ from edgellm.engines.checkpoints.tensors import value_and_place
 from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.states import saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import (
@@ -52,7 +52,6 @@ from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
 _ADVICE = "Remove it and make it again: edgellm cache build"
-_ROWS_NAME = re.compile(r"(base|draft)\.[kv]_cache_(0|[1-9][0-9]{0,3})")
 _WRITE_BYTES = 8 << 20
 _LENGTH_BYTES = 8
 #: A file whose first bytes differ from `BEGINNING` by no more bits is a snapshot that was damaged there.
@@ -262,9 +261,9 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
             wanted, found = expected[name], (info.dtype, info.shape)
         elif name.startswith(STATE_PREFIX):
             wanted, found = facts.binding.dtype, info.dtype
-        elif (match := _ROWS_NAME.fullmatch(name)) and len(info.shape) == 3:
-            rows = facts.tokens - (match[1] == "draft")
-            wanted, found = (facts.binding.dtype, rows), (info.dtype, info.shape[1])
+        elif (dtype := _rows_dtype(name, facts.binding)) and len(info.shape) == 3:
+            rows = facts.tokens - name.startswith("draft.")
+            wanted, found = (dtype, rows), (info.dtype, info.shape[1])
         else:
             raise damaged(path, f"the tensor {name!r:.80} of shape {list(info.shape)} belongs to no snapshot")
         if wanted != found:
@@ -272,6 +271,14 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
     if any(info.offset > tensors[DIGEST].offset for info in tensors.values()):
         raise damaged(path, f"the tensor {DIGEST!r} is not the last")
     return {name: TensorPlace(info.dtype, info.shape, info.offset) for name, info in tensors.items()}
+
+
+def _rows_dtype(name: str, binding: SnapshotBinding) -> str | None:
+    """The dtype of the rows under a name; None for a name of none."""
+    model, _, own = name.partition(".")
+    kinds = {"base": binding.kv_cache, "draft": "compute"}
+    dtype = saved_dtype(own, kinds[model]) if model in kinds else None
+    return binding.dtype if dtype == "compute" else dtype
 
 
 def _check_written(staged: Path, path: Path, snapshot: Snapshot, expected: bytes) -> None:

@@ -16,11 +16,11 @@ from edgellm.decoding.runner import Runner
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import Transfer
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.model.states import Edge
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import SnapshotError
-from edgellm.kernels.arrays import Array
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.content_digest import Findings
 from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
@@ -29,7 +29,7 @@ from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, Snap
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
-from edgellm.snapshots.transfer import RowCopy, Uploader, download, model_caches, slot_rows
+from edgellm.snapshots.transfer import RowCopy, Uploader, download
 
 logger = logging.getLogger("edgellm.snapshots")
 
@@ -51,9 +51,8 @@ class SlotSnapshots:
         draft = runner.draft if isinstance(runner, EagleRunner) else None
         self.store = store
         self._runner, self._backend = runner, runner.backend
-        self._caches = model_caches(runner.base.caches, None if draft is None else draft.caches)
+        self._states = {"base": runner.base.states} | ({} if draft is None else {"draft": draft.states})
         self._has_draft = draft is not None
-        self._slot_rows: dict[int, dict[str, Array]] = {}
         self._checked: WeakSet[Snapshot] = WeakSet()
         self._uploader = Uploader(runner.backend)
         self._reserve(store.snapshots())
@@ -90,17 +89,18 @@ class SlotSnapshots:
         """
         tokens = prompt_ids if images is None else images.identities(prompt_ids)
         while (match := self._best_match(prompt_ids, adapter, images)) is not None:
-            rows = reusable_rows(match.common, len(prompt_ids), self._draft_rows(match.common))
+            common = self._states["base"].cut(match.stored.facts.tokens, match.common)
+            rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))
             if rows <= contents.reusable(tokens):
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
             try:
-                self._write(slot, match.stored, match.common, match.stored.facts.binding)
+                self._write(slot, match.stored, common, match.stored.facts.binding)
             except SnapshotError as error:
                 logger.warning("%s", error)
                 self.store.discard(match.stored, error)
                 continue
-            contents.replace(tokens[: match.common], self._draft_rows(match.common))
+            contents.replace(tokens[:common], self._draft_rows(common))
             return rows
         return 0
 
@@ -169,8 +169,7 @@ class SlotSnapshots:
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
             edgellm_version(),
         )
-        dtype = self._backend.compute_dtype
-        tensors = {name: (dtype, self._shape(name, facts.tokens)) for name in self._caches}
+        tensors = {name: (dtype, shape) for name, (shape, dtype) in self._saved(facts.tokens).items()}
         snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory, prompt)
         np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
         self._runner.base.await_rows()
@@ -204,7 +203,6 @@ class SlotSnapshots:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
         self._uploader.close()
-        self._slot_rows.clear()
         for stored in self.store.snapshots():
             binding = stored.facts.binding
             if replace(binding, images=NONE) in self._bindings.values():
@@ -228,7 +226,7 @@ class SlotSnapshots:
             verify_snapshot(stored.path, snapshot, found[0])
 
     def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
-        """The transfers by the names that runners have for their caches."""
+        """The transfers by the names that runners have for their states."""
         for name, transfer in transfers:
             yield name.removeprefix("base."), transfer
 
@@ -252,12 +250,11 @@ class SlotSnapshots:
             self._uploader.reserve(largest)
 
     def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
-        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's caches take."""
+        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's states take."""
         check_binding(path, snapshot, binding)
         if snapshot in self._checked:
             return
-        tokens = snapshot.facts.tokens
-        expected = {name: self._shape(name, tokens) for name in self._caches}
+        expected = {name: shape for name, (shape, _) in self._saved(snapshot.facts.tokens).items()}
         found = {name: snapshot.places[name].shape for name in (*snapshot.rows, *snapshot.states)}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
@@ -267,17 +264,23 @@ class SlotSnapshots:
 
     def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
         """One by one, so that the first is on its way while the others are being made."""
-        if slot not in self._slot_rows:
-            self._slot_rows[slot] = {name: slot_rows(cache, slot) for name, cache in self._caches.items()}
-        for name, rows in self._slot_rows[slot].items():
-            yield RowCopy(name, rows, snapshot.tensor(name), self._rows(name, tokens))
+        for model, states in self._states.items():
+            for each in states.of_slot(slot, _tokens_of(model, tokens)):
+                name = f"{model}.{each.name}"
+                yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows)
 
-    def _shape(self, name: str, tokens: int) -> tuple[int, int, int]:
-        _, heads, _, size = self._caches[name].shape
-        return heads, self._rows(name, tokens), size
-
-    def _rows(self, name: str, tokens: int) -> int:
-        return tokens - 1 if name.startswith("draft.") else tokens
+    def _saved(self, tokens: int) -> Edge:
+        """What a snapshot of so many tokens holds: a tensor's shape and dtype by its name."""
+        return {
+            f"{model}.{name}": kind
+            for model, states in self._states.items()
+            for name, kind in states.saved(_tokens_of(model, tokens)).items()
+        }
 
     def _draft_rows(self, tokens: int) -> int | None:
         return tokens - 1 if self._has_draft else None
+
+
+def _tokens_of(model: str, tokens: int) -> int:
+    """How many of a prompt's tokens a model has rows of: a draft's pair each with the next one."""
+    return tokens - 1 if model == "draft" else tokens

@@ -2,9 +2,10 @@
 
 Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`, and beside it `edgellm_prompt`, where there is one:
 `PromptRecord`), then the tensors without holes, the rows first:
-`base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim], states of recurrent layers
-under `base.state.*` (after N - 1 tokens, any shape), `token_ids` [N] int32, and last `sha256` [32] uint8, the
-`content_digest` of every byte before it, which is cut into `Snapshot.sections` for that.
+`base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim] (of int8 also their scales,
+`base.k_scale_0` [n_kv, N, 1] float32), states of recurrent layers under `base.state.*` (after N - 1 tokens, any shape),
+`token_ids` [N] int32, and last `sha256` [32] uint8, the `content_digest` of every byte before it, which is cut into
+`Snapshot.sections` for that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ METADATA_KEY, PROMPT_KEY = "edgellm_snapshot", "edgellm_prompt"
 TOKEN_IDS, DIGEST = "token_ids", "sha256"
 STATE_PREFIX = "base.state."
 #: NumPy's dtype of a tensor by the project's name of its dtype.
-NUMPY_DTYPES: dict[str, np.dtype] = {**STORAGE, "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
+NUMPY_DTYPES: dict[str, np.dtype] = STORAGE | {name: np.dtype(name) for name in ("int32", "int8", "uint8")}
 
 #: How every snapshot's header begins, behind the 8 bytes of its length; damaged files are known by it.
 BEGINNING = json.dumps({"__metadata__": {METADATA_KEY: "{"}}, separators=(",", ":")).encode()[: -len('"}}')]

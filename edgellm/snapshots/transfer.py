@@ -25,18 +25,13 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RowCopy:
-    """The first `rows` rows of `cache` [n_kv, C, head_dim], which is one slot's, and of `values` [n_kv, N, head_dim]
-    on the host, which are the tensor `name` of a snapshot."""
+    """The first `rows` rows of `cache` [n_kv, C, size], which is one slot's, and of `values` [n_kv, N, size] on the
+    host, which are the tensor `name` of a snapshot."""
 
     name: str
     cache: Array
     values: np.ndarray
     rows: int
-
-
-def slot_rows(cache: Array, slot: int) -> Array:
-    """The rows [n_kv, C, head_dim] of one slot of a cache [slots, n_kv, C, head_dim]."""
-    return cache[slot : slot + 1].reshape(*cache.shape[1:])
 
 
 def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
@@ -245,9 +240,3 @@ def _parts(placed: Iterable[Placed], staging: np.ndarray, most: int) -> tuple[li
         parts.append(Part(target, section.offset, section.nbytes // len(target), section))
         numbers.append(len(parts) - 1)
     return parts, numbers
-
-
-def model_caches(base: Mapping[str, Array], draft: Mapping[str, Array] | None) -> dict[str, Array]:
-    """The caches of a base and a draft runner under the names of a snapshot's tensors."""
-    caches = {f"base.{name}": cache for name, cache in base.items()}
-    return caches | {f"draft.{name}": cache for name, cache in (draft or {}).items()}

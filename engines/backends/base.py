@@ -15,6 +15,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
@@ -185,10 +186,10 @@ def checked_bindings(
 
 
 def check_bound(
-    engine: Engine, tensors: Iterable[str], bound: Mapping[str, Array], caches: Iterable[str], scratch: object
+    engine: Engine, tensors: Iterable[str], bound: Mapping[str, Array], states: Iterable[str], scratch: object
 ) -> None:
     """Raise EngineError unless an engine can be enqueued: all its `tensors` are `bound`, but for a mask that it does
-    not read, outputs `present_NAME` to the memory of its `caches`, and `scratch` is attached (not empty)."""
+    not read, outputs `present_NAME` to the memory of its `states`, and `scratch` is attached (not empty)."""
     name = engine.shape.name
     unbound = set(tensors) - bound.keys()
     if not engine.reads_attention_mask:
@@ -197,10 +198,10 @@ def check_bound(
         raise EngineError(f"{name}: never bound: {', '.join(sorted(unbound))}")
     if not scratch:
         raise EngineError(f"{name}: attach was not called")
-    for cache in caches:
-        present, kept = bound[f"present_{cache}"], bound[cache]
+    for state in states:
+        present, kept = bound[PRESENT + state], bound[state]
         if present is not kept and getattr(present, "pointer", 0) != getattr(kept, "pointer", 1):
-            raise EngineError(f"{name}: present_{cache} must be bound to the memory of its cache")
+            raise EngineError(f"{name}: {PRESENT}{state} must be bound to the memory of its cache")
 
 
 def check_scratch(shape: EngineShape, needed: int, scratch: Array) -> None:

@@ -82,11 +82,12 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return "attention between TensorRT's engines is that of tokens which see all before them"
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
+    int8 = shape.kv_cache == "int8"
     for heads, kv_heads, size in {step.heads for step in model_program(config, shape).attentions}:
-        refusal = prefill_refusal(heads, kv_heads, size)
+        refusal = prefill_refusal(heads, kv_heads, size, int8)
         if refusal is not None:
             return refusal
-        needed = attention_bytes(size, 2 if size <= 128 else 1)
+        needed = attention_bytes(size, 2 if size <= 128 else 1, int8)
         if needed > shared_limit:
             return f"attention needs {needed} bytes of shared memory, a block of the GPU has {shared_limit}"
     return None
@@ -109,5 +110,7 @@ def planned_shapes(
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
+        if shape.kv_cache != "compute" and not splits:  # TensorRT has no such KV caches
+            continue
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return list(found)

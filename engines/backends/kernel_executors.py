@@ -16,7 +16,6 @@ from edgellm.engines.lora.config import SCALES, AdaptedProjection
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import (
     Attention,
-    Edge,
     Input,
     Keep,
     Linear,
@@ -27,6 +26,7 @@ from edgellm.engines.model.program import (
     Scale,
     Step,
 )
+from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
 from edgellm.kernels.decode.contract import (
@@ -182,20 +182,20 @@ class FewRows:
         )
 
     def _attention(self, step: Attention) -> Any:
-        array, mask = self._array, self._program.shape.phase != "decode"
+        array = self._array
+        mask = None if self._program.shape.phase == "decode" else array("attention_mask")
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
-        k_cache, v_cache = map(array, step.caches)
+        k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
         return self._kernels.few.attention(
             array(step.value),
             AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
-                array("attention_mask") if mask else None,
-                k_cache,
-                v_cache,
-                step.masks_all,
+                mask,
+                *(k_cache, v_cache, step.masks_all),
+                *scales,
             ),
             AttentionScratch(array("partial"), array("counters")),
             array(step.output),
@@ -321,7 +321,7 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if isinstance(step, Attention):
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
-        return attention_refusal(*step.heads)
+        return attention_refusal(*step.heads, shape.kv_cache == "int8")
     if isinstance(step, Scale):
         return None
     if not isinstance(step, NormLinear | LinearResidual):

@@ -23,6 +23,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
+from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
@@ -71,7 +72,7 @@ class NumpyEngine:
     def __init__(self, config: ModelConfig, shape: EngineShape) -> None:
         self.shape = shape
         self._bindings: dict[str, np.ndarray] = {}
-        operations = NumpyOperations(self._bindings, self._bindings)
+        operations = NumpyOperations(self._bindings, self._bindings, wide=shape.kv_cache == "int8")
         self._graph = ProgramGraph(operations, model_program(config, shape))
         parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
         self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
@@ -79,7 +80,7 @@ class NumpyEngine:
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
         arrays = cast(Mapping[str, np.ndarray], bindings)
-        self._bindings.update({name: array for name, array in arrays.items() if not name.startswith("present_")})
+        self._bindings.update({name: array for name, array in arrays.items() if not name.startswith(PRESENT)})
 
     def enqueue(self) -> None:
         """Compute; outputs are written into their bound arrays."""

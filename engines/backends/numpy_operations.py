@@ -13,21 +13,29 @@ import numpy as np
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
+from edgellm.kernels.quantization.rows import write_rows
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
     "float32": np.dtype(np.float32),
     "int32": np.dtype(np.int32),
+    "int8": np.dtype(np.int8),
     "bool": np.dtype(np.bool_),
 }
 _ONE = np.float32(1)
 #: OpenBLAS copies a matrix into an order of its own before it multiplies, which costs as much as reading it twice more;
 #: but not where M * N * K is small (on x86-64 with AVX-512). Up to so many tokens, pieces of that size are faster.
 _FEW_TOKENS, _UNPACKED = 8, 300_000
+#: Elements of a weight that are float64 at a time: they stay in the processor's cache.
+_WIDENED = 60_000
 
 
 class NumpyOperations(Operations[np.ndarray]):
     """Takes inputs from `bindings` and weights from `weights` by name, and puts outputs into `bindings`.
+
+    With `wide` all is computed in float64, from and to arrays of float32, in twice the time. It is for KV rows of 8
+    bits: where float32 rounds otherwise in a batch or a tree, a value between two steps of 8 bits would take the other
+    one, which tokens may show; float64's roundings do not reach that far.
 
     Inputs and weights are looked up at every call, so one object serves many runs, whatever is bound in between. An
     output goes into the array that the caller has bound under its name (float32, same shape), else `bindings` gets an
@@ -40,8 +48,10 @@ class NumpyOperations(Operations[np.ndarray]):
     concatenate = staticmethod(np.concatenate)  # type: ignore[assignment]
     to_float32 = to_compute = staticmethod(np.asarray)  # type: ignore[assignment]
 
-    def __init__(self, bindings: MutableMapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> None:
-        self._bindings = bindings
+    def __init__(
+        self, bindings: MutableMapping[str, np.ndarray], weights: Mapping[str, np.ndarray], wide: bool = False
+    ) -> None:
+        self._bindings, self._wide = bindings, wide
         self._weights = weights
         self._own_outputs: set[str] = set()
         self._mask: np.ndarray | None = None
@@ -59,6 +69,8 @@ class NumpyOperations(Operations[np.ndarray]):
             raise EngineError(f"the input {name!r} has the shape {list(array.shape)}, expected {list(shape)}")
         if array.dtype != _DTYPES[dtype]:
             raise EngineError(f"the input {name!r} is {array.dtype}, expected {_DTYPES[dtype]}")
+        if self._wide and dtype == "compute":
+            return array.astype(np.float64)
         # What layers derive from an input must not outlive its values: the caller may have filled the array anew.
         if array is self._mask:
             self._mask = None
@@ -83,7 +95,7 @@ class NumpyOperations(Operations[np.ndarray]):
         if bound is None or name in self._own_outputs:
             self._own_outputs.add(name)
             self._bindings[name] = tensor
-        elif bound.shape != tensor.shape or bound.dtype != tensor.dtype:
+        elif bound.shape != tensor.shape or not np.can_cast(tensor.dtype, bound.dtype, "same_kind"):
             raise EngineError(
                 f"the output {name!r} is bound to {bound.dtype} {list(bound.shape)}, expected {tensor.dtype} "
                 f"{list(tensor.shape)}"
@@ -94,7 +106,9 @@ class NumpyOperations(Operations[np.ndarray]):
     def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
         rows, columns = weight.shape
         tokens = x.size // columns
-        if tokens == 1:  # matrix times vector, each row of the weight read once, in order
+        if self._wide:
+            result = _wide_linear(x.reshape(tokens, columns), weight)
+        elif tokens == 1:  # matrix times vector, each row of the weight read once, in order
             result = np.dot(weight, x.reshape(columns))
         elif tokens <= _FEW_TOKENS:
             result = _few_tokens_linear(np.ascontiguousarray(x).reshape(tokens, columns), weight)
@@ -124,7 +138,7 @@ class NumpyOperations(Operations[np.ndarray]):
         size = x.shape[-1]
         if x.size == size:
             flat = x.reshape(size)
-            result = x * np.float32(1 / math.sqrt(float(np.dot(flat, flat)) / size + epsilon))
+            result = x * x.dtype.type(1 / math.sqrt(float(np.dot(flat, flat)) / size + epsilon))
         else:
             scale = np.einsum("...k,...k->...", x, x)[..., None]
             scale /= size
@@ -178,31 +192,42 @@ class NumpyOperations(Operations[np.ndarray]):
         result.reshape(pairs)[...] += swapped * sin
         return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
 
-    def kv_cache_update(self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray) -> np.ndarray:
+    def kv_cache_update(
+        self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray, scales: np.ndarray | None = None
+    ) -> np.ndarray:
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
             if not 0 <= start <= rows - tokens:
                 raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
-            cache[sequence, :, start : start + tokens] = update[sequence]
+            write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
         return cache
 
     def attention(
-        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, scale: float
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        mask: np.ndarray | None,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
         batch, heads, tokens, size = query.shape
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         kv_heads = keys.shape[1]
         # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
         grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
-        keys, values = keys[:, :, : visible.count], values[:, :, : visible.count]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
-            context = _attend(grouped, keys, values, visible.bias, visible.first_hidden, tokens)
+            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
         else:  # one head at a time: its scores stay in the processor's cache
             context = np.empty_like(grouped)
             for b in range(batch):
                 bias = None if visible.bias is None else visible.bias[b, 0]
                 for h in range(kv_heads):
-                    context[b, h] = _attend(grouped[b, h], keys[b, h], values[b, h], bias, visible.first_hidden, tokens)
+                    head = [each[b, h] for each in rows]
+                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
         return context.reshape(batch, heads, tokens, size)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
@@ -279,21 +304,40 @@ def _few_tokens_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return result
 
 
+def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [M, K] float64 times the transpose of [N, K] float32, which becomes float64 piece by piece: [M, N]."""
+    result = np.empty((x.shape[0], weight.shape[0]))
+    step = max(1, _WIDENED // x.shape[1])
+    for start in range(0, weight.shape[0], step):
+        piece = weight[start : start + step].astype(np.float64)
+        result[:, start : start + step] = np.dot(piece, x[0]) if x.shape[0] == 1 else np.dot(x, piece.T)
+    return result
+
+
 def _attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray | None, first_hidden: int, tokens: int
+    query: np.ndarray, rows: Sequence[np.ndarray], bias: np.ndarray | None, first_hidden: int, tokens: int
 ) -> np.ndarray:
-    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), keys and values [..., n, D].
+    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), `rows` keys and values [..., n, D], and
+    where these are int8 their scales [..., n, 1].
 
     `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
     """
+    keys, values, *scales = rows
+    if scales:
+        keys, values = keys.astype(query.dtype), values.astype(query.dtype)
     scores = np.matmul(query, keys.swapaxes(-1, -2))
+    if scales:
+        scores *= scales[0].swapaxes(-1, -2)
     if bias is not None:
         masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
         masked[..., first_hidden:] += bias
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if scales:
+        scores *= scales[1].swapaxes(-1, -2)
     context = np.matmul(scores, values)
-    context /= scores.sum(axis=-1, keepdims=True)
+    context /= total
     return context
 
 

@@ -14,7 +14,7 @@ from edgellm.engines.backends.base import check_bound, check_scratch, checked_bi
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels, RowScales
 
 _ALIGNMENT = 256
 
@@ -142,7 +142,7 @@ class SplitEngine:
                 launch()
 
     def _prepare(self) -> list[_Step]:
-        check_bound(self, self._tensors, self._bound, self._program.caches, self._scratch)
+        check_bound(self, self._tensors, self._bound, self._program.states, self._scratch)
         arrays, steps = self._bound | self._scratch, []
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
@@ -161,9 +161,12 @@ class SplitEngine:
             query, key = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
             norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
         rotary = bound["rope_rotary_cos_sin"] if step.rotary else None
-        keys, values = (bound[name] for name in step.caches)
-        rows = KeyValueRows(keys, values, bound["kvcache_start_index"])
+        keys, values, *scales = (bound[name] for name in step.state(self.shape).names)
+        rows, row_scales = (
+            KeyValueRows(keys, values, bound["kvcache_start_index"]),
+            RowScales(*scales) if scales else None,
+        )
         return [
-            self._kernels.prepare_heads(qkv, norms, rotary, rows),
-            self._kernels.causal_attention(qkv, rows, step.scale, context),
+            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales),
+            self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
         ]

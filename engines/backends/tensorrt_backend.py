@@ -10,7 +10,7 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.platform import load_tensorrt
@@ -21,7 +21,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
-from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.programs import model_program
@@ -74,7 +74,7 @@ class TensorRTBackend(CudaDevice):
         self._engines: list[TensorRTEngine | KernelEngine | SplitEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many: CudaTiledKernels | None = None
-        self._scratch = self.empty((0,), "uint8")
+        self._scratch, self._is_checked = self.empty((0,), "uint8"), False
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -137,9 +137,13 @@ class TensorRTBackend(CudaDevice):
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
-        attention, or of the whole where kernels do not take that."""
+        attention, or of the whole where kernels do not take that, but for KV caches of int8: EngineError. One that is
+        loaded after `check_memory` has scratch of its own where it needs more than there is."""
         engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
+        if self._is_checked:
+            small = engine.scratch_bytes > self._scratch.nbytes
+            self._attach(engine, self.empty((engine.scratch_bytes,), "uint8") if small else self._scratch)
         return engine
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
@@ -158,7 +162,7 @@ class TensorRTBackend(CudaDevice):
             return None
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
         for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
-            kernels.load(dtype, size, shape.tokens, shape.batch * heads)
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
         engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
         return SplitEngine(kernels, program, engines, dtype)
 
@@ -174,6 +178,13 @@ class TensorRTBackend(CudaDevice):
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
+        if shape.kv_cache != "compute":
+            config, limit = self._directory.model_config(shape.model), self._module.shared_limit
+            raise EngineError(
+                f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and "
+                f"{kernel_refusal(config, shape, self.compute_dtype, limit)}. Take --kv-cache compute "
+                '(kv_cache="compute"), or --backend numpy'
+            )
         config, attention = self._directory.model_config(shape.model), self._directory.attention
 
         def build() -> bytes:
@@ -203,10 +214,14 @@ class TensorRTBackend(CudaDevice):
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
         self._scratch = self.empty((self.scratch_bytes(),), "uint8")
+        self._is_checked = True
         for engine in self._engines:
-            engine.attach(self, self._scratch)
-            if isinstance(engine, KernelEngine):
-                engine.load_kernels()
+            self._attach(engine, self._scratch)
+
+    def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
+        engine.attach(self, scratch)
+        if isinstance(engine, KernelEngine):
+            engine.load_kernels()
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

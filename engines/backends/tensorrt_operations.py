@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
-from edgellm.engines.errors import BuildError
+from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.operations import Operations
@@ -147,11 +147,22 @@ class TensorRTOperations(Operations[Any]):
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
 
-    def kv_cache_update(self, cache: Any, update: Any, start_index: Any) -> Any:
+    def kv_cache_update(self, cache: Any, update: Any, start_index: Any, scales: Any | None = None) -> Any:
+        if scales is not None:
+            raise EngineError("TensorRT's KV caches are not of 8 bits: leave out --kv-cache int8")
         mode = self.trt.KVCacheMode.LINEAR
         return self._layer(self.network.add_kv_cache_update(cache, update, start_index, mode), "kv_cache_update")
 
-    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float) -> Any:
+    def attention(
+        self,
+        query: Any,
+        keys: Any,
+        values: Any,
+        mask: Any | None,
+        scale: float,
+        key_scales: Any | None = None,
+        value_scales: Any | None = None,
+    ) -> Any:
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)

@@ -59,6 +59,8 @@ from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import unserved
+from edgellm.engines.quantization.layout import Quantization
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
 #: and "finish".
@@ -122,6 +124,7 @@ def build_engine_directory(
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
+    platforms, note = _for_packed(inputs.packed, platforms, note, bool(targets))
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     plans = _choose_plans(report, inputs.models, platforms, all_plans)
@@ -162,6 +165,7 @@ def refresh_plans(
     platforms, note = choose_platforms(targets)
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
+    _for_packed(directory.packed_models(), platforms, note, True)
     config, dtype, attention = directory.config, directory.dtype, directory.attention
     draft = None if directory.draft is None else directory.draft.config
     report = BuildReport(directory.path, config, dtype, directory.limits, draft)
@@ -187,6 +191,17 @@ def refresh_plans(
                 progress("plans", len(report.plans), len(needed))
     report.seconds["plans"] = time.perf_counter() - started
     return _finished(report, started)
+
+
+def _for_packed(
+    packed: Mapping[str, Quantization], platforms: tuple[Platform, ...], note: str, asked: bool
+) -> tuple[tuple[Platform, ...], str]:
+    """No plans of models with packed weights, and why not; BuildError where they were asked for."""
+    if not packed:
+        return platforms, note
+    if platforms and asked:
+        raise BuildError(f"{unserved(packed)}, or build without plans: without --target")
+    return (), f"{unserved(packed)}."
 
 
 def _choose_plans(

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
@@ -16,6 +17,7 @@ from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import (
     DRAFT_RANGES,
+    KV_CACHES,
     LARGEST_BATCH,
     LARGEST_CONTEXT,
     LARGEST_LORA_SLOTS,
@@ -62,11 +64,12 @@ def choose_limits(
     lora_slots: int | None = None,
     vision: VisionConfig | None = None,
     max_image_patches: int | None = None,
+    kv_cache: str = KV_CACHES[0],
 ) -> EngineLimits:
     """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
-    each sequence. `vision` is the model's vision encoder.
+    each sequence. `vision` is the model's vision encoder, `kv_cache` one of `KV_CACHES`.
     """
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
@@ -75,15 +78,15 @@ def choose_limits(
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
     asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
     usual = DRAFT_DEFAULTS if has_draft else dict.fromkeys(asked, 0)
-    drafting = {name: usual[name] if value is None else value for name, value in asked.items()}
+    chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in asked.items()}
     batch = 1 if max_batch is None else max_batch
     if max_lora_rank is None:
         max_lora_rank = max(adapter_ranks, default=0)
     if lora_slots is None:
         lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
-    adapters = {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
+    chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
     rows = choose_image_rows(vision, max_image_patches)
-    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **drafting, **adapters, image_rows=rows)
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
     check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
     return limits
 
@@ -164,6 +167,8 @@ def check_limits(
                 f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
+    if limits.kv_cache not in KV_CACHES:
+        raise BuildError(f"--kv-cache is {limits.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
     for name, (smallest, largest) in DRAFT_RANGES.items():
         value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
         if has_draft and not smallest <= value <= largest:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgellm.engines.building.checks import check_tokenizer
@@ -33,6 +33,8 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import MODELOPT_FILE
+from edgellm.engines.quantization.layout import Quantization
 
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
 
@@ -42,7 +44,8 @@ class BuildInputs:
     """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory.
 
     `adapter_ranks` are the largest ranks of LoRA adapters, by their names. The `vision` encoder is in the model's own
-    files, or was published apart and has files in a folder of its own.
+    files, or was published apart and has files in a folder of its own. `packed` says by "base", "draft" and "vision"
+    what packs the weights of those that have packed ones.
     """
 
     config: DecoderConfig
@@ -51,6 +54,7 @@ class BuildInputs:
     published: Mapping[str, Path]
     adapter_ranks: Mapping[str, int]
     vision: VisionConfig | None = None
+    packed: Mapping[str, Quantization] = field(default_factory=dict)
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -148,21 +152,25 @@ def read_inputs(
 
     Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
     """
-    draft, weights = None, dict[str, Path]()
+    draft, weights, packed = None, dict[str, Path](), dict[str, Quantization | None]()
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config))
+        packed["base"] = checkpoint.quantization
         weights |= _weight_files(checkpoint, "", published)
         check_tokenizer(source, config.vocab_size)
         if draft_source is not None:
             with Checkpoint.open(draft_source) as opened:
                 draft = read_draft(opened, checkpoint, config)
-                published[f"{_DRAFT_PREFIX}config.json"] = draft_source / "config.json"
+                packed["draft"] = opened.quantization
+                for name in filter(lambda name: (draft_source / name).exists(), ("config.json", MODELOPT_FILE)):
+                    published[f"{_DRAFT_PREFIX}{name}"] = draft_source / name
                 weights |= _weight_files(opened, _DRAFT_PREFIX, published)
             config = replace(config, feature_layers=draft.feature_layers)
     if vision is not None and vision_source is not None:
         with Checkpoint.open(vision_source) as opened:
-            for name in ("config.json", *PREPROCESSOR_FILES):
+            packed["vision"] = opened.quantization
+            for name in ("config.json", MODELOPT_FILE, *PREPROCESSOR_FILES):
                 if (vision_source / name).exists():
                     published[f"{_VISION_PREFIX}{name}"] = vision_source / name
             weights |= _weight_files(opened, _VISION_PREFIX, published)
@@ -173,7 +181,8 @@ def read_inputs(
     for path in published.values():
         check_ordinary(path, size_limit(path.name), CheckpointError, "Copy it from the checkpoint's source")
     ranks = {name: each.rank for name, each in adapters.items()}
-    return BuildInputs(config, draft, weights, published, ranks, vision)
+    found = {model: quantization for model, quantization in packed.items() if quantization is not None}
+    return BuildInputs(config, draft, weights, published, ranks, vision, found)
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

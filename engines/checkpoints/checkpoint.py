@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,32 +18,35 @@ from edgellm.engines.checkpoints.tensors import (
     convert,
     is_multimodal,
     language_model_name,
+    published_names,
     value_and_place,
 )
-from edgellm.engines.directories.small_files import size_limit
+from edgellm.engines.checkpoints.weight_files import SINGLE_FILE, foreign_model, open_weight_files
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.quantization.config import read_quantization
+from edgellm.engines.quantization.layout import (
+    PACKED_ENDINGS,
+    UNUSED_ENDINGS,
+    Layout,
+    LinearTensors,
+    Quantization,
+    Stored,
+)
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.user_paths import printable
 
 __all__ = ["Checkpoint", "TensorInfo", "not_finite_error", "overflow_error", "storage_of"]
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-#: In bytes; what Linux allows.
-_LONGEST_FILE_NAME = 255
-_PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
-_CONVERSION = (
-    "Convert them, without PyTorch and without running what the files say: edgellm convert {source} NEW_DIR, then "
-    "build from NEW_DIR"
-)
+#: Weights of two dimensions that are no linear layer's.
+_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+_WEIGHT = ".weight"
 
 
 class Checkpoint:
@@ -52,14 +54,21 @@ class Checkpoint:
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
     multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
+    `quantization` says which linear layers are packed, and how; None: none is.
     """
 
     def __init__(
-        self, path: Path, config: dict[str, Any], generation_config: dict[str, Any] | None, files: list[SafetensorsFile]
+        self,
+        path: Path,
+        config: dict[str, Any],
+        generation_config: dict[str, Any] | None,
+        files: list[SafetensorsFile],
+        quantization: Quantization | None = None,
     ) -> None:
         self.path = path
         self.config = config
         self.generation_config = generation_config
+        self.quantization = quantization
         self._files = {file.path: file for file in files}
         self.tensors: dict[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
         self._is_multimodal = is_multimodal(config)
@@ -77,16 +86,10 @@ class Checkpoint:
             found = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {found}: expected a directory with config.json and {SINGLE_FILE}")
         config = JSONObject.read(path / "config.json", CheckpointError, "Copy it from the checkpoint's source").values
-        _refuse_quantized(path, config)
+        quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        if _is_there(path / SINGLE_FILE):
-            files = [SafetensorsFile(path / SINGLE_FILE)]
-        elif _is_there(path / INDEX_FILE):
-            files = _open_shards(path)
-        else:
-            raise _no_weights(path)
-        return cls(path, config, generation_config, files)
+        return cls(path, config, generation_config, open_weight_files(path), quantization)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -150,15 +153,58 @@ class Checkpoint:
             )
         return self.raw_bytes(name).view(info.dtype).reshape(info.shape).astype(np.int64)
 
+    def has_weight(self, name: str) -> bool:
+        """Whether there is a weight of this name, be it packed."""
+        module = name.removesuffix(_WEIGHT)
+        return name in self.tensors or any(f"{module}.{ending}" in self.tensors for ending in PACKED_ENDINGS)
+
+    def layout(self, name: str, shape: Sequence[int]) -> Layout | None:
+        """How the weight is packed; None for one that is stored as it is."""
+        if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
+            return None
+        module = name.removesuffix(_WEIGHT)
+        return self.quantization.layout(published_names(module) if self._is_multimodal else (module,))
+
+    def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
+        """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""
+        stored = self._stored(name, shape).items()
+        return [self.info(each) for each, found in stored if each in self.tensors or not found.optional]
+
+    def weight_format(self, name: str, shape: Sequence[int]) -> WeightFormat | None:
+        """That of a packed weight; None for one that is stored as it is."""
+        layout = self.layout(name, shape)
+        if layout is None:
+            return None
+        return layout.format(self.info(f"{name.removesuffix(_WEIGHT)}.{layout.scale_tensor}").dtype)
+
+    def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
+        """A packed weight [N, K], its values checked; None for one that is stored as it is.
+
+        Codes are in memory, a byte each, until the weight is let go. Raises CheckpointError for tensors that are
+        missing, mis-shaped, or hold what no weight has.
+        """
+        layout = self.layout(name, shape)
+        if layout is None:
+            return None
+        found = self._misfit(name, shape) or self._differences(self._stored(name, shape))
+        if found:
+            raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
+        rows, columns = shape
+        try:
+            return layout.read(LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), self._typed))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
     def check(self, specs: Sequence[WeightSpec]) -> None:
         """One CheckpointError that lists all `problems`."""
         problems = self.problems(specs)
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
+            said = "" if self.quantization is None else f", weights packed with {self.quantization.method}"
             raise CheckpointError(
-                f"{self.path}: the weights do not fit config.json ({len(problems)} differences):\n{listed}\n"
-                "Take config.json and weights of one and the same model; adapters and quantized weights are not "
-                "checkpoints of their own."
+                f"{self.path}: the weights do not fit config.json ({len(problems)} differences{said}):\n{listed}\n"
+                "Take config.json and weights of one and the same model; adapters are not checkpoints of their own, "
+                "and packed weights go with the quantization_config that they were published with."
             )
 
     def problems(
@@ -174,23 +220,65 @@ class Checkpoint:
         Of a multimodal model either the language model is looked at or, with `vision`, the vision part. Tensors whose
         names begin with one of `unread` may be there.
         """
-        wanted = {name: tuple(shape) for spec in specs for name, shape in spec.parts} | dict(integers or {})
-        problems = [f"missing: {name} {_written(shape)}" for name, shape in wanted.items() if name not in self.tensors]
+        wanted = {name: Stored.of(tuple(shape), *_INTEGERS) for name, shape in (integers or {}).items()}
+        problems: list[str] = []
+        for name, shape in (part for spec in specs for part in spec.parts):
+            wanted |= self._stored(name, shape)
+            problems += self._misfit(name, shape)
+        problems += self._differences(wanted)
         for name, info in self.tensors.items():
             if (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision) or name.startswith(unread):
                 continue
-            if name not in wanted:
-                if name == _HEAD and _EMBEDDING in wanted:
-                    problems += self._problems_of_tied_head()
-                elif not name.endswith(_HARMLESS_ENDINGS):
-                    problems.append(f"unknown: {printable(name)} {_written(info.shape)}")
+            if name in wanted or name.endswith(_HARMLESS_ENDINGS):
                 continue
-            if info.shape != wanted[name]:
-                problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {_written(wanted[name])}")
-            dtypes = _INTEGERS if name in (integers or {}) else STORAGE
-            if info.dtype not in dtypes:
-                problems.append(f"wrong dtype: {name} is {info.dtype}, expected one of {', '.join(dtypes)}")
+            if name == _HEAD and _EMBEDDING in wanted:
+                problems += self._problems_of_tied_head()
+            elif not (self.quantization is not None and self._is_idle(name, wanted)):
+                problems.append(f"unknown: {printable(name)} {_written(info.shape)}")
         return problems
+
+    def _stored(self, name: str, shape: Sequence[int]) -> dict[str, Stored]:
+        """The tensors that a weight is made of, by their names: itself, or its layout's."""
+        layout, module = self.layout(name, shape), name.removesuffix(_WEIGHT)
+        if layout is None:
+            return {name: Stored.of(tuple(shape), *STORAGE)}
+        return {f"{module}.{ending}": stored for ending, stored in layout.tensors(*shape).items()}
+
+    def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
+        """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
+        layout = self.layout(name, shape)
+        problem = None if layout is None else layout.problem(*shape)
+        return [] if layout is None or problem is None else [f"no {layout.name}: {name} {_written(shape)}: {problem}"]
+
+    def _differences(self, wanted: Mapping[str, Stored]) -> list[str]:
+        """Of wanted tensors: which are missing, mis-shaped or of dtypes of no use."""
+        missing, problems = [], []
+        for name, stored in wanted.items():
+            info = self.tensors.get(name)
+            if info is None:
+                if not stored.optional:
+                    missing.append(f"missing: {name} {_written(stored.forms[0][0])}")
+                continue
+            expected = stored.shape_problem(info.shape)
+            if expected is not None:
+                problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {expected}")
+            expected = stored.dtype_problem(info.shape, info.dtype)
+            if expected is not None:
+                problems.append(f"wrong dtype: {name} is {info.dtype}, expected {expected}")
+        return missing + problems
+
+    def _is_idle(self, name: str, wanted: Mapping[str, Stored]) -> bool:
+        """Whether a tensor that nothing wants changes nothing: a scale of activations or caches, or a bias of zeros,
+        as packages add to packed layers that have none."""
+        if name.endswith(UNUSED_ENDINGS):
+            return True
+        module = name.removesuffix(".bias")
+        is_of_packed = module != name and any(f"{module}.{ending}" in wanted for ending in PACKED_ENDINGS)
+        return is_of_packed and not self.raw_bytes(name).any()
+
+    def _typed(self, name: str) -> tuple[str, tuple[int, ...], np.ndarray] | None:
+        info = self.tensors.get(name)
+        return None if info is None else (info.dtype, info.shape, self.raw_bytes(name))
 
     def close(self) -> None:
         """Unmap the files; views that are still in use stay valid."""
@@ -254,115 +342,5 @@ def _not_computable(info: TensorInfo) -> CheckpointError:
     )
 
 
-def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
-    for key in _QUANTIZATION_KEYS:
-        if settings := config.get(key):
-            method = settings.get("quant_method") if isinstance(settings, dict) else None
-            named = f" with the method {method!r:.60}" if isinstance(method, str) else ""
-            raise CheckpointError(
-                f"{path / 'config.json'}: by {key!r} the weights are quantized{named}; expected float16, bfloat16 or "
-                "float32. Take the model's unquantized checkpoint"
-            )
-
-
 def _written(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def _open_shards(path: Path) -> list[SafetensorsFile]:
-    """Open every shard that the index names and check that both agree."""
-    index_path = path / INDEX_FILE
-    index = JSONObject.read(
-        index_path, CheckpointError, "Copy it from the checkpoint's source", size_limit(index_path.name)
-    )
-    weight_map = index.get("weight_map", "dict")
-    for name, shard in weight_map.items():
-        if not _is_shard_name(shard):
-            raise index.error(
-                f"'weight_map' puts {name!r} into {shard!r}, expected the name of a .safetensors file in the directory"
-            )
-    shards = sorted(set(weight_map.values()))
-    if not shards:
-        raise index.error("'weight_map' is empty, expected a file name for each tensor")
-    missing = [shard for shard in shards if not _is_there(path / shard)]
-    if missing:
-        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
-    files = [SafetensorsFile(path / shard) for shard in shards]
-    place: dict[str, str] = {}
-    for file in files:
-        for name in file.tensors:
-            if name in place:
-                raise CheckpointError(
-                    f"{file.path}: tensor {name!r} is in {place[name]} too; which one is meant is unknown. Remove one"
-                )
-            place[name] = file.path.name
-    wrong = [name for name, shard in weight_map.items() if place.get(name) != shard]
-    if wrong:
-        listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
-        raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
-    return files
-
-
-def _is_there(path: Path) -> bool:
-    """Whether the directory has the entry, be it a link that leads nowhere: opening it says so."""
-    return path.exists() or path.is_symlink()
-
-
-def _is_shard_name(name: Any) -> bool:
-    """A plain name: it must not lead out of the directory."""
-    return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
-        and not name.startswith(".")
-        and name.isprintable()
-        and not any(character in name for character in "/\\:")
-        and len(name.encode()) <= _LONGEST_FILE_NAME
-    )
-
-
-def _no_weights(path: Path) -> CheckpointError:
-    names = sorted(printable(file.name) for file in path.iterdir())
-    pickled = [name for name in names if name.endswith(_PICKLE_ENDINGS)]
-    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    message = f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-    if pickled:
-        return CheckpointError(
-            f"{message}, only pickled weights ({', '.join(pickled[:5])}). {_CONVERSION.format(source=path)}"
-        )
-    found = f"it has {', '.join(others[:5])}" if others else "and no other weights"
-    return CheckpointError(f"{message}; {found}. Expected a checkpoint in the layout of Hugging Face")
-
-
-#: ORG/NAME, as models are named on the Hugging Face Hub.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_GGUF_START = b"GGUF"
-
-
-def foreign_model(path: Path) -> str | None:
-    """One or two sentences about a GGUF file, a directory of them, or what looks like a name on the Hub; None for
-    anything else."""
-    if _is_gguf(path):
-        return (
-            f"{path} is {'a GGUF file' if path.is_file() else 'a directory of GGUF files'}, llama.cpp's format, which "
-            "EdgeLLM does not read. Take the model that it was made from, as config.json, tokenizer.json and "
-            "safetensors, and build that: edgellm build CHECKPOINT ENGINE_DIR"
-        )
-    name = str(path)
-    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
-        folder = path.name
-        return (
-            f"{name} does not exist here. If it is the name of a model on the Hugging Face Hub: EdgeLLM loads nothing "
-            f"from there by itself. Do that first (hf download {name} --local-dir {folder}), make an engine directory "
-            f"of it (edgellm build {folder} {folder}-engines), and name that to chat, generate and the others"
-        )
-    return None
-
-
-def _is_gguf(path: Path) -> bool:
-    try:
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(len(_GGUF_START)) == _GGUF_START
-        return path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
-    except OSError:
-        return False

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.building.inputs import copy_hashed
-from edgellm.engines.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.checkpoints.torch_pickle import TensorView
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import check_ordinary, size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space

@@ -88,3 +88,13 @@ def language_model_name(name: str) -> str:
         if name.startswith(wrapped):
             return own + name[len(wrapped) :]
     return name
+
+
+def published_names(name: str) -> tuple[str, ...]:
+    """What a module of a multimodal model may be called in files of any release: first `name`, which is the language
+    model's own, or that of a module of the vision part."""
+    prefix = vision_prefix(name)
+    if prefix is not None:
+        inner = name.removeprefix("model.")
+        return (name, *(each for each in (inner, f"model.{inner}") if each != name))
+    return (name, *(wrapped + name[len(own) :] for wrapped, own in _WRAPPINGS if name.startswith(own)))

@@ -14,6 +14,7 @@ from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.digests import is_known_finite, remember_finite
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
@@ -33,8 +34,10 @@ class FiniteCheck:
     def __init__(self, checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
         self._checkpoint = checkpoint
         loaded: dict[Path, set[str]] = {}
-        for info in (checkpoint.info(name) for spec in specs for name, _ in spec.parts):
-            loaded.setdefault(info.file, set()).add(info.name)
+        for name, shape in (part for spec in specs for part in spec.parts):
+            if checkpoint.layout(name, shape) is None:  # packed ones are looked at whenever they are read
+                info = checkpoint.info(name)
+                loaded.setdefault(info.file, set()).add(info.name)
         #: The tensors' names by their file, of files that are not known to be good.
         self._due = {
             file: names for file, names in loaded.items() if not is_known_finite(file, checkpoint.status(file), names)
@@ -60,40 +63,68 @@ def load_numpy_weights(
     """Every buffer by name as a C-contiguous float32 array of the spec's shape; `progress` gets bytes of them done and
     in all.
 
+    Packed weights are dequantized, each with what its inputs are scaled by: like all others they take 4 bytes for each
+    element, and while they are made, those of a few threads 1 byte more for each of theirs and pieces of 16 MiB.
     Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
     step = _ALIGNMENT // 4
     sizes = [-(-math.prod(spec.shape) // step) * step for spec in specs]
     arena = np.empty(sum(sizes) + step, np.float32)
     position = -(arena.ctypes.data // 4) % step
-    weights, parts = {}, list[tuple[str, np.ndarray, np.ndarray]]()
+    weights, parts = {}, list[tuple[str, np.ndarray]]()
     for spec, size in zip(specs, sizes, strict=True):
         buffer = arena[position : position + math.prod(spec.shape)]
         filled = 0
         for name, shape in spec.parts:
-            values = _part(checkpoint, name, shape)
-            parts.append((name, values, buffer[filled : filled + values.size].reshape(values.shape)))
-            filled += values.size
+            size_of_part = math.prod(shape)
+            parts.append((name, buffer[filled : filled + size_of_part].reshape(shape)))
+            filled += size_of_part
         weights[spec.name] = buffer.reshape(spec.shape)
         position += size
     check = FiniteCheck(checkpoint, specs)
 
-    def convert_part(name: str, values: np.ndarray, target: np.ndarray) -> tuple[str, int]:
+    def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
+        packed = checkpoint.packed(name, target.shape)
+        if packed is not None:
+            dequantize_into(packed, target)
+            return name, -1
+        values = _part(checkpoint, name, target.shape)
         found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
         float32_into(values, checkpoint.info(name).dtype, target)
         return name, found
 
     found: dict[str, int] = {}
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it looks and converts
-        done, total = 0, sum(target.nbytes for *_, target in parts)
+        done, total = 0, sum(target.nbytes for _, target in parts)
         finished = pool.map(lambda part: convert_part(*part), parts)
-        for (*_, target), (name, index) in zip(parts, finished, strict=True):
+        for (_, target), (name, index) in zip(parts, finished, strict=True):
             found[name] = index
             done += target.nbytes
             if progress is not None:
                 progress(done, total)
     check.conclude(found)
     return weights
+
+
+def dequantize_into(packed: PackedWeight, target: np.ndarray) -> None:
+    """Write the values of a packed weight, times what its inputs are scaled by, to `target` float32 [N, K]."""
+    step = max(1, _PIECE // target.shape[1])
+    for start in range(0, len(target), step):
+        piece = target[start : start + step]
+        piece[...] = packed.rows(start, start + step).values()
+        if packed.input_scales is not None:
+            piece *= packed.input_scales
+
+
+def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:
+    """By how weights are stored, in words, how many are, and their bytes in the files; none is read."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in (part for spec in specs for part in spec.parts):
+        layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)
+        words = "dense" if layout is None else f"{layout.name}: {format}"
+        count, size = found.get(words, (0, 0))
+        found[words] = count + 1, size + sum(info.nbytes for info in checkpoint.part_infos(name, shape))
+    return found
 
 
 def part_places(specs: Sequence[WeightSpec]) -> Iterator[tuple[WeightSpec, str, slice]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, foreign_model
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weight_files import foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -31,11 +32,14 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.config import KV_CACHES, DecoderConfig, DraftConfig, EngineLimits
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
+from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.errors import shown
 from edgellm.kernels.user_paths import printable
 
 DESCRIPTION_NAME = "edgellm.json"
@@ -49,6 +53,7 @@ PUBLISHED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -128,6 +133,17 @@ class EngineDirectory:
             raise EngineDirectoryError(f"{path} has no {DESCRIPTION_NAME}. Make an engine directory: {hint}")
         return _parse(path, read_file(description, CONFIG_BYTES, EngineDirectoryError))
 
+    def with_kv_cache(self, kind: str | None) -> EngineDirectory:
+        """The same with KV rows of another kind, one of `KV_CACHES` (None: as it was built); EngineDirectoryError for
+        an unknown one."""
+        if kind is not None and not (isinstance(kind, str) and kind in KV_CACHES):
+            raise EngineDirectoryError(f"kv_cache is {shown(kind)}: expected one of {', '.join(KV_CACHES)}, or None")
+        if kind in (None, self.limits.kv_cache):
+            return self
+        # What was measured with one is not the other's.
+        digest = hash_bytes(f"{self.description_sha256} {kind}".encode())
+        return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
@@ -146,6 +162,17 @@ class EngineDirectory:
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         return Checkpoint.open(self.path)
+
+    def packed_models(self) -> dict[str, Quantization]:
+        """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
+        CheckpointError."""
+        folders = {"base": self.path}
+        if self.draft is not None:
+            folders["draft"] = self.draft.path
+        if self.vision is not None and self.vision.files is not None:
+            folders["vision"] = self.vision.path
+        found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -290,6 +317,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
     values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
+    if limits.kv_cache not in KV_CACHES:
+        raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
     config = values.object("config").dataclass(DecoderConfig)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:

@@ -111,7 +111,7 @@ class _Reader:
             feature_norm=norm,
             layer_prefix=self.layer_prefix,
             has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
-            has_head=not is_first and (DRAFT_HEAD in self.draft.tensors or vocab_size != decoder.vocab_size),
+            has_head=not is_first and (self.draft.has_weight(DRAFT_HEAD) or vocab_size != decoder.vocab_size),
             base_embedding=EMBEDDING,
             base_head=base_head,
             fc_bias=self._has("fc.bias", self._declared("bias"), self.prefix),

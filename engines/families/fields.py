@@ -33,13 +33,11 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1,),
     "logit_scale": (1,),
     "attention_chunk_size": (),
-    "quantization_config": ({},),
 }
 _FEATURES = {
     "num_experts": "mixture of experts",
     "num_local_experts": "mixture of experts",
     "n_routed_experts": "mixture of experts",
-    "quantization_config": "quantized weights",
     "attention_chunk_size": "chunked attention",
 }
 _DTYPES = ("float16", "bfloat16", "float32")

@@ -13,7 +13,6 @@ from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     DropFirst,
-    Edge,
     EncoderAttention,
     Gather,
     Input,
@@ -28,6 +27,7 @@ from edgellm.engines.model.program import (
     Step,
     single_weight,
 )
+from edgellm.engines.model.states import Edge
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."

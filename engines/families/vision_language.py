@@ -16,7 +16,7 @@ from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import DecoderConfig
 
 #: Fields of the whole checkpoint, which count more than those of its part.
-_OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+_OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 
 
 def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:

@@ -24,6 +24,8 @@ LARGEST_MERGE = 64
 #: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
 DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 
+#: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
+KV_CACHES = ("compute", "int8")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
@@ -128,6 +130,8 @@ class EngineShape:
 
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.
+
+    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`; plans are for "compute" alone.
     """
 
     phase: str
@@ -140,6 +144,7 @@ class EngineShape:
     lora_slots: int = field(default=0, metadata=ADDED_LATER)
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
     segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
+    kv_cache: str = field(default="compute", metadata=ADDED_LATER, repr=False)
 
     @property
     def name(self) -> str:
@@ -160,7 +165,7 @@ class EngineLimits:
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
-    `VisionConfig.patches_within`).
+    `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute".
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
@@ -172,6 +177,7 @@ class EngineLimits:
     max_lora_rank: int = field(default=0, metadata=bounded(LARGEST_LORA_RANK, True))
     lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
+    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
 
     @property
     def has_lora(self) -> bool:
@@ -263,6 +269,10 @@ class EngineLimits:
         """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
         return self.draft_steps + 1
 
+    def base_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
+        """An engine of the base without adapters; see `EngineShape`."""
+        return EngineShape(phase, batch, tokens, key_range, self.kv_rows, selected, kv_cache=self.kv_cache)
+
     def with_adapters(self, shape: EngineShape) -> EngineShape:
         """The engine of the base that does what `shape` does and applies LoRA adapters."""
         return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
@@ -282,9 +292,7 @@ class EngineLimits:
         draft accept, propose, prefill; of the vision encoder encode. Shapes that differ in the key range alone come in
         ascending order of it."""
         shapes = [
-            EngineShape("decode", batch, 1, key_range, self.kv_rows)
-            for batch in self.batches
-            for key_range in self.key_ranges
+            self.base_shape("decode", batch, 1, key_range) for batch in self.batches for key_range in self.key_ranges
         ]
         shapes += self._prefill_shapes("base")
         shapes += [vision_shape(rows) for rows in self.image_rows]
@@ -292,9 +300,7 @@ class EngineLimits:
             return shapes
         for batch in self.batches:
             for key_range in self.tree_key_ranges:
-                shapes += [
-                    EngineShape("verify", batch, size, key_range, self.kv_rows, size) for size in self.verify_sizes
-                ]
+                shapes += [self.base_shape("verify", batch, size, key_range, size) for size in self.verify_sizes]
                 shapes.append(EngineShape("accept", batch, self.accept_tokens, key_range, self.kv_rows, 1, "draft"))
                 shapes += [
                     EngineShape("propose", batch, width, key_range, self.kv_rows, width, "draft")
@@ -303,8 +309,9 @@ class EngineLimits:
         return shapes + self._prefill_shapes("draft")
 
     def _prefill_shapes(self, model: str) -> list[EngineShape]:
+        kv_cache = self.kv_cache if model == "base" else "compute"
         return [
-            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model)
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model, kv_cache=kv_cache)
             for chunk in self.prefill_chunks
             for key_range in self.key_ranges
             if chunk <= key_range

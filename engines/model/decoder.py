@@ -8,7 +8,6 @@ from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
-    Edge,
     Input,
     Keep,
     Linear,
@@ -21,6 +20,7 @@ from edgellm.engines.model.program import (
     single_weight,
     token_inputs,
 )
+from edgellm.engines.model.states import Edge
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -105,11 +105,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         steps.append(Scale("hidden", value, config.embedding_scale))
         value = "hidden"
     for index in range(layers):
-        layer = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}.")
-        normed = Input(value, (layer.norm("input_layernorm"),))
-        steps += layer.attention(index, (normed,), 0 if index in config.nope_layers else config.rotary_dim)
         selecting = selects and not selects_late and index == layers - 1
-        steps += layer.residual(value, selecting, _tap(taps, index, raw=True))
+        steps += decoder_layer(config, index, value, selecting, _tap(taps, index, raw=True))
         value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"
@@ -125,6 +122,16 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     if taps:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
+
+
+def decoder_layer(
+    config: DecoderConfig, index: int, value: str, selects: bool = False, keep: Keep | None = None
+) -> list[Step]:
+    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"."""
+    layer = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}.")
+    normed = Input(value, (layer.norm("input_layernorm"),))
+    steps = layer.attention(index, (normed,), 0 if index in config.nope_layers else config.rotary_dim)
+    return steps + layer.residual(value, selects, keep)
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:

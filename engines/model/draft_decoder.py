@@ -11,7 +11,6 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.decoder import LayerWeights
 from edgellm.engines.model.program import (
-    Edge,
     Input,
     Keep,
     Linear,
@@ -22,6 +21,7 @@ from edgellm.engines.model.program import (
     single_weight,
     token_inputs,
 )
+from edgellm.engines.model.states import Edge
 
 Buffer = TypeVar("Buffer")
 

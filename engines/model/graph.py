@@ -31,6 +31,7 @@ from edgellm.engines.model.program import (
     Scale,
     SideBySide,
 )
+from edgellm.engines.model.states import PRESENT
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
@@ -45,21 +46,24 @@ class ProgramGraph(Generic[Tensor]):
 
     def __init__(self, operations: Operations[Tensor], program: Program) -> None:
         self._operations, self._program = operations, program
-        kinds: dict[type, Callable[[Any], None]] = {
-            Scale: self._scale,
-            Add: self._add,
-            Normed: self._normed,
-            NormLinear: self._norm_linear,
-            LinearResidual: self._linear_residual,
-            Attention: self._attention,
-            EncoderAttention: self._encoder_attention,
-            Gather: self._gather,
-            Prepend: self._prepend,
-            DropFirst: self._drop_first,
-            Reshape: self._reshape,
-            SideBySide: self._side_by_side,
+        # Functions, not methods of this object: it would refer to itself, and its values live on when it is done with.
+        cls = type(self)
+        kinds: dict[type, Callable[[Any, Any], None]] = {
+            Scale: cls._scale,
+            Add: cls._add,
+            Normed: cls._normed,
+            NormLinear: cls._norm_linear,
+            LinearResidual: cls._linear_residual,
+            Attention: cls._attention,
+            EncoderAttention: cls._encoder_attention,
+            Gather: cls._gather,
+            Prepend: cls._prepend,
+            DropFirst: cls._drop_first,
+            Reshape: cls._reshape,
+            SideBySide: cls._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
+        self._states = {step.index: step.state(program.shape) for step in program.attentions}
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
         residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
@@ -76,7 +80,7 @@ class ProgramGraph(Generic[Tensor]):
         self._values, self._kept = values, {}
         self._weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
         for run, step in self._steps:
-            run(step)
+            run(self, step)
         for name, parts in self._kept.items():
             ordered = [parts[place] for place in sorted(parts)]
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
@@ -155,14 +159,15 @@ class ProgramGraph(Generic[Tensor]):
             if cos_sin is not None:
                 rotated = operations.rotary_embedding(rotated, cos_sin)
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
-        mask, start = given["attention_mask"], given["kvcache_start_index"]
-        keys, values = (
-            operations.kv_cache_update(given[name], update, start)
-            for name, update in zip(step.caches, (key, value), strict=True)
-        )
-        for name, updated in zip(step.caches, (keys, values), strict=True):
-            operations.output(f"present_{name}", updated)
-        given[step.output] = operations.merge_heads(operations.attention(query, keys, values, mask, step.scale))
+        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._states[step.index].names
+        keys, values, *scales = (given[name] for name in names)
+        key_scales, value_scales = scales or (None, None)
+        keys = operations.kv_cache_update(keys, key, start, key_scales)
+        values = operations.kv_cache_update(values, value, start, value_scales)
+        for name, tensor in zip(names, (keys, values, *scales), strict=True):
+            operations.output(PRESENT + name, tensor)
+        context = operations.attention(query, keys, values, mask, step.scale, *scales)
+        given[step.output] = operations.merge_heads(context)
 
     def _encoder_attention(self, step: EncoderAttention) -> None:
         operations, heads, size = self._operations, step.heads, step.head_size

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.states import decoder_states, exchange_bytes, state_bytes, state_edge
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
@@ -33,11 +34,6 @@ class MemoryPlan:
         return "\n".join(f"  {name:<28}{size / MEBIBYTE:>10.1f} MiB" for name, size in rows)
 
 
-def kv_cache_shape(config: DecoderConfig, limits: EngineLimits) -> tuple[int, int, int, int]:
-    """Shape of one layer's key cache (or value cache): [B, n_kv, rows, D]."""
-    return (limits.max_batch, config.num_kv_heads, limits.kv_rows, config.head_dim)
-
-
 def plan_memory(
     config: DecoderConfig,
     limits: EngineLimits,
@@ -55,7 +51,7 @@ def plan_memory(
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
-    caches = 2 * config.num_layers * math.prod(kv_cache_shape(config, limits)) * item
+    states = state_edge(decoder_states(config, limits.kv_cache), limits.max_batch, limits.kv_rows)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
@@ -64,12 +60,12 @@ def plan_memory(
     rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
     items = {
         "weights": weights,
-        "KV caches": caches,
+        "KV caches": state_bytes(states, dtype),
         "step buffers": step + rotary,
         "logits and sampling": sampling,
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
-        items["slot exchange"] = math.prod(kv_cache_shape(config, limits)[1:]) * item
+        items["slot exchange"] = exchange_bytes(states, dtype)
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
@@ -87,12 +83,12 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     logits = 2 * nodes * draft.decoder.vocab_size + (limits.draft_top_k + 1) * draft.draft_vocab_size
     rotary = limits.kv_rows * draft.decoder.rotary_dim
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
-    caches = 2 * draft.decoder.num_layers * math.prod(kv_cache_shape(draft.decoder, limits))
-    exchange = math.prod(kv_cache_shape(draft.decoder, limits)[1:]) if slots > 1 else 0
+    states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
+    exchange = exchange_bytes(states, dtype) if slots > 1 else 0
     return {
         "draft weights": weights * item,
-        "draft KV caches": caches * item,
-        "draft buffers": (rows * inputs + exchange) * item + masks + (slots * logits + rotary) * wide,
+        "draft KV caches": state_bytes(states, dtype),
+        "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
     }
 
 

@@ -87,15 +87,31 @@ class Operations(ABC, Generic[Tensor]):
         """
 
     @abstractmethod
-    def kv_cache_update(self, cache: Tensor, update: Tensor, start_index: Tensor) -> Tensor:
-        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place."""
+    def kv_cache_update(
+        self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place.
+
+        With `scales` [B, n, C, 1] float32, which are written too, the cache is int8, and each row is quantized as
+        `edgellm.kernels.quantization.rows` says.
+        """
 
     @abstractmethod
-    def attention(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
-        softmax is computed in float32. Query head h uses key-value head h // (nq / nkv).
+        softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
+        weights. Query head h uses key-value head h // (nq / nkv).
         """
 
     @abstractmethod

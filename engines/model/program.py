@@ -15,9 +15,7 @@ from functools import cached_property
 
 from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
 from edgellm.engines.model.config import EngineShape, WeightSpec
-
-#: Shape and dtype ("compute", "float32", "int32" or "bool") by name.
-Edge = dict[str, tuple[tuple[int, ...], str]]
+from edgellm.engines.model.states import PRESENT, Edge, KVRows, state_edge
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,8 @@ class LinearResidual(Step):
 
 @dataclass(frozen=True)
 class Attention(Step):
-    """Grouped-query attention over KV caches `index`: q/k norm, rotary embedding, cache write, softmax of scores.
+    """Grouped-query attention over the KV rows of layer `index`: q/k norm, rotary embedding, row write, softmax of
+    scores.
 
     `value` [.., (n + 2 n_kv) D] holds query, key and value heads, `heads` are n, n_kv and D. `rotary` is the size that
     is rotated (0: none).
@@ -156,10 +155,9 @@ class Attention(Step):
     k_norm: Norm | None = None
     masks_all: bool = False
 
-    @cached_property
-    def caches(self) -> tuple[str, str]:
-        """The engine's inputs with the layer's keys and values."""
-        return f"k_cache_{self.index}", f"v_cache_{self.index}"
+    def state(self, shape: EngineShape) -> KVRows:
+        """The layer's state in an engine of a shape."""
+        return KVRows(self.index, *self.heads[1:], shape.kv_cache)
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class SideBySide(Step):
 class Program:
     """One engine: what it takes, its steps in their order, and what it gives out.
 
-    `inputs` and `outputs` are those besides weights, caches and adapters. With `wide_residual` the residual stream is
+    `inputs` and `outputs` are those besides weights, states and adapters. With `wide_residual` the residual stream is
     in float32 whatever the compute dtype is.
     """
 
@@ -238,18 +236,14 @@ class Program:
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
-        """The steps that have KV caches."""
+        """The steps that have KV rows."""
         return tuple(step for step in self.steps if isinstance(step, Attention))
 
     @cached_property
-    def caches(self) -> Edge:
-        """`k_cache_{i}` and `v_cache_{i}`, [B, n_kv, rows, D] each."""
+    def states(self) -> Edge:
+        """The tensors of the layers' states, which an engine changes where they are."""
         shape = self.shape
-        return {
-            name: ((shape.batch, step.heads[1], shape.kv_rows, step.heads[2]), "compute")
-            for step in self.attentions
-            for name in step.caches
-        }
+        return state_edge((step.state(shape) for step in self.attentions), shape.batch, shape.kv_rows)
 
     @cached_property
     def adapted(self) -> dict[str, AdaptedProjection]:
@@ -268,15 +262,15 @@ class Program:
 
     @cached_property
     def values(self) -> Edge:
-        """What changes from run to run: `inputs`, caches, and how much of each adapter each sequence takes."""
+        """What changes from run to run: `inputs`, states, and how much of each adapter each sequence takes."""
         scales: Edge = {SCALES: ((self.shape.batch, self.shape.lora_slots), "compute")} if self.adapted else {}
-        return self.inputs | self.caches | scales
+        return self.inputs | self.states | scales
 
     @cached_property
     def edge(self) -> Edge:
         """Every tensor that an engine of this program is bound to."""
         matrices: Edge = {name: (size, "compute") for name, size in self.matrices.items()}
-        present = {f"present_{name}": kind for name, kind in self.caches.items()}
+        present = {PRESENT + name: kind for name, kind in self.states.items()}
         return self.values | matrices | present | self.outputs
 
 

@@ -15,7 +15,6 @@ from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
-    Edge,
     Keep,
     LinearResidual,
     NormLinear,
@@ -25,6 +24,7 @@ from edgellm.engines.model.program import (
     SideBySide,
     Step,
 )
+from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
@@ -83,7 +83,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 def segment_shapes(program: Program) -> list[EngineShape]:
     """The shapes of the different segments' engines; what attention alone asks for is no part of them."""
     numbers = sorted({segment.number for segment in segments_of(program)})
-    return [replace(program.shape, key_range=1, kv_rows=1, segment=number) for number in numbers]
+    return [replace(program.shape, key_range=1, kv_rows=1, kv_cache="compute", segment=number) for number in numbers]
 
 
 def _parts(program: Program) -> list[list[Step]]:

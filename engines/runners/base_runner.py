@@ -22,13 +22,15 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.model.memory_plan import kv_cache_shape, plan_memory
+from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.rows import ArrivingRows, SlotRows, StepBuffers, bound_inputs
+from edgellm.engines.runners.rows import ArrivingRows, StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues
+from edgellm.engines.runners.states import ModelStates
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
@@ -59,7 +61,7 @@ class BaseEngineRunner(AdaptedRunner):
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
     `vision_memory`, what a vision encoder takes (bytes by name). A `feature_user` is given what the engines put out for
-    it; what it needs besides is public: `weights`, `caches`, `tables`, `offsets` [S] (position less row), `image_rows`,
+    it; what it needs besides is public: `weights`, `states`, `tables`, `offsets` [S] (position less row), `image_rows`,
     `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
@@ -104,20 +106,15 @@ class BaseEngineRunner(AdaptedRunner):
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         self.offsets = backend.zeros((limits.max_batch,), "int32")
         self._tables = ModelTables(self.weights[EMBEDDING], rotary, self.offsets)
-        cache = kv_cache_shape(config, limits)
-        self.caches = {
-            f"{kind}_cache_{index}": backend.zeros(cache, "compute")
-            for index in range(config.num_layers)
-            for kind in ("k", "v")
-        }
+        layers, start = decoder_states(config, limits.kv_cache), backend.zeros((limits.max_batch,), "int32")
+        #: The KV rows of the slots; those of idle ones may be exchanged and copied.
+        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start)
         self.adapters: AdapterSlots | None = None
         if adapters is not None:
             self.adapters = AdapterSlots(backend, config, limits)
             for name, adapter in adapters.items():
                 self.adapters.add(name, adapter)
-        self._allocate_state()
-        #: The KV rows of the slots; idle ones may be exchanged and copied.
-        self.rows = SlotRows(backend, list(self.caches.values()), self._state.kvcache_start_index)
+        self._allocate_state(start)
         self._steps = CapturedSteps(backend)
         self._stages: dict[tuple[int, int, bool, bool], Stages] = {}
         self.lengths = [0] * limits.max_batch
@@ -143,12 +140,7 @@ class BaseEngineRunner(AdaptedRunner):
             raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
         if not 0 <= reused < count:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            last = self.config.vocab_size - 1
-            wrong = ids[(ids < 0) | (ids > last)][0]
-            raise EngineError(f"the prompt has the token id {wrong}, this model's are 0..{last}: use its own tokenizer")
-        ids = ids.astype(np.int32)
-        self._image_inputs.check(ids, images)
+        ids = self.checked_ids(ids, images)
         one = slice(slot, slot + 1)
         self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
         position = reused
@@ -170,8 +162,29 @@ class BaseEngineRunner(AdaptedRunner):
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
 
+    def fill(self, slot: int, token_ids: np.ndarray) -> None:
+        """Write the KV rows of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes
+        along."""
+        self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
+        position = 0
+        for tokens, chunk in self._chunks(len(token_ids)):
+            self._prefill(slot, token_ids[position : position + tokens], position, chunk, None)
+            position += tokens
+
+    def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
+        """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""
+        last = self.config.vocab_size - 1
+        wrong = ids[(ids < 0) | (ids > last)]
+        if wrong.size:
+            raise EngineError(
+                f"the prompt has the token id {wrong[0]}, this model's are 0..{last}: use its own tokenizer"
+            )
+        ids = ids.astype(np.int32)
+        self._image_inputs.check(ids, images)
+        return ids
+
     def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
-        """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `caches` in
+        """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `states` in
         their order, then perhaps others', each with its transfer. What `start` enqueues next waits for them, layer by
         layer where the engine can."""
         self._arriving = ArrivingRows(self.backend, rows)
@@ -243,7 +256,7 @@ class BaseEngineRunner(AdaptedRunner):
 
         Everything must have been waited for.
         """
-        self.rows.swap(source, target)
+        self.states.swap(source, target)
         state = self._state
         for array in (state.token_ids, state.positions, state.active, self.offsets, self._logits):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
@@ -267,12 +280,12 @@ class BaseEngineRunner(AdaptedRunner):
             self._stages.clear()
             self.engines.clear()
             self.weights.clear()
-            self.caches.clear()
+            self.states.clear()
             if self.adapters is not None:
                 self.adapters.clear()
             self.backend.close()
 
-    def _allocate_state(self) -> None:
+    def _allocate_state(self, start: Array) -> None:
         backend, config, limits = self.backend, self.config, self.limits
         slots, vocab = limits.max_batch, config.vocab_size
         self._buffers = StepBuffers(backend, config, limits, self.engines)
@@ -282,7 +295,7 @@ class BaseEngineRunner(AdaptedRunner):
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
-        active, start, positions = (backend.zeros((slots,), "int32") for _ in range(3))
+        active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
@@ -298,16 +311,14 @@ class BaseEngineRunner(AdaptedRunner):
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
         """The decode engine of the largest key range."""
-        shape = EngineShape("decode", batch, 1, self.limits.key_ranges[-1], self.limits.kv_rows)
+        shape = self.limits.base_shape("decode", batch, 1, self.limits.key_ranges[-1])
         return self.limits.with_adapters(shape) if adapts else shape
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""
 
         def of_slots() -> dict[str, Array]:
-            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape)
-            for name, cache in self.caches.items():
-                bindings[name] = bindings[f"present_{name}"] = cache[slots]
+            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape) | self.states.bound(slots)
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
@@ -342,7 +353,7 @@ class BaseEngineRunner(AdaptedRunner):
         self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         one = slice(slot, slot + 1)
-        plain = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows)
+        plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
         widest = self.engine_shape(plain, one)
         shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
         engine, inputs = self._engine(shape, one), self._step_inputs(shape)
@@ -352,7 +363,7 @@ class BaseEngineRunner(AdaptedRunner):
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
-            by_layer(lambda index: arriving.wait_for(f"v_cache_{index}"))  # which comes after the layer's keys
+            by_layer(lambda index: arriving.wait_for(self.states.last_of(index)))
         else:
             self.await_rows()
             engine.enqueue()

@@ -19,12 +19,13 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
-from edgellm.engines.model.memory_plan import kv_cache_shape
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.rows import SlotRows, bound_inputs
+from edgellm.engines.runners.rows import bound_inputs
+from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
@@ -39,11 +40,6 @@ class DraftRunnerConfig:
 
     draft: DraftConfig
     limits: EngineLimits
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int, int]:
-        """[B, n_kv, rows, D] of each of the draft's KV caches."""
-        return kv_cache_shape(self.draft.decoder, self.limits)
 
     @property
     def step_tokens(self) -> int:
@@ -83,13 +79,9 @@ class EagleDraftEngineRunner:
         mapping = load_draft_to_target(checkpoint, draft)
         self.draft_to_target = uploaded(backend, mapping)
         self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
-        self.caches = {
-            f"{kind}_cache_{index}": backend.zeros(config.cache_shape, "compute")
-            for index in range(draft.decoder.num_layers)
-            for kind in ("k", "v")
-        }
         self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
-        self.rows = SlotRows(backend, list(self.caches.values()), self.pending.start)
+        layers = decoder_states(draft.decoder)
+        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)
         self._candidates = CandidateBuffers(backend, limits)
         self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
         self._allocate_buffers()
@@ -237,9 +229,9 @@ class EagleDraftEngineRunner:
         return most_pending
 
     def close(self) -> None:
-        """Let go of weights and caches."""
+        """Let go of weights and states."""
         self._weights.clear()
-        self.caches.clear()
+        self.states.clear()
 
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config.draft, self.config.limits
@@ -286,9 +278,7 @@ class EagleDraftEngineRunner:
         bound = self._weights[shape.phase] | bound_inputs(inputs)
         bound["logits"] = self.logits(shape.batch, shape.selected)
         bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
-        for name, cache in self.caches.items():
-            bound[name] = bound[f"present_{name}"] = cache[slots]
-        return bound
+        return bound | self.states.bound(slots)
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:

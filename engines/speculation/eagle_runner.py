@@ -253,7 +253,7 @@ class EagleRunner:
         Finished sequences make room this way: the running ones lead. Everything must have been waited for.
         """
         self.base.move(source, target)
-        self.draft.rows.swap(source, target)
+        self.draft.states.swap(source, target)
         pending = self.draft.pending
         for array in (pending.features, pending.token_ids, pending.counts, pending.last):
             self.backend.copy(array[target : target + 1], array[source : source + 1])
@@ -262,13 +262,13 @@ class EagleRunner:
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange the KV rows of two idle slots."""
-        self.base.rows.swap(first, second)
-        self.draft.rows.swap(first, second)
+        self.base.states.swap(first, second)
+        self.draft.states.swap(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
         """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
-        self.base.rows.copy(source, target)
-        self.draft.rows.copy(source, target)
+        self.base.states.copy(source, target)
+        self.draft.states.copy(source, target)
 
     def close(self) -> None:
         """Free everything, as `BaseEngineRunner.close` does."""

@@ -29,7 +29,7 @@ class TreeVerification:
         self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner, engines: LoadedEngines
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
-        self._sizes, self._kv_rows = base.limits.verify_sizes, base.limits.kv_rows
+        self._sizes = base.limits.verify_sizes
         self._trees = VerifiedTrees(backend, base.config, base.limits, draft.config.draft.feature_size)
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
@@ -49,7 +49,7 @@ class TreeVerification:
 
     def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
         """The engine that verifies; `adapts` says whether a slot has an adapter."""
-        shape = EngineShape("verify", batch, nodes, key_range, self._kv_rows, nodes)
+        shape = self._base.limits.base_shape("verify", batch, nodes, key_range, nodes)
         return self._base.limits.with_adapters(shape) if adapts else shape
 
     def verify_step(
@@ -101,8 +101,7 @@ class TreeVerification:
             typical = kernels.typical_accept
             steps.append(partial(kernels.draw_nodes, logits, nodes, state, rows))
             steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace()))
-        caches, start = list(self._base.caches.values()), state.kvcache_start_index
-        steps.append(partial(kernels.move_accepted, caches, start, accepted, tree.features, pending))
+        steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending))
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
 
         def accept_all() -> None:
@@ -136,12 +135,10 @@ class TreeVerification:
         return Chain(candidates.tokens, probabilities, self._draft.draft_to_target, self._draft.target_to_draft)
 
     def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
-        batch = shape.batch
         bound = self._base.engine_weights() | tree.inputs._asdict()
         bound |= {"logits": tree.logits.logits, "hidden_states": tree.features}
-        for name, cache in self._base.caches.items():
-            bound[name] = bound[f"present_{name}"] = cache[:batch]
-        return bound | self._base.adapter_inputs(shape, slice(0, batch))
+        slots = slice(0, shape.batch)
+        return bound | self._base.states.bound(slots) | self._base.adapter_inputs(shape, slots)
 
     def _workspace(self, of_draft: bool = False) -> Array:
         """The workspace of the acceptance kernels, for the largest tree, or of draws from the draft; allocated when

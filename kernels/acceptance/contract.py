@@ -281,7 +281,7 @@ class AcceptanceKernels(Protocol):
     @limited(_check_caches)
     def move_accepted(
         self,
-        caches: Annotated[Sequence[OwnArray], "SHRC compute"],
+        caches: Annotated[Sequence[OwnArray], "SHRC any"],
         kvcache_start_index: Annotated[OwnArray, "B int32"],
         accepted: Accepted,
         hidden_states: Annotated[OwnArray, "BTF compute"],
@@ -289,10 +289,10 @@ class AcceptanceKernels(Protocol):
     ) -> None:
         """Move the accepted rows of every cache, and their features, to consecutive places, before lengths advance.
 
-        In each of `caches` (alike; keys and values of all layers) row kvcache_start_index[b] + indices[b, i] of slot b
-        goes to row kvcache_start_index[b] + i, i = 0..n-1. Indices must ascend, as acceptance writes them; rows outside
-        the cache are left out. Pending feature i becomes row indices[b, i] of `hidden_states`; others keep what they
-        hold.
+        In each of `caches` (keys and values of all layers, and their scales: alike but for dtype and C) row
+        kvcache_start_index[b] + indices[b, i] of slot b goes to row kvcache_start_index[b] + i, i = 0..n-1. Indices
+        must ascend, as acceptance writes them; rows outside the cache are left out. Pending feature i becomes row
+        indices[b, i] of `hidden_states`; others keep what they hold.
         """
 
     @limited(_check_emitted)

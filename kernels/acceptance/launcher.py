@@ -228,17 +228,24 @@ class CudaAcceptance(Launcher):
         hidden_states: DeviceArray,
         pending: Pending,
     ) -> None:
-        """Move the accepted rows of all caches and features together, one launch for each 256 caches."""
+        """Move the accepted rows of all caches and features together, one launch for each 256 caches whose rows have
+        the same size."""
         check_alike(caches)
         arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending)
         sizes = self._check("move_accepted", *arguments)
         packed = self._check.pack("move_accepted", sizes, *arguments)
-        item_size = ITEM_SIZES[hidden_states.dtype]
-        for first in range(0, len(caches), _CACHES_PER_LAUNCH):
-            some = caches[first : first + _CACHES_PER_LAUNCH]
-            rows = (sizes["C"] * item_size, sizes["F"] * item_size)
+        by_size: dict[int, list[DeviceArray]] = {}
+        for cache in caches:
+            by_size.setdefault(cache.shape[3] * ITEM_SIZES[cache.dtype], []).append(cache)
+        launches = [
+            (size, alike[first : first + _CACHES_PER_LAUNCH])
+            for size, alike in by_size.items()
+            for first in range(0, len(alike), _CACHES_PER_LAUNCH)
+        ]
+        for number, (size, some) in enumerate(launches):
+            rows, gathers = (size, sizes["F"] * ITEM_SIZES[hidden_states.dtype]), sizes["W"] if number == 0 else 0
             width = _element_bytes(rows, *some, hidden_states, pending.features)
-            elements, gathers = rows[0] // width, sizes["W"] if first == 0 else 0
+            elements = size // width
             grid = (gathers + -(-len(some) * sizes["H"] * elements // _COPY_THREADS), sizes["B"])
             pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
             shape = (gathers, len(some), elements, rows[1] // width)

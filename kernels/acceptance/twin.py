@@ -282,17 +282,17 @@ def _of_slot(rows: SamplingRows, slot: int) -> SamplingRows:
 
 
 def check_alike(caches: Sequence[Array]) -> None:
-    """KernelError unless there are caches, all of one shape and dtype and with memory of their own order."""
+    """KernelError unless there are caches, all of one shape but for the size of a row."""
     if not caches:
         raise KernelError("move_accepted: no caches; expected keys and values of every layer")
-    shape, dtype = caches[0].shape, caches[0].dtype
+    shape = caches[0].shape[:3]
     for number, cache in enumerate(caches):
         if not hasattr(cache, "shape"):
             raise KernelError(f"move_accepted: caches[{number}] is a {type(cache).__name__}; expected an array")
-        if cache.shape != shape or cache.dtype != dtype:
+        if len(cache.shape) != 4 or cache.shape[:3] != shape:
             raise KernelError(
                 f"move_accepted: caches[{number}] is {cache.dtype} {list(cache.shape)}; expected it to be like "
-                f"caches[0], {dtype} {list(shape)}"
+                f"caches[0], {caches[0].dtype} {list(caches[0].shape)}"
             )
 
 

@@ -52,7 +52,8 @@ class _Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "context", "partial", "counters")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("context", "partial", "counters")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
         *(
@@ -152,8 +153,8 @@ class AttentionGeometry:
 _SMALLEST = AttentionGeometry(1, 1, 1, 1)
 
 
-def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
-    """The kernel for heads of so many elements. `shares`: several warps have spans of a row."""
+def attention_kernel(dtype: str, head_size: int, shares: bool = True, int8: bool = False) -> Kernel:
+    """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are."""
     sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 72, 1 << 20)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
@@ -163,6 +164,7 @@ def attention_kernel(dtype: str, head_size: int, shares: bool = True) -> Kernel:
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
+        ("HOST_INT8", int(int8)),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
@@ -183,7 +185,8 @@ def attention_launch(
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
     heads, rotary = context.size // (batch * tokens * size), step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
-    refusal = attention_refusal(heads, kv_heads, size)
+    int8 = step.k_scale is not None
+    refusal = attention_refusal(heads, kv_heads, size, int8)
     if refusal is not None:
         raise KernelError(refusal)
     if tokens > MAX_TOKENS or rotary > size or rotary % 4:
@@ -198,14 +201,14 @@ def attention_launch(
     token_blocks = -(-tokens // (geometry.row_tiles * shape.tile_tokens))
     arguments = _Attention(
         *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
-        *addresses(step.k_cache, step.v_cache, context, *scratch),
+        *addresses(step.k_cache, step.v_cache, step.k_scale, step.v_scale, context, *scratch),
         *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
         *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
         *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
     )
-    kernel = attention_kernel(step.k_cache.dtype, size, geometry.shares)
+    kernel = attention_kernel(context.dtype, size, geometry.shares, int8)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

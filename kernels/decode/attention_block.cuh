@@ -2,6 +2,7 @@
 #pragma once
 #include "decode/common.cuh"
 #include "shared/clusters.cuh"
+#include "shared/quantized_rows.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -11,6 +12,14 @@ constexpr int BLOCKS = KEY_TILE / BLOCK;
 constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
+
+using namespace quantized;
+
+// Whether the caches' rows are int8. In shared memory the scale of a row stands behind its elements.
+constexpr bool INT8 = HOST_INT8;
+template <bool IS, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;
 
 // Tiles of so many keys, and the logarithm of the tiles of a span, for at most 2^span_bits spans.
 __device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
@@ -32,7 +41,9 @@ template <typename T> struct Arguments {
     const T *q_norm, *k_norm, *cos_sin;
     const int* start_index;
     const unsigned char* mask;
-    T *k_cache, *v_cache, *context;
+    CacheElement<T>*k_cache, *v_cache;
+    float *k_scale, *v_scale;  // null unless INT8
+    T* context;
     float* partial;
     unsigned* counters;
     float epsilon, offset, scale, inverse_size;
@@ -65,7 +76,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
     using Base::mask_keys, Base::masks_all, Base::partial, Base::row_tiles, Base::size, Base::slot_bits, Base::span_bits;
     using Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
-    using Base::tokens, Base::v_cache;
+    using Base::k_scale, Base::tokens, Base::v_cache, Base::v_scale;
 
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
     // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans.
@@ -73,7 +84,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
     // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
     int start, longest, least, most, active, owner_bits, own_rows;
-    T *cached_keys, *cached_values;
+    CacheElement<T>*cached_keys, *cached_values;
+    float *cached_key_scales, *cached_value_scales;
 
     // Of a head: what its rows are padded to, and their distance in memory, free of bank conflicts.
     static constexpr int PADDED = 16 * STEPS, STRIDE = PADDED + 8;
@@ -96,8 +108,9 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         const int own_tokens = row_tiles * tile_tokens;
         first_token = (blockIdx.z - sequence * token_blocks) * own_tokens;
         own_count = min(own_tokens, tokens - first_token), rows = own_count * group;
-        const size_t cache = (static_cast<size_t>(sequence) * kv_heads + kv_head) * kv_rows * size;
-        cached_keys = k_cache + cache, cached_values = v_cache + cache;
+        const size_t row = (static_cast<size_t>(sequence) * kv_heads + kv_head) * kv_rows;
+        cached_keys = k_cache + row * size, cached_values = v_cache + row * size;
+        cached_key_scales = k_scale + row, cached_value_scales = v_scale + row;
 
         tables = &own_tables;
         ring = stages * slots * KEY_TILE;
@@ -142,6 +155,11 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
+
+    // The scale of a row in shared memory, counted from `keys` on.
+    __device__ __forceinline__ float& scale_of(int row) const {
+        return *reinterpret_cast<float*>(keys + row * STRIDE + PADDED);
+    }
 
     // Whether a head has the eight elements number n; all but the last it has at compile time.
     __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }

@@ -9,11 +9,13 @@ namespace keys_by_position {
 // Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
 // before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
 // stands.
+//
+// Rows of int8 come to the second half of their places, from where `expand_tiles` takes them.
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
+    constexpr int LANES_OF_ROW = (STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32) / (INT8 ? 2 : 1), AT_ONCE = INT8 ? 16 : 8;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
-    const int column = threadIdx.x % LANES_OF_ROW * 8;
+    const int column = threadIdx.x % LANES_OF_ROW * AT_ONCE;
     const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
@@ -21,17 +23,55 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
         const int place = (stage * block.slots + slot) * KEY_TILE + first;
-        unsigned target = shared_address(block.keys + place * block.STRIDE + column);
+        unsigned target = shared_address(block.keys + place * block.STRIDE + (INT8 ? block.PADDED + column : 2 * column) / 2);
         int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
+            if (INT8 && column == 0) {
+                const int row_of_cache = exists ? tile * KEY_TILE + row : 0;
+                const unsigned scale = target + block.PADDED;  // behind the place of the elements
+                copy_async_4(scale, block.cached_key_scales + row_of_cache, exists);
+                copy_async_4(scale + block.bytes(block.ring), block.cached_value_scales + row_of_cache, exists);
+            }
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
     }
     commit_copies();
+}
+
+// Rows of int8 that have come for a round become elements of T, in their places. Each row is one group of lanes' of a warp.
+template <typename T, int STEPS>
+__device__ __forceinline__ void expand_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
+    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
+    const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
+    const int column = threadIdx.x % LANES_OF_ROW * 8;
+#pragma unroll 1
+    for (int slot = 0; slot < block.slots; ++slot) {
+        if (block.tile_of(division, slot, round) < 0) continue;
+#pragma unroll 2
+        for (int row = first; row < 2 * KEY_TILE; row += rows_at_once) {
+            const bool is_value = row >= KEY_TILE;
+            const int place = (stage * block.slots + slot) * KEY_TILE + row + (is_value ? block.ring - KEY_TILE : 0);
+            T* elements = block.keys + place * block.STRIDE;
+            uint2 eight = make_uint2(0u, 0u);
+            if (column < block.size) eight = *reinterpret_cast<const uint2*>(elements + (block.PADDED + column) / 2);
+            __syncwarp();
+            if (column < block.PADDED)
+                *reinterpret_cast<uint4*>(elements + column) = expanded<T>(eight, is_value ? 1.f / VALUE_UNIT : 1.f);
+        }
+    }
+    __syncthreads();
+}
+
+// Scores of eight keys, from a row of shared memory on, times the scales of these.
+template <typename T, int STEPS>
+__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
+    const float scales[2] = {block.scale_of(row + 2 * (threadIdx.x % 4)), block.scale_of(row + 2 * (threadIdx.x % 4) + 1)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] *= scales[i % 2];
 }
 
 // The new tokens that each token sees, and the number of its keys. A warp reads the masks of some tokens at once.
@@ -190,30 +230,80 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     high[i][q].x = high[i][q].x * factor * other_two.x, high[i][q].y = high[i][q].y * factor * other_two.y;
                 }
             }
+            unsigned two[QUADS], other[QUADS];
+            uint2 four[QUADS];
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+                const bool rotates = 4 * (lane + 32 * q) < rotary;
+                const float2 c = rotates ? unpack<T>(cosine[i][q]) : make_float2(1.f, 1.f);
+                const float2 s = rotates ? unpack<T>(sine[i][q]) : make_float2(0.f, 0.f);
+                const float2 x = low[i][q], y = high[i][q];
+                const float4 v = value[i][q];
+                two[q] = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
+                other[q] = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
+                four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+            }
+            float scales[2] = {};
+            if (INT8 && has_new) {
+                unsigned bits[2] = {};
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    if (4 * (lane + 32 * q) >= size) continue;
+                    bits[0] = max(bits[0], max(size_bits(unpack<T>(two[q])), size_bits(unpack<T>(other[q]))));
+                    bits[1] = max(bits[1], max(size_bits(unpack<T>(four[q].x)), size_bits(unpack<T>(four[q].y))));
+                }
+#pragma unroll
+                for (int kind = 0; kind < 2; ++kind) scales[kind] = row_scale<Own::OF_HEAD>(bits[kind]);
+            }
             if (own + i * block.warps * Own::HEADS >= items) continue;
             T* target = block.new_keys + head[i].target;
+            T* value_target = target + block.tokens * block.STRIDE;
+            if (INT8 && head[i].is_key && lane == 0) {
+                *reinterpret_cast<float*>(target + block.PADDED) = scales[0];
+                *reinterpret_cast<float*>(value_target + block.PADDED) = scales[1];
+                if (head[i].cached >= 0) {
+                    const int row = head[i].cached / size;
+                    block.cached_key_scales[row] = scales[0], block.cached_value_scales[row] = scales[1];
+                }
+            }
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = lane + 32 * q;
                 if (4 * quad >= size) continue;
                 const int2 place = places_of(quad, rotary);
-                const bool rotates = 4 * quad < rotary;
-                const float2 c = rotates ? unpack<T>(cosine[i][q]) : make_float2(1.f, 1.f);
-                const float2 s = rotates ? unpack<T>(sine[i][q]) : make_float2(0.f, 0.f);
-                const float2 x = low[i][q], y = high[i][q];
-                const unsigned two = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
-                const unsigned other = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
-                *reinterpret_cast<unsigned*>(target + place.x) = two;
-                *reinterpret_cast<unsigned*>(target + place.y) = other;
+                if constexpr (INT8) {
+                    if (head[i].is_key) {
+                        auto integers = [&](unsigned pair, float scale, float unit, unsigned& kept) {
+                            const float2 x = unpack<T>(pair);
+                            const int low = row_integer(x.x, scale), high = row_integer(x.y, scale);
+                            kept = (low & 255) | (high & 255) << 8;
+                            return pack<T>(low * unit, high * unit);
+                        };
+                        unsigned kept[4];
+                        two[q] = integers(two[q], scales[0], 1.f, kept[0]);
+                        other[q] = integers(other[q], scales[0], 1.f, kept[1]);
+                        four[q].x = integers(four[q].x, scales[1], 1.f / VALUE_UNIT, kept[2]);
+                        four[q].y = integers(four[q].y, scales[1], 1.f / VALUE_UNIT, kept[3]);
+                        if (head[i].cached >= 0) {
+                            signed char* cached = block.cached_keys + head[i].cached;
+                            *reinterpret_cast<unsigned short*>(cached + place.x) = kept[0];
+                            *reinterpret_cast<unsigned short*>(cached + place.y) = kept[1];
+                            const unsigned values = kept[2] | kept[3] << 16;
+                            *reinterpret_cast<unsigned*>(block.cached_values + head[i].cached + 4 * quad) = values;
+                        }
+                    }
+                }
+                *reinterpret_cast<unsigned*>(target + place.x) = two[q];
+                *reinterpret_cast<unsigned*>(target + place.y) = other[q];
                 if (!head[i].is_key) continue;
-                const float4 v = value[i][q];
-                const uint2 four = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
-                *reinterpret_cast<uint2*>(target + block.tokens * block.STRIDE + 4 * quad) = four;
-                if (head[i].cached < 0) continue;
-                T* cached = block.cached_keys + head[i].cached;
-                *reinterpret_cast<unsigned*>(cached + place.x) = two;
-                *reinterpret_cast<unsigned*>(cached + place.y) = other;
-                *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four;
+                *reinterpret_cast<uint2*>(value_target + 4 * quad) = four[q];
+                if constexpr (!INT8) {
+                    if (head[i].cached < 0) continue;
+                    T* cached = block.cached_keys + head[i].cached;
+                    *reinterpret_cast<unsigned*>(cached + place.x) = two[q];
+                    *reinterpret_cast<unsigned*>(cached + place.y) = other[q];
+                    *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four[q];
+                }
             }
             // Columns behind the head are multiplied too.
             if (lane == 0 && size < block.PADDED) *reinterpret_cast<uint4*>(target + size) = make_uint4(0u, 0u, 0u, 0u);

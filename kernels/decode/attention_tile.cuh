@@ -80,6 +80,7 @@ __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block,
         multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
+            if (INT8) scale_scores(score[n], block, 2 * block.ring + first + 8 * n);
             float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
@@ -119,6 +120,10 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
     float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
     if (has_new && begin <= block.start) compute_new_scores(block, of_rows, stride);
     multiply_queries<BLOCKS>(score, block, block.keys + ring_row * block.STRIDE);
+    if constexpr (INT8) {
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) scale_scores(score[n], block, ring_row + 8 * n);
+    }
     if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * BLOCKS; ++n) {
@@ -175,6 +180,34 @@ __device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], f
                                                     power_of_two(fmaf(score[n][2 * HALF + 1], scale, -maximum)));
 }
 
+// Weights, which `total` gets, times the scales of the values that they meet.
+template <typename T, int STEPS>
+__device__ __forceinline__ void scale_weights(unsigned (&weight)[BLOCKS][4], float (&total)[4], const Block<T, STEPS>& block,
+                                              const Rows& rows, int begin, int ring_row) {
+    const int values = 2 * block.ring + block.tokens;
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) {
+        multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int half = i % 2, first = BLOCK * n + 8 * (i / 2) + 2 * (threadIdx.x % 4);
+            float scale[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int place = begin + first + j - block.start;
+                int row = block.ring + ring_row + first + j;
+                if (place >= 0) {
+                    const unsigned char* nodes = block.tables->nodes[max(rows.token[half], 0)];
+                    row = values + (begin + first + j < rows.length[half] ? nodes[min(place, block.tokens - 1)] : 0);
+                }
+                scale[j] = block.scale_of(row) * VALUE_UNIT;
+            }
+            const float2 two = unpack<T>(weight[n][i]);
+            weight[n][i] = pack<T>(two.x * scale[0], two.y * scale[1]);
+        }
+    }
+}
+
 // Adds to `sum` the values of a tile, so weighted, and to `total` the weights: columns from 64 * CHUNK on. The keys are the
 // same for all rows.
 template <int CHUNK, typename T, int STEPS>
@@ -194,7 +227,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         if (n + 1 < BLOCKS) load(n + 1);
-        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        if (CHUNK == 0 && !INT8) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
 #pragma unroll
         for (int d = 0; d < COLUMNS; ++d) {
             multiply<T>(sum[2 * d], weight[n], value[n % 2][d][0], value[n % 2][d][1]);
@@ -213,7 +246,7 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
     for (int n = 0; n < BLOCKS; ++n) {
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
         const bool is_shared = first + BLOCK <= block.start || first >= rows.longest;
-        if (CHUNK == 0) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        if (CHUNK == 0 && !INT8) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
         auto row_of = [&](int t) {
             const int place = min(max(node, 0), block.tokens - 1), own = block.tables->nodes[t][place];
             const bool is_new = node >= 0 && begin + key < block.tables->lengths[t];
@@ -337,6 +370,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, cons
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
         compute_weights<0, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
         if (rows.has_more) compute_weights<1, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
+        if constexpr (INT8) scale_weights(tile.weight, total, block, rows, tile.begin, tile.ring_row);
     }
     float* targets[2] = {};
     float2 factors[2] = {};

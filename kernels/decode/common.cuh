@@ -128,6 +128,12 @@ __device__ __forceinline__ void copy_async_16(unsigned shared, const void* globa
                  : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_async_4(unsigned shared, const void* global, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(exists ? 4u : 0u)
+                 : "memory");
+}
+
 // Ends a group of the thread's copies.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -132,7 +132,8 @@ class AttentionStep(NamedTuple):
 
     `rope_rotary_cos_sin` [B, T, rotary] compute, `kvcache_start_index` [B] int32, `attention_mask` [B, 1, T, L] bool
     (None: T is 1), caches [B, n_kv, rows, D] compute. `masks_all`: the mask decides about the rows before
-    start_index[b] too.
+    start_index[b] too. Caches of int8 have scales [B, n_kv, rows, 1] float32; a token's own row, and those of the other
+    new ones, are read as they are kept (`edgellm.kernels.quantization.rows`).
     """
 
     rope_rotary_cos_sin: OwnArray
@@ -141,6 +142,8 @@ class AttentionStep(NamedTuple):
     k_cache: OwnArray
     v_cache: OwnArray
     masks_all: bool = False
+    k_scale: OwnArray | None = None
+    v_scale: OwnArray | None = None
 
 
 class AttentionScratch(NamedTuple):
@@ -183,8 +186,10 @@ def adapters_refusal(places: int, rank: int, modules: Sequence[int]) -> str | No
     )
 
 
-def attention_refusal(heads: int, kv_heads: int, head_size: int) -> str | None:
-    """Why the attention kernel does not take such heads, or None if it does."""
+def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = False) -> str | None:
+    """Why the attention kernel does not take such heads, or None if it does; `int8`: KV rows are."""
+    if int8 and head_size % 16:
+        return f"attention takes KV caches of int8 for head sizes in multiples of 16, not {head_size}"
     if (
         head_size % 8 == 0
         and 0 < head_size <= MAX_HEAD_SIZE

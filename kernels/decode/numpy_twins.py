@@ -20,6 +20,7 @@ from edgellm.kernels.decode.contract import (
     activation_number,
 )
 from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.rows import write_rows
 
 
 class NumpyLaunch:
@@ -117,7 +118,8 @@ class NumpyDecodeKernels:
     ) -> NumpyLaunch:
         """Attention of T new tokens a sequence: [q/k norm,] rotation, their KV rows, softmax over what each sees.
 
-        A token sees the rows before start_index[b], itself, and the new tokens whose rows the mask lets it see.
+        A token sees the rows before start_index[b], itself, and the new tokens whose rows the mask lets it see. Scales
+        of rows of int8 multiply scores, and weights before they meet values.
         `qkv` [B T, (n_q + 2 n_kv) D]; rows start_index[b] .. + T - 1 of the caches are written; `context` [B T, n_q D].
         """
         return NumpyLaunch(lambda: _attention(qkv, weights, step, context))
@@ -150,8 +152,7 @@ class NumpyDecodeKernels:
 
 
 def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:
-    k_cache, v_cache, mask = step.k_cache, step.v_cache, step.attention_mask
-    batch, kv_heads, _, size = k_cache.shape
+    mask, (batch, kv_heads, _, size) = step.attention_mask, step.k_cache.shape
     tokens = len(qkv) // batch
     query_heads = qkv.shape[1] // size - 2 * kv_heads
     heads = qkv.reshape(batch * tokens, -1, size)
@@ -166,17 +167,42 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):
         new = slice(start, start + tokens)
-        k_cache[b, :, new], v_cache[b, :, new] = key[b], value[b]
+        write_rows((b, slice(None), new), key[b], step.k_cache, step.k_scale)
+        write_rows((b, slice(None), new), value[b], step.v_cache, step.v_scale)
         for t in range(tokens):
             seen, before = np.arange(tokens) == t, np.ones(start, bool)
             if mask is not None:
-                seen |= mask[b, 0, t, new]
+                visible = mask[b, 0, t, new]  # padding may stand at rows behind the keys that the mask speaks of
+                seen[: len(visible)] |= visible
                 before = mask[b, 0, t, :start] if step.masks_all else before
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
-            scores = query[b, t] @ k_cache[b][:, rows].swapaxes(-1, -2)
-            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            attended = shares / shares.sum(axis=-1, keepdims=True) @ v_cache[b][:, rows]
+            kept = (step.k_cache, step.v_cache, step.k_scale, step.v_scale)
+            attended = attend(query[b, t], *(cache[b][:, rows] for cache in kept if cache is not None))
             context[b * tokens + t] = attended.reshape(-1)
+
+
+def attend(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    key_scales: np.ndarray | None = None,
+    value_scales: np.ndarray | None = None,
+    hidden: np.ndarray | None = None,
+) -> np.ndarray:
+    """softmax(query keys^T) values of query [..., R, D], scaled, and rows [..., n, D], of int8 with scales [..., n, 1].
+
+    Keys are not seen where `hidden` [R, n] is True.
+    """
+    scores = query @ keys.astype(np.float32, copy=False).swapaxes(-1, -2)
+    if key_scales is not None:
+        scores = scores * key_scales.swapaxes(-1, -2)
+    if hidden is not None:
+        scores[..., hidden] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares = weights / weights.sum(axis=-1, keepdims=True)
+    if value_scales is not None:
+        shares = shares * value_scales.swapaxes(-1, -2)
+    return shares @ values.astype(np.float32, copy=False)
 
 
 def normalized(normed: NormedInput) -> np.ndarray:

@@ -4,6 +4,7 @@
 // up to its own alone.
 #include "decode/common.cuh"
 #include "prefill/arguments.cuh"
+#include "shared/quantized_rows.cuh"
 
 namespace prefill {
 
@@ -14,6 +15,7 @@ using decode::pack;
 using decode::power_of_two;
 using decode::shared_address;
 
+constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
 
 // Of heads padded to SIZE elements: a warp has TILES times 16 queries; KEYS keys (with their values) are a tile. A warp with
@@ -44,6 +46,44 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
         const bool exists = row < exist && 8 * chunk < size;
         decode::copy_async_16(target + offset_of<SIZE>(row, chunk), exists ? own : source, exists);
         own += AT_ONCE * stride;
+    }
+}
+
+// The same of rows of int8, `size` apart: each to the second half of its place, from where `expand_rows` takes it.
+template <int SIZE, int ROWS>
+__device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
+    constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS;
+#pragma unroll
+    for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
+        const bool exists = row < exist && 16 * chunk < size;
+        const char* own = source + static_cast<size_t>(row) * size + 16 * chunk;
+        decode::copy_async_16(target + 2 * SIZE * row + SIZE + 16 * chunk, exists ? own : source, exists);
+    }
+}
+
+// Makes ROWS rows that `load_integers` brought rows of T, each element times `unit`. A row is neighbouring lanes' of a warp.
+template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(char* rows, float unit) {
+    constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS;
+#pragma unroll 4
+    for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
+        const uint2 eight = *reinterpret_cast<const uint2*>(rows + 2 * SIZE * row + SIZE + 8 * chunk);
+        __syncwarp();
+        *reinterpret_cast<uint4*>(rows + offset_of<SIZE>(row, chunk)) = quantized::expanded<T>(eight, unit);
+    }
+}
+
+// Scores, or weights, of a tile's keys times the keys' scales.
+template <typename Its>
+__device__ __forceinline__ void scale_keys(typename Its::Scores& score, const float* scales, float unit) {
+#pragma unroll
+    for (int n = 0; n < Its::KEYS / 8; ++n) {
+        const float2 two = *reinterpret_cast<const float2*>(scales + 8 * n + 2 * (threadIdx.x % 4));
+#pragma unroll
+        for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[m][n][i] *= (i % 2 ? two.y : two.x) * unit;
     }
 }
 
@@ -191,7 +231,8 @@ __device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T*
 template <typename T, int SIZE, int TILES>
 __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_attention(CausalAttentionArguments arguments) {
     using Its = Shape<SIZE, TILES>;
-    static_assert(Its::BYTES * (Its::ROWS + 2 * STAGES * Its::KEYS) == HOST_BYTES, "shared memory as the host counts it");
+    constexpr int SCALES = Its::BYTES * (Its::ROWS + 2 * STAGES * Its::KEYS);  // where scales of keys, then of values stand
+    static_assert(SCALES + (INT8 ? 8 * STAGES * Its::KEYS : 0) == HOST_BYTES, "shared memory as the host counts it");
     extern __shared__ __align__(128) char memory[];
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.E / size, tokens = arguments.T;
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (heads / kv_heads);
@@ -199,9 +240,9 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const int start = arguments.rows.start[sequence], rows = static_cast<int>(arguments.C);
     const int end = min(start + min(first_token + Its::ROWS, tokens), rows);  // of the rows that a query of the block sees
     const int tiles = (end + Its::KEYS - 1) / Its::KEYS;
-    const size_t own_rows = (static_cast<size_t>(sequence) * kv_heads + kv_head) * rows * size;
-    const T* const cached_keys = reinterpret_cast<const T*>(arguments.rows.k_cache) + own_rows;
-    const T* const cached_values = reinterpret_cast<const T*>(arguments.rows.v_cache) + own_rows;
+    const size_t own_rows = (static_cast<size_t>(sequence) * kv_heads + kv_head) * rows;
+    const T* const cached_keys = reinterpret_cast<const T*>(arguments.rows.k_cache) + own_rows * size;
+    const T* const cached_values = reinterpret_cast<const T*>(arguments.rows.v_cache) + own_rows * size;
     const size_t first_place = static_cast<size_t>(sequence) * tokens + first_token;
     const T* const source = reinterpret_cast<const T*>(arguments.qkv) + first_place * arguments.W + head * size;
     const unsigned shared = shared_address(memory), ring = shared + Its::BYTES * Its::ROWS;
@@ -210,6 +251,19 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
         const unsigned target = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         const size_t first = static_cast<size_t>(tile) * Its::KEYS;
         const int exist = end - tile * Its::KEYS;
+        if constexpr (INT8) {
+            const size_t row = own_rows + first;
+            load_integers<SIZE, Its::KEYS>(target, arguments.rows.k_cache + row * size, exist, size);
+            load_integers<SIZE, Its::KEYS>(
+                target + Its::BYTES * Its::KEYS, arguments.rows.v_cache + row * size, exist, size);
+            const int key = threadIdx.x % Its::KEYS;
+            const float* scales = threadIdx.x < Its::KEYS ? arguments.row_scales.key : arguments.row_scales.value;
+            if (threadIdx.x < 2 * Its::KEYS)
+                decode::copy_async_4(shared + SCALES + 4 * (tile % STAGES * 2 * Its::KEYS + threadIdx.x),
+                                     scales + row + (key < exist ? key : 0), key < exist);
+            decode::commit_copies();
+            return;
+        }
         load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size);
         load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size);
         decode::commit_copies();
@@ -240,6 +294,12 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
         const int first_key = tile * Its::KEYS;
+        if constexpr (INT8) {
+            char* const its_keys = memory + Its::BYTES * (Its::ROWS + tile % STAGES * 2 * Its::KEYS);
+            expand_rows<T, SIZE, Its::KEYS>(its_keys, 1.f);
+            expand_rows<T, SIZE, Its::KEYS>(its_keys + Its::BYTES * Its::KEYS, 1.f / quantized::VALUE_UNIT);
+            __syncthreads();
+        }
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
@@ -252,6 +312,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
         const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
+        const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
+        if constexpr (INT8) scale_keys<Its>(score, scales, 1.f);
         if (first_key + Its::KEYS - 1 > first_row) {
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m)
@@ -263,6 +325,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);
+        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS, quantized::VALUE_UNIT);
         add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import limited
+from edgellm.kernels.errors import KernelError
 
 #: The largest head.
 MAX_HEAD_SIZE = 256
@@ -29,15 +30,24 @@ class HeadNorms(NamedTuple):
 
 
 class KeyValueRows(NamedTuple):
-    """A layer's KV caches; the new tokens' rows begin at `start` [B], and lie within them."""
+    """A layer's KV caches, compute or int8; the new tokens' rows begin at `start` [B], and lie within them."""
 
-    k_cache: Annotated[OwnArray, "BGCD compute"]
-    v_cache: Annotated[OwnArray, "BGCD compute"]
+    k_cache: Annotated[OwnArray, "BGCD rows"]
+    v_cache: Annotated[OwnArray, "BGCD rows"]
     start: Annotated[OwnArray, "B int32"]
 
 
-def prefill_refusal(heads: int, kv_heads: int, size: int) -> str | None:
-    """Why these kernels do not take such heads, or None if they do."""
+class RowScales(NamedTuple):
+    """Those of rows of int8 (`edgellm.kernels.quantization.rows`)."""
+
+    key: Annotated[OwnArray, "BGC1 float32"]
+    value: Annotated[OwnArray, "BGC1 float32"]
+
+
+def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) -> str | None:
+    """Why these kernels do not take such heads, or None if they do; `int8`: KV rows are."""
+    if int8 and size % 16:
+        return f"prefill attention takes KV caches of int8 for head sizes in multiples of 16, not {size}"
     if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0 and heads % kv_heads == 0:
         return None
     return (
@@ -58,6 +68,13 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
     return prefill_refusal(heads, kv_heads, size)
 
 
+def check_scales(rows: KeyValueRows, scales: RowScales | None) -> None:
+    """Raise KernelError unless rows of int8 have scales, and others none."""
+    is_int8 = str(rows.k_cache.dtype) == "int8"
+    if is_int8 == (scales is None):
+        raise KernelError(f"KV caches of {rows.k_cache.dtype} {'without' if scales is None else 'with'} scales")
+
+
 class PrefillKernels(Protocol):
     """One implementation of all."""
 
@@ -68,11 +85,12 @@ class PrefillKernels(Protocol):
         norms: HeadNorms | None,
         rotary: Annotated[OwnArray, "BTR compute"] | None,
         rows: KeyValueRows,
+        row_scales: RowScales | None,
     ) -> Launchable:
         """Make heads ready: norm, then rotary embedding by `rotary`, cosine half then sine half (None: without).
 
         `qkv` has query heads, key heads, value heads. Queries are changed in place; keys and values go to rows
-        start[b] .. start[b] + T - 1 of the caches.
+        start[b] .. start[b] + T - 1 of the caches, quantized where there are `row_scales`.
         """
 
     @limited(_check_heads)
@@ -82,10 +100,12 @@ class PrefillKernels(Protocol):
         rows: KeyValueRows,
         scale: float,
         context: Annotated[OwnArray, "BTE compute"],
+        row_scales: RowScales | None,
     ) -> Launchable:
         """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
 
         Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the same
         bits whatever t is, so however a prompt is cut: sums run over keys in tiles that begin at multiples of a number
-        of rows, and a tile without a key that the token sees changes nothing.
+        of rows, and a tile without a key that the token sees changes nothing. `row_scales` multiply scores, and weights
+        before they meet values.
         """

@@ -1,11 +1,13 @@
 // Heads made ready for attention: norm, rotary embedding, KV rows. A warp takes a head of a token at a time.
 #include "decode/common.cuh"
 #include "prefill/arguments.cuh"
+#include "shared/quantized_rows.cuh"
 
 namespace prefill {
 
-// Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches.
-template <typename T> __global__ void __launch_bounds__(256) prepare_heads(PrepareHeadsArguments arguments) {
+// Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches, as integers where these
+// are INT8.
+template <typename T, bool INT8> __global__ void __launch_bounds__(256) prepare_heads(PrepareHeadsArguments arguments) {
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
     const int half = arguments.rotary == nullptr ? 0 : arguments.R / 2, lane = threadIdx.x % 32;
     const int token = blockIdx.x, sequence = blockIdx.y, row = arguments.rows.start[sequence] + token;
@@ -16,11 +18,12 @@ template <typename T> __global__ void __launch_bounds__(256) prepare_heads(Prepa
         const bool is_query = head < heads, is_value = head >= heads + kv_heads;
         const T* const source = qkv + static_cast<size_t>(head) * size;
         T* target = qkv + static_cast<size_t>(head) * size;
+        char* const cache = is_value ? arguments.rows.v_cache : arguments.rows.k_cache;
+        const int kv_head = head - heads - (is_value ? kv_heads : 0);
+        const size_t cached = (static_cast<size_t>(sequence) * kv_heads + kv_head) * arguments.C + row;  // not of queries
         if (!is_query) {
             if (row >= static_cast<int>(arguments.C)) continue;
-            const int kv_head = head - heads - (is_value ? kv_heads : 0);
-            target = reinterpret_cast<T*>(is_value ? arguments.rows.v_cache : arguments.rows.k_cache) +
-                     ((static_cast<size_t>(sequence) * kv_heads + kv_head) * arguments.C + row) * size;
+            target = reinterpret_cast<T*>(cache) + cached * size;
         }
         const T* const weight = reinterpret_cast<const T*>(is_query ? arguments.norms.query : arguments.norms.key);
         const bool norms = weight != nullptr && !is_value;
@@ -38,15 +41,36 @@ template <typename T> __global__ void __launch_bounds__(256) prepare_heads(Prepa
             if (!norms) return value;
             return value * factor * (decode::to_float(weight[i]) + static_cast<float>(arguments.norms.offset));
         };
-        for (int pair = lane; pair < size / 2; pair += 32) {
-            // Elements that are rotated together are half the rotated part apart; of those behind it, neighbours.
+        // Elements that are rotated together are half the rotated part apart; of those behind it, neighbours.
+        auto first_of = [&](int pair) { return pair < half ? pair : 2 * pair; };
+        auto second_of = [&](int pair) { return pair < half ? pair + half : 2 * pair + 1; };
+        auto made = [&](int pair, T& first, T& second) {
             const bool rotates = pair < half && !is_value;
-            const int first = pair < half ? pair : 2 * pair, second = pair < half ? pair + half : 2 * pair + 1;
-            const float low = normed(first), high = normed(second);
+            const float low = normed(first_of(pair)), high = normed(second_of(pair));
             const float cosine = rotates ? decode::to_float(rotation[pair]) : 1.f;
             const float sine = rotates ? decode::to_float(rotation[pair + half]) : 0.f;
-            target[first] = decode::from_float<T>(rotates ? fmaf(low, cosine, -high * sine) : low);
-            target[second] = decode::from_float<T>(rotates ? fmaf(high, cosine, low * sine) : high);
+            first = decode::from_float<T>(rotates ? fmaf(low, cosine, -high * sine) : low);
+            second = decode::from_float<T>(rotates ? fmaf(high, cosine, low * sine) : high);
+        };
+        T first, second;
+        if (!INT8 || is_query) {
+            for (int pair = lane; pair < size / 2; pair += 32) {
+                made(pair, first, second);
+                target[first_of(pair)] = first, target[second_of(pair)] = second;
+            }
+            continue;
+        }
+        unsigned bits = 0u;
+        for (int pair = lane; pair < size / 2; pair += 32) {
+            made(pair, first, second);
+            bits = max(bits, quantized::size_bits(make_float2(decode::to_float(first), decode::to_float(second))));
+        }
+        const float scale = quantized::row_scale<32>(bits);
+        if (lane == 0) (is_value ? arguments.row_scales.value : arguments.row_scales.key)[cached] = scale;
+        for (int pair = lane; pair < size / 2; pair += 32) {
+            made(pair, first, second);
+            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first), scale);
+            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second), scale);
         }
     }
 }

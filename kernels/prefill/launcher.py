@@ -9,7 +9,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RowScales, check_scales
 
 _WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
 #: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
@@ -34,25 +34,27 @@ def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) ->
     return 2 if size <= 128 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
 
 
-def attention_bytes(size: int, tiles: int) -> int:
-    """Shared memory of a block of `causal_attention`, for heads of `size` elements."""
+def attention_bytes(size: int, tiles: int, int8: bool = False) -> int:
+    """Shared memory of a block of `causal_attention`, for heads of `size` elements; `int8`: KV rows are."""
     padded = _padded(size)
-    return 2 * padded * (_rows(tiles) + 2 * _STAGES * _KEYS[padded])
+    scales = 8 * _STAGES * _KEYS[padded] if int8 else 0
+    return 2 * padded * (_rows(tiles) + 2 * _STAGES * _KEYS[padded]) + scales
 
 
 @lru_cache
-def heads_kernel(dtype: str) -> Kernel:
-    """`prepare_heads` for a model of `dtype`."""
-    expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}>"
-    return Kernel(_source(f"prefill_heads_{dtype}", "heads.cu", expression, MACROS), expression)
+def heads_kernel(dtype: str, int8: bool = False) -> Kernel:
+    """`prepare_heads` for a model of `dtype`; `int8`: KV rows are."""
+    expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}, {str(int8).lower()}>"
+    return Kernel(_source(f"prefill_heads_{dtype}{'_int8' * int8}", "heads.cu", expression, MACROS), expression)
 
 
 @lru_cache
-def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
-    """`causal_attention` for heads of `size` elements."""
+def attention_kernel(dtype: str, size: int, tiles: int, int8: bool = False) -> Kernel:
+    """`causal_attention` for heads of `size` elements; `int8`: KV rows are."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    host = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles)))
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}"
+    sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    host = (*sizes, ("HOST_INT8", int(int8)))
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -69,31 +71,47 @@ class CudaPrefill:
         self._check = Contracts(PrefillKernels, DeviceArray)
 
     def prepare_heads(
-        self, qkv: DeviceArray, norms: HeadNorms | None, rotary: DeviceArray | None, rows: KeyValueRows
+        self,
+        qkv: DeviceArray,
+        norms: HeadNorms | None,
+        rotary: DeviceArray | None,
+        rows: KeyValueRows,
+        row_scales: RowScales | None = None,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
-        arguments = (qkv, norms, rotary, rows)
+        check_scales(rows, row_scales)
+        arguments = (qkv, norms, rotary, rows, row_scales)
         sizes = self._check("prepare_heads", *arguments)
         packed = self._check.pack("prepare_heads", sizes, *arguments)
         grid = (sizes["T"], sizes["B"], 1)
-        return Launch(self._module, heads_kernel(qkv.dtype), grid, _HEADS_THREADS, 0, (packed,))
+        return Launch(self._module, heads_kernel(qkv.dtype, row_scales is not None), grid, _HEADS_THREADS, 0, (packed,))
 
     def causal_attention(
-        self, qkv: DeviceArray, rows: KeyValueRows, scale: float, context: DeviceArray, tiles: int | None = None
+        self,
+        qkv: DeviceArray,
+        rows: KeyValueRows,
+        scale: float,
+        context: DeviceArray,
+        row_scales: RowScales | None = None,
+        tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        arguments = (qkv, rows, scale, context)
+        check_scales(rows, row_scales)
+        arguments = (qkv, rows, scale, context, row_scales)
         sizes = self._check("causal_attention", *arguments)
         packed = self._check.pack("causal_attention", sizes, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
         heads = sizes["E"] // size
         if tiles is None:
             tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
-        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles)
-        return Launch(self._module, attention_kernel(qkv.dtype, size, tiles), grid, 32 * _WARPS, shared, (packed,))
+        int8 = row_scales is not None
+        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
+        return Launch(
+            self._module, attention_kernel(qkv.dtype, size, tiles, int8), grid, 32 * _WARPS, shared, (packed,)
+        )
 
-    def load(self, dtype: str, size: int, tokens: int, heads: int) -> None:
-        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""
+    def load(self, dtype: str, size: int, tokens: int, heads: int, int8: bool = False) -> None:
+        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        for kernel in (heads_kernel(dtype), attention_kernel(dtype, size, tiles)):
+        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8)):
             self._module.load(kernel.source)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import rms_norm, rotary_embedding
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels
+from edgellm.kernels.decode.numpy_twins import attend, rms_norm, rotary_embedding
+from edgellm.kernels.prefill.contract import (
+    HeadNorms,
+    KeyValueRows,
+    Launchable,
+    PrefillKernels,
+    RowScales,
+    check_scales,
+)
+from edgellm.kernels.quantization.rows import write_rows
 
 _check = Contracts(PrefillKernels, np.ndarray)
 #: Rows of queries whose scores are held at a time.
@@ -17,23 +25,41 @@ class NumpyPrefill:
     """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
     def prepare_heads(
-        self, qkv: np.ndarray, norms: HeadNorms | None, rotary: np.ndarray | None, rows: KeyValueRows
+        self,
+        qkv: np.ndarray,
+        norms: HeadNorms | None,
+        rotary: np.ndarray | None,
+        rows: KeyValueRows,
+        row_scales: RowScales | None = None,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
-        sizes = _check("prepare_heads", qkv, norms, rotary, rows)
-        return lambda: _prepare_heads(qkv, norms, rotary, rows, sizes["W"] // sizes["D"] - 2 * sizes["G"])
+        check_scales(rows, row_scales)
+        _check("prepare_heads", qkv, norms, rotary, rows, row_scales)
+        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales)
 
-    def causal_attention(self, qkv: np.ndarray, rows: KeyValueRows, scale: float, context: np.ndarray) -> Launchable:
+    def causal_attention(
+        self,
+        qkv: np.ndarray,
+        rows: KeyValueRows,
+        scale: float,
+        context: np.ndarray,
+        row_scales: RowScales | None = None,
+    ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
-        _check("causal_attention", qkv, rows, scale, context)
-        return lambda: _causal_attention(qkv, rows, scale, context)
+        check_scales(rows, row_scales)
+        _check("causal_attention", qkv, rows, scale, context, row_scales)
+        return lambda: _causal_attention(qkv, rows, scale, context, row_scales)
 
 
 def _prepare_heads(
-    qkv: np.ndarray, norms: HeadNorms | None, rotary: np.ndarray | None, rows: KeyValueRows, heads: int
+    qkv: np.ndarray,
+    norms: HeadNorms | None,
+    rotary: np.ndarray | None,
+    rows: KeyValueRows,
+    row_scales: RowScales | None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
-    tokens = qkv.shape[1]
+    tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
     parts = qkv.reshape(batch * tokens, -1, size)
     query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
     if norms is not None:
@@ -43,12 +69,16 @@ def _prepare_heads(
         rotation = rotary.reshape(batch * tokens, -1)
         query, key = rotary_embedding(query, rotation), rotary_embedding(key, rotation)
     parts[:, :heads] = query
-    for cache, values in ((rows.k_cache, key), (rows.v_cache, value)):
+    key_scales, value_scales = row_scales or (None, None)
+    for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
+        by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
         for b, start in enumerate(rows.start.tolist()):
-            cache[b, :, start : start + tokens] = values.reshape(batch, tokens, kv_heads, size)[b].swapaxes(0, 1)
+            write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
 
 
-def _causal_attention(qkv: np.ndarray, rows: KeyValueRows, scale: float, context: np.ndarray) -> None:
+def _causal_attention(
+    qkv: np.ndarray, rows: KeyValueRows, scale: float, context: np.ndarray, row_scales: RowScales | None
+) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens, width = context.shape[1:]
     query = qkv[:, :, :width].reshape(batch, tokens, kv_heads, -1, size)
@@ -58,9 +88,9 @@ def _causal_attention(qkv: np.ndarray, rows: KeyValueRows, scale: float, context
             chosen = slice(first, min(first + _QUERY_ROWS, tokens))
             end = start + chosen.stop
             keys, values = (cache[b, :, None, :end] for cache in (rows.k_cache, rows.v_cache))
-            scores = query[b, chosen].transpose(1, 2, 0, 3) @ keys.swapaxes(-1, -2) * np.float32(scale)
-            places = np.arange(start + chosen.start, end)
-            scores[..., np.arange(end) > places[:, None]] = -np.inf
-            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            attended = shares / shares.sum(axis=-1, keepdims=True) @ values
+            scales = [None, None] if row_scales is None else [each[b, :, None, :end] for each in row_scales]
+            hidden = np.arange(end) > np.arange(start + chosen.start, end)[:, None]
+            attended = attend(
+                query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale), keys, values, scales[0], scales[1], hidden
+            )
             results[b, chosen] = attended.transpose(2, 0, 1, 3)

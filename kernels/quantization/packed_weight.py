@@ -6,7 +6,7 @@ from it is the weight that a model is said to have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -18,7 +18,7 @@ from edgellm.kernels.bfloat16 import bfloat16_bits
 #: or 4-bit floats of 2.
 Codes = Literal["int4", "int8", "fp8", "fp4"]
 #: What a code of 4-bit floats stands for; the highest bit is the sign.
-FP4 = np.array([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+FP4 = np.array([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class WeightFormat:
     dtype: str
     permuted: bool = False
     scaled: bool = False
+
+    def __str__(self) -> str:
+        """In words, as in "int4, groups of 128, zero points"."""
+        parts = [self.codes, "whole rows" if self.group is None else f"groups of {self.group}"]
+        named = (("zero points", self.zeros), ("permuted columns", self.permuted), ("scaled inputs", self.scaled))
+        return ", ".join([*parts, *(name for name, is_there in named if is_there)])
 
     @property
     def bits(self) -> int:
@@ -81,20 +87,26 @@ class PackedWeight:
         """In which the values are rounded."""
         return self.format.dtype
 
+    def rows(self, start: int, stop: int) -> PackedWeight:
+        """These rows alone, as views."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], zeros=zeros)
+
     def values(self) -> np.ndarray:
         """The weight as float32 [N, K], its columns in the order of the activations, without `input_scales`.
 
         Each is (code - zero point) * scale, rounded to nearest, ties to even, in the format's dtype.
         """
         format, (rows, columns) = self.format, self.codes.shape
-        table = code_values(format.codes)
         group = format.group or columns
-        values = table[self.codes]
-        if format.codes.startswith("int"):
+        if format.codes not in ("int4", "int8"):
+            values = code_values(format.codes)[self.codes]
+        else:
+            values = self.codes.astype(np.float32)
             middle = np.float32(1 << format.bits - 1)
             values -= middle if self.zeros is None else np.repeat(self.zeros.astype(np.float32), group, 1)[:, :columns]
         values *= np.repeat(self.scales, group, 1)[:, :columns]
-        values = _rounded(values, format.dtype)
+        values = rounded(values, format.dtype)
         if self.order is None:
             return values
         ordered = np.empty((rows, columns), np.float32)
@@ -119,7 +131,8 @@ def code_values(codes: Codes) -> np.ndarray:
     return table
 
 
-def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 `values` as `dtype` ("float16", "bfloat16" or "float32") holds them, as float32."""
     if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":

@@ -344,7 +344,7 @@ def assert_equals_twin(
     arrays = rounded(arrays, dtype)
     loaded = Loaded(gpu, config, shape, arrays, dtype)
     program = model_program(config, shape)
-    before = {name: arrays[name].copy() for name in program.caches}
+    before = {name: arrays[name].copy() for name in program.states}
     loaded.engine.enqueue()
     first = gpu.download(loaded.arrays["logits"])
     expected = twin_step(config, shape, arrays)

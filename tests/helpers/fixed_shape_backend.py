@@ -78,6 +78,9 @@ class FixedShapeBackend(NumpyBackend):
         assert self._recording is None, "a readback cannot be captured"
         return super().read(host_view(array))
 
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> Any:
+        return super().download_rows(host_view(source), values, rows)
+
     def host_memory(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
 
@@ -92,7 +95,8 @@ class FixedShapeBackend(NumpyBackend):
         return kernel_refusal(self._configs[shape.model], shape, self._dtype, self._shared_limit) is None
 
     def load_engine(self, shape: EngineShape) -> FixedShapeEngine:
-        assert shape in self._shapes, f"{shape.name} (selected {shape.selected}) is none of the limits' engines"
+        known = shape in self._shapes or self.takes_any_key_range(shape)
+        assert known, f"{shape.name} (selected {shape.selected}) is none of the limits' engines"
         return FixedShapeEngine(self, super().load_engine(shape), self._edge(shape))
 
     def _edge(self, shape: EngineShape) -> set[str]:

@@ -66,6 +66,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
+    kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
@@ -85,6 +86,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
     shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
     prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
+    prefill += [heads_kernel(dtype, True).source, prefill_attention(dtype, 128, 2, True).source]
     return drawing + prefill + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
 
 

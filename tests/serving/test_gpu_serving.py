@@ -92,7 +92,10 @@ def test_slots_exchange_and_copy_rows(open_runtime: Callable[[], SpecDecodeRunti
 def held_rows(runtime: SpecDecodeRuntime) -> list[list[np.ndarray]]:
     """The KV rows of each slot, of every layer."""
     runner = runtime._open_runner()
-    caches = [*runner.base.caches.values(), *(runner.draft.caches.values() if runtime.has_draft_model else ())]
+    caches = [
+        *runner.base.states.tensors.values(),
+        *(runner.draft.states.tensors.values() if runtime.has_draft_model else ()),
+    ]
     read = runner.backend.read
     return [[read(cache[slot : slot + 1]).wait().copy() for cache in caches] for slot in range(4)]
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from edgellm import SamplingParams
+from edgellm import DraftingConfig, SamplingParams
 from edgellm.llm import LLM
 from edgellm.serving.metrics import EagleGenerationMetrics, Histogram, Metrics
 
@@ -68,7 +68,7 @@ def test_what_drafting_gains_is_counted_for_each_adapter() -> None:
     """On the shipped model: the parts add up, and the text form has them as labels."""
     silent = {"role": "system", "content": ""}
     questions = [[silent, {"role": "user", "content": text}] for text in ("Hello!", "Wave.", "What is your name?")]
-    with LLM(backend="numpy") as llm:
+    with LLM(backend="numpy", drafting=DraftingConfig(draft_top_k=1, draft_steps=5)) as llm:
         for question, adapter in zip(questions, ("json", None, "json"), strict=True):
             llm.chat(question, adapter=adapter)
         answer = llm.chat(questions[0], adapter="pirate")

@@ -83,7 +83,10 @@ def logits_of(runner: Runner, ids: Sequence[int], reused: int, images: PromptIma
 
 def forget(runner: Runner) -> None:
     """Leave nothing of earlier prompts in the caches."""
-    for cache in [*runner.base.caches.values(), *(runner.draft.caches.values() if hasattr(runner, "draft") else ())]:
+    for cache in [
+        *runner.base.states.tensors.values(),
+        *(runner.draft.states.tensors.values() if hasattr(runner, "draft") else ()),
+    ]:
         cache[...] = np.nan
 
 

@@ -116,7 +116,7 @@ def test_the_prefill_waits_for_the_rows_that_it_reads(
     snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), runner, directory)
     snapshot = snapshots.compute(0, SYSTEM, KVContents(), "system")
     snapshots.store.put(snapshot) if place == "memory" else snapshots.store.save(snapshot)
-    for cache in runner.base.caches.values():
+    for cache in runner.base.states.tensors.values():
         cache.fill(7)
     backend.waited = 0
     sequence = answer_of(runner, directory, snapshots)
@@ -134,7 +134,7 @@ def test_a_snapshot_of_rows_on_their_way_has_them(directory: EngineDirectory) ->
     snapshots = SlotSnapshots(SnapshotStore(), runner, directory)
     made = snapshots.compute(0, SYSTEM, KVContents(), "system")
     snapshots.store.put(made)
-    for cache in runner.base.caches.values():
+    for cache in runner.base.states.tensors.values():
         cache.fill(7)
     assert snapshots.restore(0, PROMPT, KVContents()) > 0
     again = snapshots.take(0, SYSTEM, "again")

@@ -54,15 +54,20 @@ def draft_rows(runner: Runner, rows: int) -> int | None:
 def rows_of(runner: Runner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     """A copy of the rows that a slot has after a prompt of so many tokens, once all are there."""
     runner.base.await_rows()
-    found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.caches.items()}
+    found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.states.tensors.items()}
     if hasattr(runner, "draft"):
-        found |= {f"draft {name}": cache[slot, :, : tokens - 1].copy() for name, cache in runner.draft.caches.items()}
+        found |= {
+            f"draft {name}": cache[slot, :, : tokens - 1].copy() for name, cache in runner.draft.states.tensors.items()
+        }
     return found
 
 
 def forget(runner: Runner) -> None:
     """Leave nothing of earlier prompts in the caches."""
-    caches = [*runner.base.caches.values(), *(runner.draft.caches.values() if hasattr(runner, "draft") else ())]
+    caches = [
+        *runner.base.states.tensors.values(),
+        *(runner.draft.states.tensors.values() if hasattr(runner, "draft") else ()),
+    ]
     for cache in caches:
         cache[...] = np.nan
 
@@ -106,7 +111,7 @@ def test_rows_are_restored_bit_by_bit_into_any_slot(slots: Slots, tmp_path: Path
     forget(runner)
     assert snapshots.restore(slot, PROMPTS[0], KVContents()) > 0
     assert same_rows(rows_of(runner, slot, len(SYSTEM)), expected)
-    for cache in runner.base.caches.values():
+    for cache in runner.base.states.tensors.values():
         assert np.isnan(cache[1 - slot]).all() and np.isnan(cache[slot, :, len(SYSTEM) :]).all()
 
 
@@ -173,7 +178,7 @@ def test_files_larger_than_what_they_are_read_through(
     snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(), "system"))
     for tokens in (7, len(SYSTEM), len(SYSTEM), 7):  # hashed, then not
         expected = rows_of(runner, 1, tokens)
-        for cache in runner.base.caches.values():
+        for cache in runner.base.states.tensors.values():
             cache[0] = np.nan
         assert snapshots.restore(0, [*SYSTEM[:tokens], 250], KVContents()) > 0
         assert same_rows(rows_of(runner, 0, tokens), expected)
@@ -222,7 +227,7 @@ def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_pat
         contents = KVContents()
         reused = snapshots.restore(0, prompt, contents)
         assert reused == common - hasattr(runner, "draft")
-        assert np.isnan(next(iter(runner.base.caches.values()))[0, :, common * bool(reused) :]).all()
+        assert np.isnan(next(iter(runner.base.states.tensors.values()))[0, :, common * bool(reused) :]).all()
         assert contents.reusable(prompt) == reused
         assert answer(runner, prompt, reused) == expected
 
@@ -353,7 +358,7 @@ def test_rows_go_to_the_gpu_and_back(tiny_engines: Path, tmp_path: Path, open_sl
         for place in ("disk", "disk again", "memory"):
             if place == "memory":
                 snapshots.store.put(made)
-            for cache in runner.base.caches.values():
+            for cache in runner.base.states.tensors.values():
                 backend.upload(cache, np.full(cache.shape, 7, np.float16))
             assert snapshots.restore(1, PROMPTS[0], KVContents()) == len(SYSTEM)
             again = snapshots.take(1, SYSTEM, "again")

@@ -2,7 +2,7 @@
 
     python -m tools.bench.drafting_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 200] [--tokens 128]
                                             [--samplings greedy sampled] [--kinds tree ...] [--until-end]
-                                            [--processes 1] [--output RESULTS.json]
+                                            [--kv-cache int8] [--processes 1] [--output RESULTS.json]
 
 The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
 means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Several processes take a share
@@ -29,7 +29,7 @@ from edgellm import LLM, Request
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.config import KV_CACHES, EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
@@ -191,10 +191,10 @@ def line(comparison: Comparison) -> str:
     )
 
 
-def build(model: Path, target: Path, backend: str) -> EngineDirectory:
+def build(model: Path, target: Path, backend: str, kv_cache: str = "compute") -> EngineDirectory:
     """An engine directory of the model and its draft, with slots for batches."""
     targets = [] if backend == "numpy" else None
-    build_engine_directory(model, target, LIMITS, targets, draft=model / "draft")
+    build_engine_directory(model, target, replace(LIMITS, kv_cache=kv_cache), targets, draft=model / "draft")
     return EngineDirectory.open(target)
 
 
@@ -207,12 +207,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
-        directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
+        directory = build(arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache)
         prompts = held_out_prompts(directory, arguments.prompts)
         found = compare_shares(
             directory,
@@ -233,6 +234,7 @@ def main() -> None:
     if arguments.output:
         result = provenance() | {
             "backend": arguments.backend,
+            "kv_cache": arguments.kv_cache,
             "prompts": arguments.prompts,
             "tokens": arguments.tokens,
             "until_end": arguments.until_end,

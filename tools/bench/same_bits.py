@@ -123,12 +123,12 @@ class Steps:
         engine = KernelEngine(self._kernels, executor, config, shape, dtype, limit)
         engine.attach(device, device.zeros((engine.scratch_bytes,), "uint8"))
         program = model_program(config, shape)
-        written = {f"present_{name}": name for name in program.caches}
+        written = {f"present_{name}": name for name in program.states}
         arrays = {name: self._array(name, program, *kind) for name, kind in program.edge.items() if name not in written}
         engine.bind(arrays | {present: arrays[name] for present, name in written.items()})
         engine.enqueue()
         digest = hashlib.sha256()
-        for name in (*program.outputs, *program.caches):
+        for name in (*program.outputs, *program.states):
             values = device.download(arrays[name])
             if name == "logits" and not np.isfinite(values).all():
                 raise SystemExit(f"{shape.name} gave logits that are not finite, whose bits say nothing")

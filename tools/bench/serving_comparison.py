@@ -49,10 +49,12 @@ class Served:
         return few and all(each.gap < each.allowed for each in self.differences)
 
 
-def build(model: Path, target: Path, backend: str) -> Path:
+def build(model: Path, target: Path, backend: str, kv_cache: str = "compute") -> Path:
     """An engine directory of a model, its draft and its adapters, with eight slots."""
     adapters = {path.name: path for path in sorted((model / "lora").glob("*"))}
-    limits = replace(LIMITS, max_lora_rank=16, lora_slots=2) if adapters else LIMITS
+    limits = replace(LIMITS, kv_cache=kv_cache)
+    if adapters:
+        limits = replace(limits, max_lora_rank=16, lora_slots=2)
     targets = [] if backend == "numpy" else None
     build_engine_directory(model, target, limits, targets, draft=model / "draft", adapters=adapters)
     return target

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgellm.engines.directories.digests import hash_bytes
+from edgellm.engines.model.config import KV_CACHES
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--draftings", nargs="+", choices=list(DRAFTINGS), default=list(DRAFTINGS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
@@ -155,13 +157,13 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
-    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens", "measured_as")}
+    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens", "measured_as", "kv_cache")}
     heading["model"] = hash_bytes((arguments.model / "edgellm.json").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")
         record = Record(arguments.record or beside, heading)
         record.begin()
-        directory = build(arguments.model, Path(folder) / "engines", arguments.backend)
+        directory = build(arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache)
         call = partial(
             run_job,
             directory=directory,

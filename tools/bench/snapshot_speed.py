@@ -45,7 +45,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
-from edgellm.snapshots.transfer import RowCopy, Uploader, slot_rows
+from edgellm.snapshots.transfer import RowCopy, Uploader
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
@@ -112,8 +112,8 @@ def copy_milliseconds(opened: Opened, snapshot: Snapshot, repeats: int) -> dict[
     runner = opened.runner
     uploader, stream = Uploader(runner.backend), runner.backend.stream
     copies = [
-        RowCopy(f"base.{name}", slot_rows(cache, 0), snapshot.tensor(f"base.{name}"), snapshot.facts.tokens)
-        for name, cache in runner.base.caches.items()
+        RowCopy(f"base.{each.name}", each.memory, snapshot.tensor(f"base.{each.name}"), each.rows)
+        for each in runner.base.states.of_slot(0, snapshot.facts.tokens)
     ]
     nbytes = sum(copy.values.nbytes for copy in copies)
     target, source = cuda.mem_alloc(nbytes), snapshot.content[:nbytes]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
-DECODING, DRAFTING = RESULTS / "2026-11-22-h200-decode.json", RESULTS / "2026-11-22-h200-eagle.json"
+DECODING, DRAFTING = RESULTS / "2026-11-22-h200-decode.json", RESULTS / "2026-11-23-h200-eagle.json"
 #: Those of the chart, in its order; the file has more.
 CONFIGURATIONS = ("chain 2", "chain 5", "tree 10/4/16", "tree 10/5/32", "tree 10/6/60")
 _FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"

@@ -71,7 +71,7 @@ def assert_equal(
     config: ModelConfig, shape: EngineShape, found: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     program = model_program(config, shape)
-    for name in (*program.outputs, *program.caches):
+    for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
 
 

@@ -22,6 +22,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
+from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP = replace(LLAMA, num_layers=8)
 MODELS: dict[str, DecoderConfig] = {
@@ -95,7 +96,7 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
 
 def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
     """With the caches as outputs."""
-    return {**arrays, **{f"present_{name}": arrays[name] for name in program.caches}}
+    return {**arrays, **{f"present_{name}": arrays[name] for name in program.states}}
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
@@ -111,13 +112,30 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
         for name in program.outputs:
             found[name].fill(np.nan)
         engine.enqueue()
-        for name in (*program.outputs, *program.caches):
+        for name in (*program.outputs, *program.states):
             np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gives_what_the_whole_program_does(name: str) -> None:
     compare(MODELS[name], EngineShape("prefill", 1, 32, 96, 96))
+
+
+def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96, kv_cache="int8"))
+    expected = random_arrays(program, 13)
+    for name in [name for name in program.states if "_cache_" in name]:
+        values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
+        expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
+    found = {name: array.copy() for name, array in expected.items()}
+    engine, _ = numpy_split_engine(program)
+    attach(engine)
+    engine.bind(bound_to(found, program))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    engine.enqueue()
+    for name in (*program.outputs, *program.states):  # a value between two steps may have become either
+        atol = 1.0 if expected[name].dtype == np.int8 else 0.01
+        np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
 
 
 def test_applies_adapters() -> None:

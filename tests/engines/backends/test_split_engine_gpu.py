@@ -60,7 +60,7 @@ class OnDevice:
                 gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
             elif not name.startswith("present_"):
                 self.bound[name] = gpu.zeros(size, self.dtype if kind == "compute" else kind)
-        self.engine.bind(self.bound | {f"present_{name}": self.bound[name] for name in program.caches})
+        self.engine.bind(self.bound | {f"present_{name}": self.bound[name] for name in program.states})
         self.engine.enqueue()
 
     def values(self, name: str) -> np.ndarray:

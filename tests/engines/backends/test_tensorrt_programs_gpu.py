@@ -57,7 +57,7 @@ def on_tensorrt(gpu: Any, config: DecoderConfig, shape: EngineShape, arrays: dic
             gpu.upload(bound[name], to_bits(arrays[name], dtype) if kind == "compute" else arrays[name])
         elif not name.startswith("present_"):
             bound[name] = gpu.zeros(size, own)
-    bound |= {f"present_{name}": bound[name] for name in program.caches}
+    bound |= {f"present_{name}": bound[name] for name in program.states}
     engine.bind(bound)
     engine.enqueue()
 

@@ -213,7 +213,6 @@ def test_names_that_say_nothing(change: dict, error: type[Exception], message: s
             "layer_types is .*supported are full_attention and sliding_attention",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*quantized weights"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, 'rope_scaling: rope_type is "mrope"'),
         (

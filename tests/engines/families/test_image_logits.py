@@ -54,7 +54,7 @@ def test_chunks_equal_the_whole_wherever_they_cut_images(golden: GoldenModel, ch
 def test_every_prefix_can_be_reused_even_half_an_image(golden: GoldenModel) -> None:
     runner, images = golden.runner(limits(6)), golden.placed()
     for reused in range(len(golden.token_ids) - 1, -1, -3):
-        for cache in runner.caches.values():
+        for cache in runner.states.tensors.values():
             cache[...] = 0
         if reused:
             runner.start(0, golden.token_ids[:reused], 0, GREEDY, golden.placed_before(reused)).wait()

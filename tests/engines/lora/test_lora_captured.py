@@ -14,7 +14,8 @@ from fixed_shape_backend import FixedShapeBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.comparison import open_runner
+from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
+from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 PROMPT = [(7 * index + 3) % 250 for index in range(21)]
@@ -81,6 +82,24 @@ def test_switches_keep_captured_steps_valid(directory: EngineDirectory) -> None:
         for names in (("wide", None, "mlp"), (None, "mlp", "wide"), (None, None, None), ("attention", "mlp", "mlp")):
             assert answers(runner, names) == [expected[name] for name in names]
         assert len(backend.captures) == 4
+
+
+def test_logits_behind_a_text_s_tokens_are_those_of_the_adapter(directory: EngineDirectory) -> None:
+    expected = {}
+    with open_runner("numpy", directory, with_adapters=True) as plain:
+        for name in ("wide", None):
+            plain.set_adapter(0, name)
+            expected[name] = teacher_forced_logits(plain, PROMPT[:4], PROMPT[4:])
+            plain.set_adapter(1, name)
+            found = np.concatenate([block.copy() for block in FollowingLogits(plain).blocks(1, PROMPT, 4)])
+            np.testing.assert_allclose(found, expected[name], atol=1e-4)
+    assert np.abs(expected["wide"] - expected[None]).max() > 0.1
+    with captured_runner(directory, True) as (runner, _, _):
+        following = FollowingLogits(runner)
+        for name in ("wide", None, "wide"):
+            runner.set_adapter(1, name)
+            found = np.concatenate([block.copy() for block in following.blocks(1, PROMPT, 4)])
+            np.testing.assert_allclose(found, expected[name], atol=1e-4)
 
 
 def test_without_adapters_nothing_of_them_is_loaded(directory: EngineDirectory) -> None:

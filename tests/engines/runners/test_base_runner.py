@@ -130,7 +130,7 @@ def test_not_enough_memory_is_refused_with_the_plan(directory: EngineDirectory) 
 def test_the_memory_plan_counts_what_is_allocated(runner: BaseEngineRunner) -> None:
     plan = runner.memory_plan
     assert plan.items["weights"] == sum(weight.nbytes for weight in runner.weights.values())
-    assert plan.items["KV caches"] == sum(cache.nbytes for cache in runner.caches.values())
+    assert plan.items["KV caches"] == sum(cache.nbytes for cache in runner.states.tensors.values())
     sampling = runner.sampling
     assert plan.items["logits and sampling"] == sum(
         array.nbytes for array in (runner._logits, sampling._processed, sampling.token_counts)
@@ -163,7 +163,7 @@ def test_a_failure_at_the_end_leaves_nothing_open(directory: EngineDirectory, mo
         monkeypatch.setattr(runner.backend, "synchronize", fail)
         monkeypatch.setattr(runner.backend, "close", lambda: log.append("closed"))
     assert log == ["closed"]
-    assert not (runner.caches or runner.weights or runner.engines.loaded)
+    assert not (runner.states.tensors or runner.weights or runner.engines.loaded)
 
 
 @pytest.mark.parametrize(

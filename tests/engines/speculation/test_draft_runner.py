@@ -57,12 +57,12 @@ def set_pending(draft: EagleDraftEngineRunner, slot: int, features: np.ndarray, 
 
 def test_accept_equals_prefill(draft: EagleDraftEngineRunner, features: np.ndarray) -> None:
     whole = prefilled(draft, 0, features, 14)
-    expected = {name: cache[0, :, :14].copy() for name, cache in draft.caches.items()}
+    expected = {name: cache[0, :, :14].copy() for name, cache in draft.states.tensors.items()}
     prefilled(draft, 0, features, 11)
     set_pending(draft, 0, features, 11, 14)
     draft.accept_step(1, 3, RANGE)()
     np.testing.assert_allclose(draft.logits(1, 1)[0, 0], whole, atol=1e-4)
-    for name, cache in draft.caches.items():
+    for name, cache in draft.states.tensors.items():
         np.testing.assert_allclose(cache[0, :, :14], expected[name], atol=1e-5)
 
 
@@ -134,21 +134,20 @@ def test_a_proposed_chain_is_what_prefill_of_it_would_propose(
 
 def test_proposals_commit_nothing(draft: EagleDraftEngineRunner, features: np.ndarray) -> None:
     prefilled(draft, 0, features, 11)
-    committed = {name: cache[0, :, :11].copy() for name, cache in draft.caches.items()}
+    committed = {name: cache[0, :, :11].copy() for name, cache in draft.states.tensors.items()}
     set_pending(draft, 0, features, 11, 14)
     draft.accept_step(1, 3, RANGE)()
     expected = draft.logits(1, 1)[0, 0].copy()
     drafted(draft, 1, tree(4, 3, 12), np.array([14], np.int32))
     draft.accept_step(1, 3, RANGE)()
     np.testing.assert_array_equal(draft.logits(1, 1)[0, 0], expected)
-    for name, cache in draft.caches.items():
+    for name, cache in draft.states.tensors.items():
         np.testing.assert_array_equal(cache[0, :, :11], committed[name])
 
 
 def test_every_dimension_and_limit_is_in_the_configuration(draft: EagleDraftEngineRunner) -> None:
     config = draft.config
-    assert config.cache_shape == (4, 4, config.limits.kv_rows, 16)
-    assert all(cache.shape == config.cache_shape for cache in draft.caches.values())
+    assert {cache.shape for cache in draft.states.tensors.values()} == {(4, 4, config.limits.kv_rows, 16)}
     assert draft.tables(slice(0, 1)).rotary.shape[1] == config.draft.decoder.rotary_dim
     assert draft.pending.features.shape == (4, config.limits.accept_tokens, config.draft.feature_size)
     assert config.step_tokens == 5

@@ -40,17 +40,20 @@ COUNT = 28
     params=[
         (1, True),
         (3, False),
+        (1, True, "int8"),
         pytest.param((1, False), marks=pytest.mark.slow),
         pytest.param((3, True), marks=pytest.mark.slow),
+        pytest.param((3, False, "int8"), marks=pytest.mark.slow),
     ],
-    ids=lambda p: f"{p[0]}-{p[1]}",
+    ids=lambda p: "-".join(map(str, p)),
 )
 def eagle(
     request: pytest.FixtureRequest,
     make_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
 ) -> Iterator[EagleRunner]:
-    with open_eagle(make_engines(*request.param)) as runner:
+    generation, agreeing, *kv_cache = request.param
+    with open_eagle(make_engines(generation, agreeing).with_kv_cache(*kv_cache or (None,))) as runner:
         yield runner
 
 

@@ -46,7 +46,7 @@ def draft_state(runner: EagleRunner, slot: int = 0) -> dict[str, np.ndarray]:
     length = runner.base.lengths[slot]
     tokens = runner.draft.accept_shape_tokens(slot + 1, runner._progress.pending[slot])
     runner.draft.accept_step(slot + 1, tokens, 128)()
-    rows = {name: cache[slot, :, :length].copy() for name, cache in runner.draft.caches.items()}
+    rows = {name: cache[slot, :, :length].copy() for name, cache in runner.draft.states.tensors.items()}
     return rows | {"logits": runner.draft.logits(slot + 1, 1)[slot, 0].copy()}
 
 
@@ -114,16 +114,16 @@ def test_an_idle_slot_among_others_keeps_its_rows_and_emits_nothing(runner: Eagl
     rounds(runner, 3)
     kept, committed = runner.base.lengths[0], runner.draft_rows(0)
     runner.stop(0)
-    before = [cache[0, :, :kept].copy() for cache in runner.base.caches.values()]
-    drafted = [cache[0, :, :committed].copy() for cache in runner.draft.caches.values()]
+    before = [cache[0, :, :kept].copy() for cache in runner.base.states.tensors.values()]
+    drafted = [cache[0, :, :committed].copy() for cache in runner.draft.states.tensors.values()]
     runner.start(1, PROMPT, 0, GREEDY).wait()
     idle, busy = rounds(runner, 3, batch=2)
     idle_plain, _ = rounds(runner, 7, None, batch=2)
     assert idle == idle_plain == []
     assert len(busy) >= 3
-    for cache, expected in zip(runner.base.caches.values(), before, strict=True):
+    for cache, expected in zip(runner.base.states.tensors.values(), before, strict=True):
         np.testing.assert_array_equal(cache[0, :, :kept], expected)
-    for cache, expected in zip(runner.draft.caches.values(), drafted, strict=True):
+    for cache, expected in zip(runner.draft.states.tensors.values(), drafted, strict=True):
         np.testing.assert_array_equal(cache[0, :, :committed], expected)
 
 

@@ -162,7 +162,7 @@ def test_rows_of_prefill_and_of_rounds_are_the_same(
 
 def host_caches(runner: EagleRunner) -> list[np.ndarray]:
     """Keys and values of base and draft."""
-    caches = [*runner.base.caches.values(), *runner.draft.caches.values()]
+    caches = [*runner.base.states.tensors.values(), *runner.draft.states.tensors.values()]
     return [cache if isinstance(cache, np.ndarray) else host_view(cache) for cache in caches]
 
 
@@ -250,7 +250,7 @@ def test_a_text_only_head_sees_the_image_token(
         for each in (runner, other):
             each.start(0, ids, 0, GREEDY, images).wait()
         start, count = images.spans[0]
-        keys, others = (each.draft.caches["k_cache_0"][0] for each in (runner, other))
+        keys, others = (each.draft.states.tensors["k_cache_0"][0] for each in (runner, other))
         np.testing.assert_array_equal(keys[:, : start - 1], others[:, : start - 1])
         assert np.abs(keys[:, start - 1 : start + count - 1] - others[:, start - 1 : start + count - 1]).max() > 0.1
         plain, _ = answers(runner, [(ids, images)], GREEDY, None)

@@ -23,8 +23,10 @@ def equality(repository: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     return drafting_equality
 
 
-def check(equality: object, folder: Path, prompts: int, tokens: int, kinds: Sequence[str]) -> list:
-    directory = equality.build(SHIPPED_MODEL, folder / "engines", "numpy")
+def check(
+    equality: object, folder: Path, prompts: int, tokens: int, kinds: Sequence[str], kv_cache: str = "compute"
+) -> list:
+    directory = equality.build(SHIPPED_MODEL, folder / "engines", "numpy", kv_cache)
     ids = equality.held_out_prompts(directory, prompts)
     found = equality.compare(directory, "numpy", ids, tokens, kinds, list(equality.SAMPLINGS))
     for comparison in found:
@@ -35,6 +37,11 @@ def check(equality: object, folder: Path, prompts: int, tokens: int, kinds: Sequ
 def test_a_sample_of_prompts(equality: object, tmp_path: Path) -> None:
     found = check(equality, tmp_path, 4, 16, ["chain 5", "tree 10/3/16"])
     assert all(comparison.mean_acceptance_length > 1.5 for comparison in found if comparison.sampling == "greedy")
+
+
+def test_a_sample_with_kv_rows_of_8_bits(equality: object, tmp_path: Path) -> None:
+    for comparison in check(equality, tmp_path, 2, 12, list(equality.KINDS), "int8"):
+        assert not comparison.differences, equality.line(comparison)
 
 
 def test_a_wrong_token_is_found(equality: object, tmp_path: Path) -> None:
@@ -49,6 +56,7 @@ def test_a_wrong_token_is_found(equality: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_200_prompts_of_every_kind(equality: object, tmp_path: Path) -> None:
-    found = check(equality, tmp_path, 200, 128, list(equality.KINDS))
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_200_prompts_of_every_kind(equality: object, tmp_path: Path, kv_cache: str) -> None:
+    found = check(equality, tmp_path, 200, 128, list(equality.KINDS), kv_cache)
     assert sum(len(comparison.differences) for comparison in found) <= 0.01 * 200 * len(found)

@@ -1,0 +1,381 @@
+"""`edgellm eval`: what a change of a model costs, as quantizing does: on a text, against a reference, on tasks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.bench import require_writable, with_system_prompt, write_result
+from edgellm.commands.console import LogFormat, LogLevel, prepare_output
+from edgellm.commands.models import (
+    chosen_adapters,
+    chosen_drafting,
+    described_directory,
+    model_name,
+    open_model_with,
+    sampling_params,
+)
+from edgellm.commands.option_groups import OUTPUT, DraftingOptions, with_option_groups
+from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
+from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
+
+if TYPE_CHECKING:
+    from edgellm.commands.build import ProgressDisplay
+    from edgellm.commands.settings import Settings
+    from edgellm.evaluation.inputs import Example, Window
+    from edgellm.evaluation.measures import Divergence, RecordedLogits
+    from edgellm.llm import LLM
+    from edgellm.requests import Response
+    from edgellm.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 256
+#: The largest window that is taken without being asked for, in tokens.
+_WINDOW = 2048
+#: How models answer, in the order of the table.
+REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is to be measured, and of what; None is an option that was not given."""
+
+    PANEL: ClassVar[str] = "Measures"
+
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Perplexity of a text (UTF-8), in windows.")
+    ] = None
+    exact_match: Annotated[
+        Path | None,
+        typer.Option(
+            "--exact-match",
+            metavar="FILE",
+            help="Share of prompts that are answered as expected, plain and drafted: JSON lines with prompt and answer "
+            "(or completion, or summary), or with messages whose last one is the answer.",
+        ),
+    ] = None
+    rouge: Annotated[
+        Path | None,
+        typer.Option(
+            "--rouge", metavar="FILE", help="ROUGE-1, -2 and -L of summaries, plain and drafted: JSON lines as above."
+        ),
+    ] = None
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference",
+            metavar="DIR",
+            help="Compare with this engine directory of the same vocabulary: KL of next-token distributions and equal "
+            "greedy tokens, on the text or else on the expected answers. It runs first, with the same adapter; its "
+            "logits wait in a temporary file (in $TMPDIR): 4 bytes for each token and entry of the vocabulary.",
+        ),
+    ] = None
+    window: Annotated[
+        int | None,
+        typer.Option("--window", min=2, help="Tokens that the model reads at once [default: the context, up to 2048]."),
+    ] = None
+    stride: Annotated[
+        int | None, typer.Option("--stride", min=1, help="Tokens from window to window [default: half a window].")
+    ] = None
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            "--bos/--no-bos",
+            help="Begin each window with the BOS token [default: where the tokenizer puts it].",
+            show_default=False,
+        ),
+    ] = None
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Take the first N tokens of the text.")] = None
+    examples: Annotated[
+        int | None, typer.Option("--examples", min=1, help="Take the first N lines of --exact-match and --rouge.")
+    ] = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files of examples by what is measured on them."""
+        given = {"exact_match": self.exact_match, "rouge": self.rouge}
+        return {measure: path for measure, path in given.items() if path is not None}
+
+
+@with_option_groups
+def eval(
+    *,
+    engine: options.ModelOptions,
+    measures: MeasureOptions,
+    output: Annotated[
+        Path | None, typer.Option("--output", rich_help_panel=OUTPUT, help="Write all figures to this JSON file.")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the table.")
+    ] = False,
+    prompting: options.PromptOptions,
+    sampling: options.SamplingOptions,
+    drafting: DraftingOptions,
+    adapters: options.AdapterOptions,
+    computing: options.ComputingOptions,
+    config: options.Config = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what a change of a model costs, as quantizing does: perplexity, distance to a reference, tasks.
+
+    Answers are greedy and have up to 256 tokens, unless options or settings say otherwise.
+
+    Example: edgellm eval robot-int4 --reference robot --text book.txt
+    """
+    prepare_output()
+    if measures.text is None and not measures.files:
+        raise typer.BadParameter(
+            "nothing is to be measured: give --text, --exact-match or --rouge", param_hint="--text"
+        )
+    settings = options.chosen_settings(
+        config,
+        model=engine.chosen(),
+        computing=computing,
+        prompt=prompting,
+        sampling=sampling,
+        drafting=drafting,
+        adapters=adapters,
+    )
+    settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
+    require_writable(output, "--output")
+    results = measure(settings, measures)
+    from edgellm.evaluation.report import report_lines
+
+    written = json.dumps(results, indent=2) + "\n"
+    if json_output:
+        typer.echo(written, nl=False)
+    else:
+        for line in report_lines(results):
+            typer.echo(line)
+    if output is not None:
+        write_result(output, written, "--output")
+
+
+def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
+    """Measure what is asked for and return what there is to report, as JSON values."""
+    from edgellm.commands.build import ProgressDisplay
+
+    with ExitStack() as opened:
+        evaluation = _Evaluation(settings, asked)
+        evaluation.display = opened.enter_context(ProgressDisplay(sys.stderr))
+        recorded = None
+        if evaluation.reference is not None:
+            other = evaluation.reference
+            with open_model_with(other, None, chosen_adapters(other)) as llm:
+                if evaluation.windows:
+                    recorded = opened.enter_context(evaluation.recorded(llm))
+                evaluation.answer(llm, REFERENCE)
+        drafting = chosen_drafting(settings) if evaluation.examples else None
+        with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
+            facts = {"model": str(llm.directory.path), "name": model_name(llm), "backend": llm.backend_name}
+            scores = evaluation.scores(llm, recorded)
+            llm.use_drafting(None)
+            evaluation.answer(llm, PLAIN)
+            if drafting is not None:
+                llm.use_drafting(drafting)
+                evaluation.answer(llm, DRAFTED)
+    return facts | evaluation.facts() | scores | evaluation.tasks()
+
+
+class _Answers(NamedTuple):
+    """What a model answered to the prompts of a file, and the seconds it took."""
+
+    responses: list[Response]
+    seconds: float
+
+
+class _Evaluation:
+    """What is given, read and checked before a model is opened; then the measures, one model at a time."""
+
+    display: ProgressDisplay
+
+    def __init__(self, settings: Settings, asked: MeasureOptions) -> None:
+        """Raises EdgeLLMError for what is wrong with files, vocabularies, windows, or what is installed."""
+        from edgellm.defaults import ModelDefaults
+        from edgellm.evaluation.inputs import answer_windows, load_examples
+        from edgellm.evaluation.measures import check_same_vocabulary, rouge_scorer, vocabulary_of
+
+        self._settings, self._asked = settings, asked
+        self.reference = (
+            None if asked.reference is None else replace(settings, model=user_path(asked.reference), kv_cache=None)
+        )
+        directory, tokenizer = described_directory(settings), _tokenizer(settings)
+        self._tokenizer, self._context = tokenizer, directory.limits.kv_capacity
+        if self.reference is not None:
+            other = described_directory(self.reference)
+            self._context = min(self._context, other.limits.kv_capacity)
+            check_same_vocabulary(
+                vocabulary_of(_tokenizer(self.reference), other.config.vocab_size),
+                vocabulary_of(tokenizer, directory.config.vocab_size),
+            )
+        if asked.rouge is not None:
+            rouge_scorer()
+        self.examples: dict[str, list[Example]] = {
+            kind: with_system_prompt(load_examples(path, asked.examples), settings.system)
+            for kind, path in asked.files.items()
+        }
+        self._params = sampling_params(settings)
+        self._text: dict[str, Any] | None = None
+        self.windows: list[Window] = []
+        if asked.text is not None:
+            self._cut(asked.text)
+        elif self.reference is not None:
+            every = [example for examples in self.examples.values() for example in examples]
+            self.windows = answer_windows(every, tokenizer, ModelDefaults(directory.path), self._context)
+        self._answers: dict[str, dict[str, _Answers]] = {kind: {} for kind in self.examples}
+
+    def _cut(self, path: Path) -> None:
+        """Cut a text to windows."""
+        from edgellm.evaluation.inputs import bos_token, text_windows
+
+        asked = self._asked
+        text = read_text(user_path(path), PROMPT_BYTES, RequestError, "the text", takes_pipes=True)
+        if not text.strip():
+            raise RequestError(f"the text {path} is empty: expected something to predict")
+        window = asked.window or min(self._context, _WINDOW)
+        if window > self._context:
+            raise RequestError(
+                f"the window has {window} tokens, the context {self._context}: take a smaller --window, or build with "
+                "a larger --kv-capacity"
+            )
+        stride = asked.stride or window // 2
+        bos = bos_token(self._tokenizer, asked.bos)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)[: asked.tokens]
+        self.windows = text_windows(token_ids, window, stride, bos)
+        self._text = {
+            "file": str(path),
+            "tokens": len(token_ids),
+            "windows": len(self.windows),
+            "window": window,
+            "stride": stride,
+            "bos": None if bos is None else self._tokenizer.id_to_token(bos),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What the figures are of, but for the model."""
+        reference, settings = self.reference, self._settings
+        return {
+            "reference": None if reference is None else str(described_directory(reference).path),
+            "adapter": settings.adapter,
+            "date": date.today().isoformat(),
+            "sampling": asdict(self._params) if self.examples else None,
+        }
+
+    def recorded(self, llm: LLM) -> RecordedLogits:
+        """The logits of the reference."""
+        from edgellm.evaluation.measures import record_logits
+
+        return record_logits(llm, self.windows, self._settings.adapter, partial(self.display, "scoring the reference"))
+
+    def scores(self, llm: LLM, recorded: RecordedLogits | None) -> dict[str, Any]:
+        """Perplexity, and where the reference's logits are `recorded` the distance to it."""
+        from edgellm.evaluation.measures import divergence, perplexity
+
+        if not self.windows:
+            return {"text": None, "divergence": None}
+        began, progress = time.monotonic(), partial(self.display, "scoring the model")
+        if recorded is None:
+            found, distance = perplexity(llm, self.windows, self._settings.adapter, progress), None
+        else:
+            compared = divergence(llm, recorded, self._settings.adapter, progress)
+            found, distance = compared.model, self._distance(compared)
+        text = self._text and self._text | {
+            "counted_tokens": found.tokens,
+            "mean_negative_log_likelihood": found.mean_negative_log_likelihood,
+            "perplexity": found.perplexity,
+            "reference_perplexity": None if recorded is None else compared.reference.perplexity,
+            "seconds": time.monotonic() - began,
+        }
+        return {"text": text, "divergence": distance}
+
+    def _distance(self, found: Divergence) -> dict[str, Any]:
+        def shown(token_id: int) -> str:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+        return {
+            "over": "the expected answers" if self._text is None else "the text",
+            "tokens": found.tokens,
+            "mean_kl": found.mean,
+            "percentile_99_kl": found.percentile_99,
+            "largest_kl": found.maximum,
+            "equal_tokens": found.tokens - len(found.differences),
+            "equal_share": found.equal_share,
+            "differences": [
+                asdict(each) | {"reference_text": shown(each.reference_token), "text": shown(each.token)}
+                for each in found.differences
+            ],
+        }
+
+    def answer(self, llm: LLM, way: str) -> None:
+        """Let a model answer all prompts."""
+        from edgellm.evaluation.measures import answers
+
+        for kind, examples in self.examples.items():
+            stage = f"{kind.replace('_', ' ')}, {way}"
+            began, progress = time.monotonic(), partial(self.display, stage)
+            responses = answers(llm, examples, self._params, self._settings.adapter, progress)
+            self._answers[kind][way] = _Answers(responses, time.monotonic() - began)
+
+    def tasks(self) -> dict[str, Any]:
+        """The measures of the answers."""
+        return {kind: self._task(kind) if kind in self.examples else None for kind in ("exact_match", "rouge")}
+
+    def _task(self, kind: str) -> dict[str, Any]:
+        examples, answers = self.examples[kind], self._answers[kind]
+        texts = {way: [response.text for response in found.responses] for way, found in answers.items()}
+        tokens = {way: [response.token_ids for response in found.responses] for way, found in answers.items()}
+        equal = None
+        if DRAFTED in tokens:
+            equal = sum(one == other for one, other in zip(tokens[PLAIN], tokens[DRAFTED], strict=True))
+        return {
+            "file": str(self._asked.files[kind]),
+            "examples": len(examples),
+            "drafted_equal_plain": equal,
+            "ways": {
+                way: _figures(kind, texts[way], [example.answer for example in examples])
+                | {
+                    "tokens": sum(map(len, tokens[way])),
+                    "seconds": found.seconds,
+                    "tokens_per_second": sum(map(len, tokens[way])) / found.seconds,
+                }
+                for way, found in answers.items()
+            },
+            "answers": [
+                {"place": example.place, "expected": example.answer} | {way: texts[way][number] for way in texts}
+                for number, example in enumerate(examples)
+            ],
+        }
+
+
+def _figures(kind: str, texts: Sequence[str], expected: Sequence[str]) -> dict[str, Any]:
+    from edgellm.evaluation.measures import exact_match, rouge
+
+    if kind == "rouge":
+        return dict(rouge(texts, expected))
+    equal = sum(exact_match(texts, expected))
+    return {"equal": equal, "equal_share": equal / len(texts)}
+
+
+def _tokenizer(settings: Settings) -> Tokenizer:
+    """The tokenizer of the model of the settings, with their chat template."""
+    from edgellm.text.template import ChatTemplate
+    from edgellm.text.tokenizer import Tokenizer
+
+    directory = described_directory(settings)
+    tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = ChatTemplate.from_file(settings.chat_template)
+    return tokenizer

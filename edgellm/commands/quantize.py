@@ -1,0 +1,166 @@
+"""`edgellm quantize`: a checkpoint with weights of 4 or 8 bits from one in float16, bfloat16 or float32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from edgellm.commands.build import ProgressDisplay
+from edgellm.commands.console import ended_by_signals, write_note
+from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.quantization.quantizer import (
+    LONGEST_TEXT,
+    METHODS,
+    QuantizationOptions,
+    QuantizationReport,
+    quantize_checkpoint,
+    refuse_quantized,
+)
+from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.kernels.user_paths import user_path
+from edgellm.text.messages import checked_messages
+from edgellm.text.tokenizer import Tokenizer
+
+MEBIBYTE = 1 << 20
+#: What is read where no file is named.
+DEFAULT_TEXTS = "calibration.yaml"
+#: Of all texts together no more is read: their rows stay in memory.
+_MOST_TOKENS = 16_384
+
+
+def quantize(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Hugging Face directory with float16, bfloat16 or float32 weights.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The checkpoint directory to make.")],
+    bits: Annotated[int, typer.Option(help="Bits of a weight: 4, or 8 with a scale for each row.")] = 4,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: 128]."),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Give each scale a zero point: better, and a little larger.")
+    ] = False,
+    method: Annotated[
+        str,
+        typer.Option(metavar="|".join(METHODS), help="awq scales columns by the activations; rtn rounds to nearest."),
+    ] = METHODS[0],
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
+            '"text" or "messages" [default: a small set of many kinds; rtn: none].',
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew where an interrupted run has left layers.")
+    ] = False,
+) -> None:
+    """Make a checkpoint with weights of 4 or 8 bits, to build from and for other programs (compressed-tensors).
+
+    Example: edgellm quantize Llama-3.2-1B llama-int4 --group-size 64
+    """
+    if group_size is None and bits == 4:
+        group_size = 128
+    options = QuantizationOptions(bits, group_size, not asymmetric, method)
+    refuse_quantized(checkpoint)
+    texts: list[list[int]] = []
+    if calibration is not None or method != "rtn":
+        config = read_decoder_config(checkpoint)
+        entries = default_texts() if calibration is None else load_texts(calibration)
+        texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
+    display = ProgressDisplay(sys.stderr)
+    try:
+        with ended_by_signals(), display:
+            report = quantize_checkpoint(checkpoint, target, options, texts, force, restart, display)
+    except (KeyboardInterrupt, SystemExit):
+        write_note("The layers that are done are kept: the same command goes on with the next.")
+        raise
+    for line in report_lines(report):
+        typer.echo(line)
+
+
+#: A text, or a conversation.
+Text = str | list[dict[str, Any]]
+
+
+def default_texts() -> list[Text]:
+    """Those of `configs/calibration.yaml`."""
+    found = yaml.safe_load((resources.files("edgellm.configs") / DEFAULT_TEXTS).read_text(encoding="utf-8"))
+    assert isinstance(found, list)
+    return found
+
+
+def load_texts(path: Path) -> list[Text]:
+    """Read a file: one plain text, or where it begins with "{" a JSON object a line with "text" or "messages".
+
+    Raises RequestError that names file and line.
+    """
+    content = read_text(user_path(path), PROMPT_BYTES, RequestError, "the calibration file", takes_pipes=True)
+    if not content.strip():
+        raise RequestError(f"the calibration file {path} is empty: expected text like that which the model will see")
+    if not content.lstrip().startswith("{"):
+        return [content]
+    lines = enumerate(content.splitlines(), 1)
+    return [_from_object(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _from_object(line: str, place: str) -> Text:
+    values = parse_json(line, place, RequestError)
+    given = [key for key in ("text", "messages") if isinstance(values, dict) and key in values]
+    if len(given) != 1:
+        raise RequestError(f'{place}: expected an object with "text" or "messages", found {given or "neither"}')
+    if given == ["messages"]:
+        try:
+            return checked_messages(values["messages"])
+        except RequestError as error:
+            raise RequestError(f"{place}: {error}") from error
+    if not isinstance(values["text"], str):
+        raise RequestError(f"{place}: the text is {values['text']!r:.60}, expected text")
+    return values["text"]
+
+
+def token_pieces(tokenizer: Tokenizer, entries: list[Text]) -> list[list[int]]:
+    """The token ids of texts, in pieces of at most `LONGEST_TEXT`, until there are enough; conversations by the chat
+    template, where the model has one that takes them."""
+    pieces: list[list[int]] = []
+    left = _MOST_TOKENS
+    for entry in entries:
+        ids = tokenizer.encode(entry) if isinstance(entry, str) else _conversation_ids(tokenizer, entry)
+        ids = ids[:left]
+        left -= len(ids)
+        pieces += [ids[start : start + LONGEST_TEXT] for start in range(0, len(ids), LONGEST_TEXT)]
+    return pieces
+
+
+def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    if tokenizer.chat_template is not None:
+        try:
+            return tokenizer.encode_chat(messages, add_generation_prompt=False)
+        except EdgeLLMError:  # some templates take no system message
+            pass
+    return tokenizer.encode("\n".join(str(message["content"]) for message in messages))
+
+
+def report_lines(report: QuantizationReport) -> Iterator[str]:
+    """The table that ends a run."""
+    options = report.options
+    scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"
+    resumed = f" ({report.resumed} of them were there)" if report.resumed else ""
+    read = f", {report.tokens:,} tokens read" if report.tokens else ""
+    yield f"{report.path}: int{options.bits}, {scales}, {'symmetric' if options.symmetric else 'zero points'}"
+    yield f"  {'method':<10}{options.method}{read}"
+    yield f"  {'layers':<10}{report.layers}{resumed}"
+    yield f"  {'weights':<10}{report.bytes_before / MEBIBYTE:,.1f} MiB before, {report.bytes_after / MEBIBYTE:,.1f} now"
+    yield f"  {'copied':<10}{', '.join(report.copied) or 'no other files'}"
+    yield f"  {'time':<10}{report.seconds:.1f} s"

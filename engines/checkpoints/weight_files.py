@@ -1,0 +1,132 @@
+"""Which files of a directory hold a checkpoint's weights, and what a directory without any is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile
+from edgellm.engines.directories.small_files import size_limit
+from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.errors import CheckpointError
+from edgellm.kernels.user_paths import printable
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+#: In bytes; what Linux allows.
+_LONGEST_FILE_NAME = 255
+_PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERSION = (
+    "Convert them, without PyTorch and without running what the files say: edgellm convert {source} NEW_DIR, then "
+    "build from NEW_DIR"
+)
+
+
+def open_weight_files(path: Path) -> list[SafetensorsFile]:
+    """The one file of weights, or the several that an index names; CheckpointError where there are none."""
+    if _is_there(path / SINGLE_FILE):
+        return [SafetensorsFile(path / SINGLE_FILE)]
+    if _is_there(path / INDEX_FILE):
+        return _open_shards(path)
+    raise _no_weights(path)
+
+
+def _open_shards(path: Path) -> list[SafetensorsFile]:
+    """Open every shard that the index names and check that both agree."""
+    index_path = path / INDEX_FILE
+    index = JSONObject.read(
+        index_path, CheckpointError, "Copy it from the checkpoint's source", size_limit(index_path.name)
+    )
+    weight_map = index.get("weight_map", "dict")
+    for name, shard in weight_map.items():
+        if not _is_shard_name(shard):
+            raise index.error(
+                f"'weight_map' puts {name!r} into {shard!r}, expected the name of a .safetensors file in the directory"
+            )
+    shards = sorted(set(weight_map.values()))
+    if not shards:
+        raise index.error("'weight_map' is empty, expected a file name for each tensor")
+    missing = [shard for shard in shards if not _is_there(path / shard)]
+    if missing:
+        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
+    files = [SafetensorsFile(path / shard) for shard in shards]
+    place: dict[str, str] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in place:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name!r} is in {place[name]} too; which one is meant is unknown. Remove one"
+                )
+            place[name] = file.path.name
+    wrong = [name for name, shard in weight_map.items() if place.get(name) != shard]
+    if wrong:
+        listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
+        raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
+    return files
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the directory has the entry, be it a link that leads nowhere: opening it says so."""
+    return path.exists() or path.is_symlink()
+
+
+def _is_shard_name(name: Any) -> bool:
+    """A plain name: it must not lead out of the directory."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not name.startswith(".")
+        and name.isprintable()
+        and not any(character in name for character in "/\\:")
+        and len(name.encode()) <= _LONGEST_FILE_NAME
+    )
+
+
+def _no_weights(path: Path) -> CheckpointError:
+    names = sorted(printable(file.name) for file in path.iterdir())
+    pickled = [name for name in names if name.endswith(_PICKLE_ENDINGS)]
+    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    message = f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if pickled:
+        return CheckpointError(
+            f"{message}, only pickled weights ({', '.join(pickled[:5])}). {_CONVERSION.format(source=path)}"
+        )
+    found = f"it has {', '.join(others[:5])}" if others else "and no other weights"
+    return CheckpointError(f"{message}; {found}. Expected a checkpoint in the layout of Hugging Face")
+
+
+#: ORG/NAME, as models are named on the Hugging Face Hub.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_GGUF_START = b"GGUF"
+
+
+def foreign_model(path: Path) -> str | None:
+    """One or two sentences about a GGUF file, a directory of them, or what looks like a name on the Hub; None for
+    anything else."""
+    if _is_gguf(path):
+        return (
+            f"{path} is {'a GGUF file' if path.is_file() else 'a directory of GGUF files'}, llama.cpp's format, which "
+            "EdgeLLM does not read. Take the model that it was made from, as config.json, tokenizer.json and "
+            "safetensors, and build that: edgellm build CHECKPOINT ENGINE_DIR"
+        )
+    name = str(path)
+    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
+        folder = path.name
+        return (
+            f"{name} does not exist here. If it is the name of a model on the Hugging Face Hub: EdgeLLM loads nothing "
+            f"from there by itself. Do that first (hf download {name} --local-dir {folder}), make an engine directory "
+            f"of it (edgellm build {folder} {folder}-engines), and name that to chat, generate and the others"
+        )
+    return None
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_GGUF_START)) == _GGUF_START
+        return path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    except OSError:
+        return False

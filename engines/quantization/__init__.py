@@ -1,0 +1,1 @@
+"""Quantized checkpoints: what their configurations say, and the layouts in which their weights are published."""

@@ -1,0 +1,98 @@
+"""AWQ's gemm layout (AutoAWQ): 4-bit codes packed along rows of the output, in an order made for its kernels.
+
+https://github.com/casper-hansen/AutoAWQ
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.quantization.layout import (
+    FLOATS,
+    WORDS,
+    Layout,
+    LinearTensors,
+    Quantization,
+    Settings,
+    Stored,
+    group_problem,
+    in_decoder,
+    unpacked,
+)
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: Where in its word each of eight neighbouring rows' code is.
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_MIDDLE = 8
+
+
+@dataclass(frozen=True)
+class AwqGemm(Layout):
+    """`qweight` int32 [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N]; groups of `group` columns, or one.
+
+    Without `zeros` each zero point must be the middle of the range, 8.
+    """
+
+    group: int | None
+    zeros: bool = True
+    name: str = "AWQ gemm"
+    scale_tensor = "scales"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        """Codes, zero points, scales."""
+        groups = 1 if self.group is None else columns // self.group
+        return {
+            "qweight": Stored.of((columns, rows // 8), *WORDS),
+            "qzeros": Stored.of((groups, rows // 8), *WORDS),
+            "scales": Stored.of((groups, rows), *FLOATS),
+        }
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        """As the packages compute it: in the dtype of the scales."""
+        return WeightFormat("int4", self.group, self.zeros, scale_dtype)
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Rows are whole groups, and eight of them fill a word."""
+        return group_problem(self.group, columns) or (
+            f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
+        )
+
+    def read(self, tensors: LinearTensors) -> PackedWeight:
+        """The weight."""
+        rows = tensors.shape[0]
+        order = (np.arange(0, rows, 8)[:, None] + _PLACES).reshape(-1)
+        codes = unpacked(tensors.integers("qweight"), 4, 1, rows)[:, order]
+        zeros = unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, order]
+        if not self.zeros:
+            tensors.check("qzeros", zeros == _MIDDLE, zeros, f"{_MIDDLE} (the weights are symmetric)")
+        return PackedWeight(
+            self.format(tensors.dtype("scales")),
+            np.ascontiguousarray(codes.T),
+            np.ascontiguousarray(tensors.scales("scales").T),
+            np.ascontiguousarray(zeros.T) if self.zeros else None,
+        )
+
+
+class Awq(Quantization):
+    """All linear layers of the decoder but those whose names hold one of `modules_to_not_convert`."""
+
+    method = "awq"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        settings.choice("bits" if "bits" in settings.values else "w_bit", (4,))
+        kind = str(settings.values.get("version", "gemm")).lower()
+        if kind in ("gemv", "gemv_fast", "llm-awq"):
+            raise settings.refused("version", "'gemm'", "Take a release in AWQ's gemm layout, or in compressed-tensors")
+        if kind not in ("gemm", "marlin", "exllama", "ipex"):
+            raise settings.refused("version", "'gemm'")
+        zeros = settings.switch("zero_point", True)
+        key = "group_size" if "group_size" in settings.values else "q_group_size"
+        self._layout = AwqGemm(settings.group(key, 128), zeros)
+        self._dense = settings.names("modules_to_not_convert")
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """The one there is."""
+        is_packed = in_decoder(names[0]) and not any(part in name for part in self._dense for name in names)
+        return self._layout if is_packed else None

@@ -1,0 +1,90 @@
+"""Which quantization a checkpoint has: what `config.json`, or a file beside it, says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.quantization.awq import Awq
+from edgellm.engines.quantization.compressed_tensors import CompressedTensors
+from edgellm.engines.quantization.fp8 import FineGrainedFp8
+from edgellm.engines.quantization.gptq import AutoRound, GptqModel
+from edgellm.engines.quantization.layout import Quantization, Settings
+from edgellm.engines.quantization.modelopt import ModelOpt
+
+#: ModelOpt's own file; newer releases of it write the same into `config.json`.
+MODELOPT_FILE = "hf_quant_config.json"
+_KEYS = ("quantization_config", "compression_config")
+_METHODS: dict[str, Callable[[Settings, str], Quantization]] = {
+    "compressed-tensors": CompressedTensors,
+    "awq": Awq,
+    "gptq": GptqModel,
+    "auto-round": AutoRound,
+    "fp8": FineGrainedFp8,
+    "modelopt": ModelOpt,
+}
+#: Spellings of the same.
+_OTHER_NAMES = {"auto_round": "auto-round", "autoround": "auto-round", "intel/auto-round": "auto-round"}
+_OTHER_NAMES |= {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "compressed_tensors": "compressed-tensors"}
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None:
+    """What the checkpoint in the folder `path`, whose `config.json` is `config`, says of its weights; None: all dense.
+
+    Raises CheckpointError for a method or a setting that is not read, by its name.
+    """
+    place, values = path / "config.json", next(filter(None, map(config.get, _KEYS)), None)
+    text = config.get("text_config")
+    if values is None and isinstance(text, dict):
+        values = next(filter(None, map(text.get, _KEYS)), None)
+    if values is None and (path / MODELOPT_FILE).exists():
+        place = path / MODELOPT_FILE
+        values = {"quant_method": "modelopt"}
+    if values is None:
+        return None
+    key = "" if place.name == MODELOPT_FILE else ": quantization_config"
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{place}{key} is {values!r:.60}, expected an object")
+    named = values.get("quant_method")
+    if named is None and "config_groups" in values:  # as early releases wrote it
+        named = "compressed-tensors"
+    method = str(named).lower()
+    method = _OTHER_NAMES.get(method, method)
+    made = _METHODS.get(method)
+    if made is None:
+        raise CheckpointError(
+            f"{place}{key}: by 'quant_method' the weights are quantized with {named!r:.60}, which is not read; read "
+            f"are {', '.join(_METHODS)}. Take a release in one of these, or the model's unquantized checkpoint"
+        )
+    if method == "modelopt" and (path / MODELOPT_FILE).exists():  # which says more, as the size of groups
+        place, key = path / MODELOPT_FILE, ""
+        values = JSONObject.read(place, CheckpointError).values
+    return made(Settings(values, f"{place}{key}"), _dtype(config))
+
+
+def folder_quantization(path: Path) -> Quantization | None:
+    """`read_quantization` of the folder's own `config.json`."""
+    return read_quantization(path, JSONObject.read(path / "config.json", CheckpointError).values)
+
+
+def unserved(packed: Mapping[str, Quantization]) -> str:
+    """Why a GPU does not run models with packed weights: a sentence; `packed` by the models' names."""
+    named = " and ".join(f"{model} ({quantization.method})" for model, quantization in packed.items())
+    return (
+        f"The weights of the {named} are packed, and the GPU's kernels take dense ones alone: in this release the "
+        "NumPy backend runs them (--backend numpy). For a GPU take the model's unquantized checkpoint"
+    )
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """The model's own, in which some packages round weights."""
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if values.get(key) in _DTYPES:
+                return str(values[key])
+    return "bfloat16"

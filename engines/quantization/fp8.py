@@ -1,0 +1,90 @@
+"""Weights of 8-bit floats: with one scale, one of each row, or one of each block; and Hugging Face's FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Quantization, Settings, Stored
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, rounded
+
+
+@dataclass(frozen=True)
+class Fp8Layout(Layout):
+    """`weight` [N, K] and its scales: one ("tensor"), [N, 1] ("channel"), or one of each `block` of rows and columns.
+
+    `dtype` is that in which a weight is rounded (None: the scales' own), `rounds_scale` whether the scale is, before.
+    """
+
+    name: str
+    strategy: str
+    block: tuple[int, int] = (1, 1)
+    scale_tensor: str = "weight_scale"
+    dtype: str | None = None
+    rounds_scale: bool = False
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        """The weight and its scales."""
+        if self.strategy == "tensor":
+            shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1))
+        elif self.strategy == "channel":
+            shapes = ((rows, 1), (rows,))
+        else:
+            shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
+        scale = Stored(tuple((shape, FLOATS) for shape in shapes))
+        return {"weight": Stored.of((rows, columns), *FP8), self.scale_tensor: scale}
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        """8-bit floats, in groups of a block's columns."""
+        group = self.block[1] if self.strategy == "block" else None
+        return WeightFormat("fp8", group, False, self.dtype or scale_dtype)
+
+    def read(self, tensors: LinearTensors) -> PackedWeight:
+        """The weight; a block's scale belongs to each of its rows."""
+        rows, _ = tensors.shape
+        codes = tensors.integers("weight")
+        tensors.check("weight", codes & 127 != 127, codes, "numbers (the bits 127 and 255 are NaN)")
+        scales = tensors.scales(self.scale_tensor)
+        if self.strategy == "block":
+            scales = np.repeat(scales, self.block[0], 0)[:rows]
+        else:
+            scales = np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
+        format = self.format(tensors.dtype(self.scale_tensor))
+        if self.rounds_scale:
+            scales = rounded(scales, format.dtype)
+        return PackedWeight(format, codes, np.ascontiguousarray(scales))
+
+
+class FineGrainedFp8(Quantization):
+    """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says.
+
+    Files of AutoFP8 have the same method without `weight_block_size`: one `weight_scale` of each weight.
+    """
+
+    method = "fp8"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        settings.choice("scale_fmt", ("float",), "float")
+        settings.choice("fmt", ("e4m3",), "e4m3")
+        if settings.names("modules_to_convert"):
+            raise settings.refused("modules_to_convert", "nothing: tables are not read packed")
+        block = settings.values.get("weight_block_size")
+        scale = "weight_scale_inv" if "weight_block_size" in settings.values else "weight_scale"
+        if block is None:
+            self._layout = Fp8Layout("FP8", "tensor", scale_tensor=scale, dtype=dtype)
+        elif isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            self._layout = Fp8Layout("fine-grained FP8", "block", (block[0], block[1]), scale, dtype)
+        else:
+            raise settings.refused("weight_block_size", "two whole numbers, or null")
+        listed = settings.names("modules_to_not_convert") or settings.names("ignored_layers") or ("lm_head",)
+        self._names = listed
+        self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in listed]
+        if settings.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static":
+            self.notes = ("The scales of activations are ignored: 8-bit floats are weights only here.",)
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """That of all linear layers but those named; names are whole, or begin or end a module's name."""
+        if any(name.endswith(self._names) for name in names):
+            return None
+        return None if any(pattern.match(name) for pattern in self._patterns for name in names) else self._layout

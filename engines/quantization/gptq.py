@@ -1,0 +1,195 @@
+"""GPTQ's layout, versions 1 and 2 (AutoGPTQ, GPTQModel), and AutoRound, which writes it or AWQ's.
+
+https://github.com/ModelCloud/GPTQModel, https://github.com/intel/auto-round
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.quantization.awq import AwqGemm
+from edgellm.engines.quantization.layout import (
+    FLOATS,
+    WORDS,
+    Layout,
+    LinearTensors,
+    Quantization,
+    Settings,
+    Stored,
+    column_order,
+    group_problem,
+    in_decoder,
+    unpacked,
+)
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Gptq(Layout):
+    """`qweight` int32 [K bits / 32, N], `qzeros` [groups, N bits / 32], `scales` [groups, N], `g_idx` int32 [K],
+    the group of each column, which may be missing where they are not `ordered`.
+
+    Zero points are stored less `shift` (1 in version 1, modulo the range; 0 in version 2). `symmetric`: each is the
+    middle of the range.
+    """
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    ordered: bool
+    shift: int
+    index_optional: bool = False
+    name: str = "GPTQ"
+    scale_tensor = "scales"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        """Codes, zero points, scales, the groups of columns."""
+        groups, each = 1 if self.group is None else columns // self.group, 32 // self.bits
+        return {
+            "qweight": Stored.of((columns // each, rows), *WORDS),
+            "qzeros": Stored.of((groups, rows // each), *WORDS),
+            "scales": Stored.of((groups, rows), *FLOATS),
+            "g_idx": Stored.of((columns,), "int32", "int64", optional=self.index_optional and not self.ordered),
+        }
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        """As the packages compute it: in the dtype of the scales."""
+        return WeightFormat(
+            "int4" if self.bits == 4 else "int8", self.group, not self.symmetric, scale_dtype, permuted=self.ordered
+        )
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Rows are whole groups; words are full, along rows and along columns."""
+        each = 32 // self.bits
+        problem = group_problem(self.group, columns)
+        for count, what in ((columns, "columns"), (rows, "rows")):
+            if problem is None and count % each:
+                problem = f"{each} does not divide its {count} {what}, which share words"
+        return problem
+
+    def read(self, tensors: LinearTensors) -> PackedWeight:
+        """The weight, its columns in the order of their groups."""
+        rows, columns = tensors.shape
+        codes = unpacked(tensors.integers("qweight"), self.bits, 0, columns)
+        zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, rows)
+        zeros = (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1)
+        if self.symmetric:
+            middle = 1 << self.bits - 1
+            tensors.check("qzeros", zeros == middle, zeros, f"zero points of {middle} (the weights are symmetric)")
+        order = column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
+        if order is not None and not self.ordered:
+            raise tensors.error("g_idx", "columns in another order than their groups'", "order, as desc_act is false")
+        codes = codes.T if order is None else codes.T[:, order]
+        return PackedWeight(
+            replace(self.format(tensors.dtype("scales")), permuted=order is not None),
+            np.ascontiguousarray(codes),
+            np.ascontiguousarray(tensors.scales("scales").T),
+            None if self.symmetric else np.ascontiguousarray(zeros.T),
+            order,
+        )
+
+
+class GptqModel(Quantization):
+    """All linear layers of the decoder, but for what rules of `dynamic` say: patterns, of which the first that fits
+    leaves a module dense ("-:") or changes its settings."""
+
+    method = "gptq"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        kind = settings.values.get("checkpoint_format") or settings.values.get("format") or "gptq"
+        if kind not in ("gptq", "gptq_v2"):
+            key = "checkpoint_format" if settings.values.get("checkpoint_format") else "format"
+            raise settings.refused(key, "'gptq' or 'gptq_v2'", "Take a release in GPTQ's own layout")
+        self._shift = 0 if kind == "gptq_v2" else 1
+        self._head = settings.switch("lm_head", False)
+        self._layout = self._made(settings)
+        self._parts = tuple(f".{part}" for part in _flat(settings))
+        rules = settings.inner("dynamic")
+        self._rules: list[tuple[re.Pattern[str], Layout | None]] = []
+        for text in rules.values:
+            pattern = settings.pattern(re.sub(r"^[-+]:", "", text))
+            if text.startswith("-:"):
+                self._rules.append((pattern, None))
+            else:
+                own = Settings({**settings.values, **rules.inner(text).values}, f"{rules.place}: {text}")
+                self._rules.append((pattern, self._made(own)))
+
+    def _made(self, settings: Settings) -> Gptq:
+        if settings.values.get("bits") not in (4, 8):
+            raise settings.refused("bits", "4 or 8", "Take a release of 4 or 8 bits: GPTQ of others is not read")
+        symmetric, ordered = settings.switch("sym", True), settings.switch("desc_act", False)
+        return Gptq(settings.values["bits"], settings.group(default=128), symmetric, ordered, self._shift)
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """By the first rule that fits, else as all have it."""
+        is_listed = not self._parts or names[0].endswith(self._parts)
+        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == _HEAD)):
+            return None
+        found = (layout for pattern, layout in self._rules if any(pattern.match(name) for name in names))
+        return next(found, self._layout)
+
+
+def _flat(settings: Settings) -> tuple[str, ...]:
+    """The parts of a layer that are packed, where `modules_in_block_to_quantize` lists them, nested or not."""
+    key = "modules_in_block_to_quantize"
+    given = settings.values.get(key)
+    lists = given if isinstance(given, list) and all(isinstance(each, list) for each in given) else [given]
+    return tuple(name for each in lists for name in Settings({key: each}, settings.place).names(key))
+
+
+class AutoRound(Quantization):
+    """Linear layers in blocks, in GPTQ's or AWQ's layout, single ones with settings of their own (`extra_config`)."""
+
+    method = "auto-round"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        blocks = settings.values.get("block_name_to_quantize")
+        listed = blocks.split(",") if isinstance(blocks, str) else settings.names("block_name_to_quantize")
+        self._blocks = tuple(name.strip() for name in listed)
+        extra = settings.inner("extra_config")
+        self._own = {
+            name: self._made({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}")
+            for name in extra.values
+        }
+        self._patterns = [
+            (settings.pattern(name), layout) for name, layout in self._own.items() if not re.fullmatch(r"[\w.]+", name)
+        ]
+        self._layout = self._made(settings.values, settings.place)
+
+    def _made(self, values: Mapping[str, Any], place: str) -> Layout | None:
+        settings = Settings(values, place)
+        bits = values.get("bits")
+        if isinstance(bits, int) and bits >= 16:
+            return None
+        settings.choice("act_bits", (16, 32), 16)
+        packing = str(values.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round:")
+        if (values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
+            raise settings.refused("data_type", "'int'", "Take a release of whole numbers, or in compressed-tensors")
+        if packing == "auto_gptq" and bits in (4, 8):
+            symmetric = settings.switch("sym", True)
+            return Gptq(bits, settings.group(default=128), symmetric, False, 1, True, "AutoRound, GPTQ's layout")
+        if packing == "auto_awq" and bits == 4:
+            zeros = not settings.switch("sym", True)
+            return AwqGemm(settings.group(default=128), zeros, "AutoRound, AWQ's layout")
+        if bits not in (4, 8):
+            raise settings.refused("bits", "4 or 8 (in AWQ's layout 4)")
+        raise settings.refused("packing_format", "'auto_round:auto_gptq' or 'auto_round:auto_awq'")
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """A layer's own, else that of its blocks."""
+        for name in names:
+            if name in self._own:
+                return self._own[name]
+        for pattern, layout in self._patterns:
+            if any(pattern.search(name) for name in names):
+                return layout
+        if not self._blocks:
+            return self._layout if in_decoder(names[0]) else None
+        return self._layout if any(name.startswith(f"{block}.") for block in self._blocks for name in names) else None

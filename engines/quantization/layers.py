@@ -1,0 +1,89 @@
+"""Quantizes one layer of a model: scales folded, linear layers packed, everything else as it was published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
+from edgellm.engines.checkpoints.tensors import STORAGE, convert
+from edgellm.engines.checkpoints.weights import part_places
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
+from edgellm.engines.quantization.calibration import InputStatistics
+from edgellm.engines.quantization.rounding import quantize_rows
+from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
+from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+
+def linears(program: Program) -> list[Linear]:
+    """The linear layers of a program, in order of use."""
+    return [step.linear for step in program.steps if isinstance(step, NormLinear | LinearResidual)]
+
+
+def scale_layer(
+    program: Program,
+    weights: dict[str, np.ndarray],
+    seen: Mapping[str, InputStatistics],
+    format: WeightFormat,
+    dtypes: Mapping[str, str],
+) -> dict[str, np.ndarray]:
+    """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
+
+    `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
+    are written in. Gives the factors for `quantize_rows` of each linear layer by its name.
+    """
+    places = foldings(program.steps)
+    chosen = {
+        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format)
+        for linear in linears(program)
+        if linear.name in places
+    }
+    for name, scales in chosen.items():
+        place = places[name]
+        if place.norm is not None:
+            norm = place.norm.weight.name
+            weights[norm], chosen[name] = scale_norm(weights[norm], place.norm.offset, scales, dtypes[norm])
+        elif place.linear is not None:
+            rows = slice(place.start, place.start + len(scales))
+            weights[place.linear.weight.name][rows] /= scales[:, None]
+            if place.linear.bias is not None:
+                weights[place.linear.bias.name][rows] /= scales
+        weights[f"{name}.weight"] *= chosen[name]
+    return {name: each.scaled_factors(chosen[name]) if name in chosen else each.factors for name, each in seen.items()}
+
+
+def layer_tensors(
+    checkpoint: Checkpoint,
+    program: Program,
+    weights: Mapping[str, np.ndarray],
+    factors: Mapping[str, np.ndarray],
+    format: WeightFormat,
+) -> dict[str, StoredTensor]:
+    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, norms
+    and biases in their own dtype."""
+    packed = {linear.weight.name: linear for linear in linears(program)}
+    tensors: dict[str, StoredTensor] = {}
+    for spec in program.weights.values():
+        if spec.name in packed:
+            whole = quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
+            for name, part in _parts(spec):
+                zeros = None if whole.zeros is None else whole.zeros[part]
+                own = PackedWeight(format, whole.codes[part], whole.scales[part], zeros)
+                tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), own)
+        else:
+            for name, part in _parts(spec):
+                info = checkpoint.info(name)
+                values, overflowed = convert(weights[spec.name][part], "float32", info.dtype)
+                if overflowed:
+                    raise overflow_error(info, info.dtype, overflowed)
+                tensors[info.name] = StoredTensor(info.dtype, np.asarray(values, STORAGE[info.dtype]))
+    return tensors
+
+
+def _parts(spec: WeightSpec) -> list[tuple[str, slice]]:
+    """The published tensors of a buffer, and which of its rows (or elements) each is."""
+    width = int(np.prod(spec.shape[1:]))
+    return [(name, slice(place.start // width, place.stop // width)) for _, name, place in part_places([spec])]

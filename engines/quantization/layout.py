@@ -1,0 +1,295 @@
+"""What a published layout says of a linear layer: the tensors it consists of, and how they become a `PackedWeight`."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, vision_prefix
+from edgellm.engines.errors import CheckpointError
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, code_values
+
+#: The dtypes of scales, in the order of errors' messages.
+FLOATS = tuple(STORAGE)
+WORDS = ("int32", "uint32")
+#: 8-bit floats are stored under their own name, or by early releases as their bits.
+FP8 = ("float8_e4m3",)
+_INTEGER_TYPES = {"int8": np.int8, "uint8": np.uint8, "int32": np.int32, "uint32": np.uint32, "int64": np.int64}
+#: What may stand beside a packed weight and changes nothing of it: scales of activations and of caches.
+UNUSED_ENDINGS = (
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".activation_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".kv_scale",
+    ".prob_scale",
+)
+#: The tensor of a linear layer whose name alone says that it is packed.
+PACKED_ENDINGS = ("weight_packed", "qweight")
+_LONGEST_PATTERN = 1000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it may be stored: `forms` are the shapes it may have, each with its dtypes; an `optional` one may be
+    missing."""
+
+    forms: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    optional: bool = False
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *dtypes: str, optional: bool = False) -> Stored:
+        """One with a single shape."""
+        return cls(((shape, dtypes),), optional)
+
+    def shape_problem(self, shape: tuple[int, ...]) -> str | None:
+        """Which shapes are expected, in words, where `shape` is none of them."""
+        if any(shape == expected for expected, _ in self.forms):
+            return None
+        return " or ".join(dict.fromkeys(_written(expected) for expected, _ in self.forms))
+
+    def dtype_problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """Which dtypes are expected of a tensor of `shape`, in words, where `dtype` is none of them."""
+        dtypes = [name for expected, names in self.forms if expected == shape for name in names]
+        return None if dtype in dtypes or not dtypes else f"one of {', '.join(dict.fromkeys(dtypes))}"
+
+
+class LinearTensors:
+    """The tensors of one linear layer [N, K] in a checkpoint, by the endings of their names; what is read is checked.
+
+    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none; `place` is
+    the file that errors begin with.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensor: Callable[[str], tuple[str, tuple[int, ...], np.ndarray] | None],
+    ) -> None:
+        self.module, self.shape = module, shape
+        self._tensor = tensor
+
+    def has(self, ending: str) -> bool:
+        """Whether there is such a tensor."""
+        return self._tensor(f"{self.module}.{ending}") is not None
+
+    def dtype(self, ending: str) -> str:
+        """That of a tensor which must be there."""
+        return self._found(ending)[0]
+
+    def integers(self, ending: str) -> np.ndarray:
+        """A tensor of whole numbers, or the bits of 8-bit floats as uint8: a read-only view of the file."""
+        dtype, shape, data = self._found(ending)
+        return data.view(_INTEGER_TYPES.get(dtype, np.uint8)).reshape(shape)
+
+    def floats(self, ending: str) -> np.ndarray:
+        """A tensor of floats as float32; 8-bit ones, too. Raises CheckpointError for NaN and infinities."""
+        dtype, shape, data = self._found(ending)
+        if dtype in FP8:
+            values = code_values("fp8")[data].reshape(shape)
+        else:
+            values = np.empty(shape, np.float32)
+            float32_into(data.view(STORAGE[dtype]).reshape(shape), dtype, values)
+        self.check(ending, np.isfinite(values), values, "finite numbers")
+        return values
+
+    def scales(self, ending: str, may_vanish: bool = False) -> np.ndarray:
+        """`floats` other than 0; some may be 0 where small ones `may_vanish` in their dtype, though not all."""
+        values = self.floats(ending)
+        wrong = values == 0
+        if may_vanish and not wrong.all():
+            return values
+        self.check(ending, ~wrong, values, "numbers other than 0")
+        return values
+
+    def check(self, ending: str, good: np.ndarray, values: np.ndarray, expected: str) -> None:
+        """CheckpointError for the first value that is not `good`, of as many."""
+        wrong = np.flatnonzero(~np.broadcast_to(good, values.shape))
+        if wrong.size:
+            where = [int(index) for index in np.unravel_index(wrong[0], values.shape)]
+            raise self.error(
+                ending, f"{values.flat[wrong[0]]} at {where} ({wrong.size} such of {values.size})", expected
+            )
+
+    def error(self, ending: str, found: str, expected: str) -> CheckpointError:
+        """For a tensor that holds what it must not."""
+        return CheckpointError(
+            f"tensor '{self.module}.{ending}' holds {found}, expected {expected}: no answer computed with it is of "
+            "use. Copy the checkpoint anew from its source, config.json and weights of one release; where the source "
+            "has it so, take another release of the model"
+        )
+
+    def _found(self, ending: str) -> tuple[str, tuple[int, ...], np.ndarray]:
+        found = self._tensor(f"{self.module}.{ending}")
+        if found is None:
+            raise CheckpointError(
+                f"there is no tensor '{self.module}.{ending}'. Take config.json and weights of one and the same model"
+            )
+        return found
+
+
+class Layout(ABC):
+    """How one linear layer is stored. `name` is the layout's, in words; `bits` of a code."""
+
+    name: str
+
+    @abstractmethod
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        """Its tensors by the endings of their names, for a weight [rows, columns]."""
+
+    @abstractmethod
+    def format(self, scale_dtype: str) -> WeightFormat:
+        """The format of its weight, where `scale_tensor` has that dtype; columns may be permuted beyond that."""
+
+    @abstractmethod
+    def read(self, tensors: LinearTensors) -> PackedWeight:
+        """The weight; raises CheckpointError for values that no weight has."""
+
+    #: The tensor whose dtype `format` takes.
+    scale_tensor = "weight_scale"
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Why no weight [rows, columns] can have this layout; None where it can."""
+        return None
+
+
+class Quantization(ABC):
+    """What a checkpoint's configuration says: `method` by name, and which layout each linear layer has.
+
+    `notes` are sentences on what the file holds and nothing here uses.
+    """
+
+    method: str
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """That of the module which is called by one of `names` (the first is the language model's own); None: dense."""
+
+
+class Settings:
+    """An object of a configuration, read without trust; `place` begins what errors say, `method` names the method."""
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        self.values, self.place = values, place
+
+    def refused(self, key: str, expected: str, advice: str = "") -> CheckpointError:
+        """For a value that is not read."""
+        advice = advice or "Take another release of the model, or its unquantized checkpoint"
+        return CheckpointError(f"{self.place}: {key!r} is {self.values.get(key)!r:.200}, expected {expected}. {advice}")
+
+    def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """One of `choices`; `default` stands for absence and null."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, str):
+            value = value.lower()
+        if not any(type(value) is type(each) and value == each for each in choices):
+            raise self.refused(key, f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    def switch(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return self.choice(key, (True, False), default)
+
+    def group(self, key: str = "group_size", default: int | None = None) -> int | None:
+        """How many columns share a scale; -1 stands for a whole row, here None."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value == -1:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:
+            raise self.refused(key, "a whole number from 1 on, or -1 for a whole row")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of names or patterns; absence and null are an empty one."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            raise self.refused(key, "a list of names")
+        return tuple(value)
+
+    def inner(self, key: str) -> Settings:
+        """The object under `key`; absence and null are an empty one."""
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.refused(key, "an object")
+        return Settings(value, f"{self.place}: {key}")
+
+    def pattern(self, text: str) -> re.Pattern[str]:
+        """A regular expression of the file, compiled."""
+        try:
+            if len(text) > _LONGEST_PATTERN:
+                raise re.error("it is too long")
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.place}: {text!r:.200} is no regular expression ({error}). Copy the file anew from its source"
+            ) from error
+
+
+def in_decoder(name: str) -> bool:
+    """Whether a module is part of a decoder's layer: what methods quantize that list only exceptions."""
+    return vision_prefix(name) is None and re.search(r"(^|\.)(layers\.\d+|midlayer)\.", name) is not None
+
+
+def unpacked(words: np.ndarray, bits: int, axis: int, count: int) -> np.ndarray:
+    """uint8 codes of 4 or 8 `bits` from words of 32, along `axis` 0 or 1, the lowest bits first; `count` of them."""
+    if axis == 0:
+        return np.ascontiguousarray(unpacked(words.T, bits, 1, count).T)
+    codes = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
+    if bits == 4:
+        codes = nibbles(codes)
+    return np.ascontiguousarray(codes[:, :count])
+
+
+def nibbles(values: np.ndarray) -> np.ndarray:
+    """uint8 [R, 2 C] of uint8 [R, C]: of each byte the low half, then the high one."""
+    result = np.empty((values.shape[0], 2 * values.shape[1]), np.uint8)
+    np.bitwise_and(values, 15, out=result[:, ::2])
+    np.right_shift(values, 4, out=result[:, 1::2])
+    return result
+
+
+def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.ndarray | None:
+    """From the group of each column (`ending`, int32 [K]) the order int32 [K] in which groups are together, stable;
+    None where they are already. Raises CheckpointError for groups out of range or of another size."""
+    columns = tensors.shape[1]
+    of_column = tensors.integers(ending).astype(np.int64)
+    size = group or columns
+    groups = -(-columns // size)
+    tensors.check(ending, (of_column >= 0) & (of_column < groups), of_column, f"groups from 0 to {groups - 1}")
+    counts = np.bincount(of_column, minlength=groups)
+    if (counts != size).any():
+        wrong = int(np.flatnonzero(counts != size)[0])
+        raise tensors.error(ending, f"{counts[wrong]} columns of group {wrong}", f"{size} of each group")
+    if np.array_equal(of_column, np.arange(columns) // size):
+        return None
+    return np.argsort(of_column, kind="stable").astype(np.int32)
+
+
+def group_problem(group: int | None, columns: int) -> str | None:
+    """What is wrong with groups that do not divide a row."""
+    if group is None or columns % group == 0:
+        return None
+    return f"groups of {group} columns do not divide its {columns}"
+
+
+def _written(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

@@ -1,0 +1,328 @@
+"""Quantizes a checkpoint, layer by layer: a run that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.engines.building.inputs import copy_hashed
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile
+from edgellm.engines.checkpoints.tensors import STORAGE, VISION_PREFIXES
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
+from edgellm.engines.directories.small_files import size_limit
+from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
+from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.work_folder import WorkFolder, job_of
+from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+
+#: `progress(stage, done, total)`; stages are "layers" and "files".
+Progress = Callable[[str, int, int], None]
+
+METHODS = ("awq", "rtn")
+GROUP_SIZES = (32, 64, 128)
+#: How many tokens of a calibration text are taken.
+LONGEST_TEXT = 512
+#: What is copied beside weights and config.json: endings and beginnings of names.
+_COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
+_COPIED_BEGINNINGS = ("LICENSE", "NOTICE", "USE_POLICY")
+_COPY_AGAIN = "Copy it from the checkpoint's source"
+
+
+@dataclass(frozen=True)
+class QuantizationOptions:
+    """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
+    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not."""
+
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = True
+    method: str = "awq"
+
+    def format(self, dtype: str) -> WeightFormat:
+        """The weights' format where the checkpoint has the dtype."""
+        return WeightFormat("int4" if self.bits == 4 else "int8", self.group_size, not self.symmetric, dtype)
+
+
+@dataclass
+class QuantizationReport:
+    """What was written: `layers` in all, of which `resumed` were there already; weights in bytes before and after;
+    calibration `tokens`."""
+
+    path: Path
+    options: QuantizationOptions
+    layers: int
+    resumed: int
+    bytes_before: int
+    bytes_after: int
+    tokens: int
+    copied: Sequence[str] = field(default=())
+    seconds: float = 0.0
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    options: QuantizationOptions,
+    texts: Sequence[Sequence[int]] = (),
+    force: bool = False,
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> QuantizationReport:
+    """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
+
+    `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
+    stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
+    an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
+    `force` an existing checkpoint is replaced. Raises CheckpointError and UnsupportedModelError.
+    """
+    started, progress = time.perf_counter(), progress or _no_progress
+    source, target = Path(source), Path(target)
+    _check_options(options, texts)
+    refuse_quantized(source)
+    _check_places(source, target, force)
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+        checkpoint.check(decoder_weights(config))
+        _check_groups(config, options)
+        longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
+        texts = [text[:longest] for text in texts if len(text) > 0]
+        lack = lack_of_space(target.parent, _total_bytes(checkpoint))
+        if lack is not None:
+            raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
+        try:
+            with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
+                resumed = _quantize_layers(checkpoint, config, options, texts, work, progress)
+                report = _assemble(checkpoint, config, options, target, work, force)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} was not written: {error.strerror or error}"
+                + (f" ({error.filename})" if error.filename else "")
+                + ". The layers that were done are kept: give the command again to go on"
+            ) from error
+    report.resumed, report.tokens = resumed, sum(map(len, texts))
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def refuse_quantized(source: Path) -> None:
+    """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
+    path = source / "config.json"
+    if not path.is_file():
+        return  # opening it says what is wrong
+    values = JSONObject.read(path, CheckpointError, _COPY_AGAIN).values
+    text = values.get("text_config")
+    for place in (values, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if settings := place.get(key):
+                method = settings.get("quant_method") if isinstance(settings, dict) else None
+                raise CheckpointError(
+                    f"{path}: by {key!r} the weights are quantized already"
+                    + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
+                    + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
+                    "the model's unquantized checkpoint"
+                )
+
+
+def _quantize_layers(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    texts: Sequence[Sequence[int]],
+    work: WorkFolder,
+    progress: Progress,
+) -> int:
+    """Write every layer that is not done; how many were."""
+    due = [index for index in range(config.num_layers) if not work.has(index)]
+    done = config.num_layers - len(due)
+    progress("layers", done, config.num_layers)
+    rows = CalibrationRows(config, checkpoint, texts, options.group_size) if texts and due else None
+    for index in range(due[-1] + 1) if due else ():
+        if index in due:
+            work.write(index, _layer(checkpoint, config, options, rows, index))
+            done += 1
+            progress("layers", done, config.num_layers)
+        elif rows is not None:
+            rows.pass_layer(index, _weights(checkpoint, layer_program(config, index, 1)))
+    return config.num_layers - len(due)
+
+
+def _layer(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    rows: CalibrationRows | None,
+    index: int,
+) -> dict[str, StoredTensor]:
+    """The tensors of a layer, quantized; the `rows` pass it."""
+    program = layer_program(config, index, 1)
+    weights = _weights(checkpoint, program)
+    seen = {} if rows is None else rows.observe_layer(index, weights)
+    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+    format = options.format(checkpoint.dtype or config.dtype)
+    if options.method == "awq":
+        factors = scale_layer(program, weights, seen, format, dtypes)
+    else:
+        factors = {name: each.factors for name, each in seen.items()}
+    return layer_tensors(checkpoint, program, weights, factors, format)
+
+
+def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
+    return load_numpy_weights(checkpoint, list(program.weights.values()))
+
+
+def _assemble(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    target: Path,
+    work: WorkFolder,
+    force: bool,
+) -> QuantizationReport:
+    """The directory: a file of weights for each layer, one for all else, the index, and the source's other files."""
+    count = config.num_layers
+    layers = [spec for index in range(count) for spec in layer_program(config, index, 1).weights.values()]
+    done = {name for spec in layers for name, _ in spec.parts}
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in done
+    }
+    names = [f"model-{number:05}-of-{count + 1:05}.safetensors" for number in range(1, count + 2)]
+    weight_map: dict[str, str] = {}
+    size = 0
+    with StagedDirectory(target) as staged:
+        copied = _copy_others(checkpoint.path, staged.path)
+        write_tensors(staged.path / names[0], others)
+        for index in range(count):
+            _link(work.layer(index), staged.path / names[index + 1])
+        for name in names:
+            file = SafetensorsFile(staged.path / name)
+            weight_map |= dict.fromkeys(file.tensors, name)
+            size += sum(info.nbytes for info in file.tensors.values())
+            file.close()
+        contents = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint))
+        values = checkpoint.config | {"quantization_config": settings}
+        for name, content in ((INDEX_FILE, contents), ("config.json", values)):
+            (staged.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        staged.commit(force)
+    work.remove()
+    return QuantizationReport(target, options, count, 0, _total_bytes(checkpoint), size, 0, copied)
+
+
+def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor as it is published, of whatever dtype: a view of its file."""
+    info = checkpoint.info(name)
+    dtype = STORAGE.get(info.dtype)
+    data = checkpoint.raw_bytes(name)
+    if dtype is None:
+        dtype = np.dtype(f"u{data.size // max(1, int(np.prod(info.shape)))}") if data.size else np.dtype(np.uint8)
+    return data.view(dtype).reshape(info.shape)
+
+
+def _ignored(checkpoint: Checkpoint) -> list[str]:
+    """The linear layers that stay as published: names, and patterns as compressed-tensors matches them."""
+    published = [info.name for info in checkpoint.tensors.values()]
+    parts = {prefix.split(".")[-2] for prefix in VISION_PREFIXES if any(name.startswith(prefix) for name in published)}
+    return ["lm_head", *(f"re:.*{part}[.].*" for part in sorted(parts))]
+
+
+def _copy_others(source: Path, folder: Path) -> list[str]:
+    """Copy what belongs to the checkpoint beside its weights; the names."""
+    names = {
+        path.name
+        for path in source.iterdir()
+        if path.is_file() and (path.suffix in _COPIED_ENDINGS or path.name.startswith(_COPIED_BEGINNINGS))
+    }
+    names |= set(published_file_names(source))
+    never = threading.Event()
+    copied = sorted(names - {INDEX_FILE, "config.json", DESCRIPTION_NAME})
+    for name in copied:
+        (folder / name).parent.mkdir(exist_ok=True)
+        copy_hashed(source / name, folder / name, never, limit=size_limit(name))
+    return copied
+
+
+def _link(path: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no such names."""
+    with suppress(OSError):
+        os.link(path, target)
+        return
+    shutil.copyfile(path, target)
+
+
+def _total_bytes(checkpoint: Checkpoint) -> int:
+    return sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]]) -> None:
+    if options.bits not in (4, 8):
+        raise CheckpointError(f"Weights of {options.bits} bits were asked for: expected 4 or 8")
+    if options.bits == 4 and options.group_size not in GROUP_SIZES:
+        raise CheckpointError(
+            f"Groups of {options.group_size} were asked for: expected {', '.join(map(str, GROUP_SIZES))}"
+        )
+    if options.bits == 8 and options.group_size is not None:
+        raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
+    if options.method not in METHODS:
+        raise CheckpointError(f"The method is {options.method!r}: expected {' or '.join(METHODS)}")
+    if options.method == "awq" and not any(len(text) for text in texts):
+        raise CheckpointError("The method awq needs calibration texts, and there are none")
+
+
+def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
+    """CheckpointError that names the layers whose columns are no whole groups, and what would divide."""
+    layers = linears(layer_program(config, 0, 1))
+    wrong = [linear for linear in layers if linear.weight.shape[1] % (options.group_size or 1)]
+    if not wrong:
+        return
+    listed = ", ".join(
+        f"{part.removesuffix('.weight')} ({linear.weight.shape[1]})"
+        for linear in wrong
+        for part, _ in linear.weight.parts
+    )
+    fitting = [size for size in GROUP_SIZES if all(linear.weight.shape[1] % size == 0 for linear in layers)]
+    raise CheckpointError(
+        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of the other layers' like these. "
+        + (
+            f"--group-size {' or '.join(map(str, fitting))} divides them all"
+            if fitting
+            else "Take --bits 8, which has no groups"
+        )
+    )
+
+
+def _check_places(source: Path, target: Path, force: bool) -> None:
+    if holds(target, source):
+        raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
+    if is_vacant(target):
+        return
+    is_checkpoint = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    if not is_checkpoint or (target / DESCRIPTION_NAME).exists():
+        raise CheckpointError(f"{target} exists and is no checkpoint: name another place, or remove it yourself")
+    if not force:
+        raise CheckpointError(f"{target} exists: --force replaces it")
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass

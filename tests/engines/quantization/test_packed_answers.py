@@ -1,0 +1,182 @@
+"""A packed model and its dense twin give the very same answers: plain, drafted, adapted, in batches, from snapshots,
+about images."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import read_tensors, write_tensors
+from multimodal_engines import IMAGE_ROWS, LIMITS
+from packed_checkpoints import write_packed
+from synthetic_images import synthetic_image
+from tiny_multimodal import FAMILIES
+from typer.testing import CliRunner
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.app import create_app
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.building.builder import build_engine_directory, refresh_plans
+from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.errors import SnapshotError
+
+SYSTEM = "You are a robot. Be brief."
+CHATS = [
+    [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in ("hello", "why?", "1 + 1")
+]
+DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+ADAPTERS = (None, "style", None)
+
+
+def params(number: int) -> SamplingParams:
+    """Greedy and drawn in turn."""
+    return SamplingParams(temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tiny_checkpoint: Path,
+    tiny_draft: Path,
+    make_adapter: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Path]:
+    """The packed tiny model with a packed draft and an adapter, and the dense twins of both."""
+    folder = tmp_path_factory.mktemp("packed")
+    models = write_packed(tiny_checkpoint, folder / "packed", folder / "twin")
+    drafts = write_packed(tiny_draft, folder / "packed_draft", folder / "twin_draft")
+    adapters = {"style": make_adapter(folder / "style", read_decoder_config(tiny_checkpoint))}
+    limits = EngineLimits(3, 32, 160, 4, 3, 12, max_lora_rank=4, lora_slots=1)
+    for model, draft in zip(models, drafts, strict=True):
+        build_engine_directory(
+            model, folder / f"{model.name}_engines", limits, [], "float16", draft=draft, adapters=adapters
+        )
+    return folder / "packed_engines", folder / "twin_engines"
+
+
+def answers(directory: Path, drafting: DraftingConfig | None, **options: object) -> list[tuple[int, ...]]:
+    """A batch of three, with an adapter in one; then a chat from a snapshot."""
+    with LLM(directory, backend="numpy", drafting=drafting, **options) as llm:
+        ids = [llm.tokenizer.encode_chat(chat) for chat in CHATS]
+        asked = zip(ids, ADAPTERS, range(3), strict=True)
+        batch = llm.handle([Request(each, None, params(number), name) for each, name, number in asked])
+        kept = llm.cache_system_prompt(SYSTEM)
+        again = llm.chat([CHATS[0][0], {"role": "user", "content": "go!"}], params(5))
+        assert again.usage.reused_tokens >= kept.tokens - 1
+        return [response.token_ids for response in (*batch, again)]
+
+
+def test_answers_are_those_of_the_dense_twin(engines: tuple[Path, Path]) -> None:
+    packed, twin = engines
+    plain = answers(twin, None)
+    assert len(set(plain)) == len(plain)
+    assert answers(packed, None) == plain
+    assert answers(packed, DRAFTING) == plain == answers(twin, DRAFTING)
+
+
+def test_a_snapshot_is_bound_to_the_packed_weights(engines: tuple[Path, Path], tmp_path: Path) -> None:
+    packed, twin = engines
+    file = tmp_path / "system.safetensors"
+    with LLM(packed, backend="numpy") as llm:
+        kept = llm.cache_system_prompt(SYSTEM, save=file)
+        expected = llm.chat(CHATS[1], params(1)).token_ids
+    with LLM(packed, backend="numpy", snapshots=[file]) as llm:
+        found = llm.chat(CHATS[1], params(1))
+        assert found.token_ids == expected and found.usage.reused_tokens >= kept.tokens - 1
+    with LLM(twin, backend="numpy") as llm, pytest.raises(SnapshotError):
+        llm.load_snapshot(file)
+
+
+def test_every_weight_is_the_twins_to_the_bit(engines: tuple[Path, Path]) -> None:
+    loaded = []
+    for directory in engines:
+        with Checkpoint.open(directory) as checkpoint:
+            specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
+            loaded.append(load_numpy_weights(checkpoint, specs))
+    assert loaded[0].keys() == loaded[1].keys()
+    for name, values in loaded[0].items():
+        np.testing.assert_array_equal(values, loaded[1][name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_with_a_dense_tower(
+    family: str, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "source", 3, **FAMILIES[family])
+    draft = make_draft(tmp_path / "draft")
+    limits = replace(LIMITS, image_rows=IMAGE_ROWS.get(family, (64,)))
+    content = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What is it?"}]
+    found = []
+    for model in write_packed(source, tmp_path / "packed", tmp_path / "twin"):
+        engines = tmp_path / f"{model.name}_engines"
+        build_engine_directory(model, engines, limits, [], "float16", draft=draft)
+        for drafting in (None, DRAFTING):
+            with LLM(engines, backend="numpy", drafting=drafting) as llm:
+                found.append(llm.chat([{"role": "user", "content": content}], params(0)).token_ids)
+    assert len(set(found)) == 1
+
+
+def test_a_gpu_is_refused_by_name(engines: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = EngineDirectory.open(engines[0])
+    with pytest.raises(EngineError, match=r"base \(compressed-tensors\) and draft \(compressed-tensors\) are packed"):
+        open_backend("tensorrt", packed)
+    pytest.importorskip("tensorrt_rtx")
+    limits = EngineLimits(1, 16, 96)
+    with pytest.raises(BuildError, match=r"base \(compressed-tensors\) are packed.*without --target"):
+        build_engine_directory(packed.path, tmp_path / "engines", limits, ["sm_86"])
+    assert not (tmp_path / "engines").exists()
+    with pytest.raises(BuildError, match="are packed"):
+        refresh_plans(packed.path, ["sm_86"])
+    report = build_engine_directory(packed.path, tmp_path / "engines", limits)
+    assert any("NumPy backend runs them" in note for note in report.notes) and not report.plans
+
+
+def test_what_stands_beside_config_json_goes_along(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """ModelOpt's own file: without it in the engine directory 8-bit floats would be unknown."""
+    source, random = shutil.copytree(tiny_checkpoint, tmp_path / "source"), np.random.default_rng(0)
+    tensors = read_tensors(source / "model.safetensors")
+    for name, (_, shape, _) in list(tensors.items()):
+        if len(shape) == 2 and "embed_tokens" not in name:
+            codes = random.integers(0, 0x60, shape, np.uint8) | random.integers(0, 2, shape, np.uint8) << 7
+            tensors[name] = "F8_E4M3", shape, codes.tobytes()
+            tensors[f"{name}_scale"] = "F32", [], np.float32(0.01).tobytes()
+            tensors[f"{name.removesuffix('weight')}input_scale"] = "F32", [], np.float32(1).tobytes()
+    write_tensors(source / "model.safetensors", tensors)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(said))
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    assert "hf_quant_config.json" in EngineDirectory.open(tmp_path / "engines", verify=True).files
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        assert len(llm.chat(CHATS[0][1:], params(0)).token_ids) == 16
+    (tmp_path / "engines" / "hf_quant_config.json").unlink()
+    with pytest.raises(EngineDirectoryError, match=r"hf_quant_config\.json: missing"):
+        EngineDirectory.open(tmp_path / "engines")
+
+
+def test_info_says_how_each_part_is_stored(engines: tuple[Path, Path]) -> None:
+    result = CliRunner().invoke(create_app(), ["info", str(engines[0])])
+    assert result.exit_code == 0, result.output
+    for words in (
+        "packed      base, compressed-tensors",
+        "pack-quantized: int8, whole rows, 12 weights of ",
+        "pack-quantized: int4, groups of 32, zero points, 9 weights of ",
+        "dense, ",
+        "packed      draft, compressed-tensors",
+        "in this release packed weights run on the NumPy backend alone",
+        "which makes float32 of the weights",
+    ):
+        assert words in result.output
+    dense = CliRunner().invoke(create_app(), ["info", str(engines[1])])
+    assert "  packed  " not in dense.output

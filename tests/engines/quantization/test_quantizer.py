@@ -1,0 +1,301 @@
+"""Quantized checkpoints: what they hold, read by an unpacking of the test's own; going on after a kill; refusals."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_multimodal
+from safetensors.numpy import load_file, save_file
+from tiny_families import FAMILIES
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+
+TEXTS = [[(7 * index + 3) % 250 for index in range(60)], [(11 * index + 5) % 250 for index in range(50)]]
+INT4, INT8 = QuantizationOptions(4, 32), QuantizationOptions(8, None)
+Make = Callable[..., Path]
+
+
+def stored(directory: Path) -> dict[str, np.ndarray]:
+    """All tensors by their names, as the index has them."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(directory / name) for name in set(index.values())}
+    assert sorted(index) == sorted(name for tensors in files.values() for name in tensors)
+    return {name: files[file][name] for name, file in index.items()}
+
+
+def unpacked(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Integers from 0 up [R, columns] of int32 [R, words], the lowest bits first."""
+    words = words.astype(np.int64) & 0xFFFFFFFF
+    parts = [words >> shift & (1 << bits) - 1 for shift in range(0, 32, bits)]
+    return np.stack(parts, -1).reshape(len(words), -1)[:, :columns]
+
+
+def dequantized(tensors: dict[str, np.ndarray], module: str, bits: int) -> np.ndarray:
+    rows, columns = tensors[f"{module}.weight_shape"].tolist()
+    scales = tensors[f"{module}.weight_scale"].astype(np.float32)
+    zeros = tensors.get(f"{module}.weight_zero_point")
+    middle = np.full(scales.shape, 1 << bits - 1) if zeros is None else unpacked(zeros.T, bits, rows).T
+    width = columns // scales.shape[1]
+    codes = unpacked(tensors[f"{module}.weight_packed"], bits, columns) - np.repeat(middle, width, 1)
+    return (codes * np.repeat(scales, width, 1)).astype(np.float16)
+
+
+def dense_again(source: Path, quantized: Path, target: Path, bits: int) -> Path:
+    """The checkpoint with dequantized weights in place of packed ones."""
+    tensors = stored(quantized)
+    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    dense = {name: each for name, each in tensors.items() if name.rpartition(".")[0] not in modules or "bias" in name}
+    dense |= {f"{module}.weight": dequantized(tensors, module, bits) for module in modules}
+    target.mkdir()
+    save_file(dense, target / "model.safetensors")
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+def hidden_states(directory: Path) -> np.ndarray:
+    """Behind the first layer, of all tokens of the texts; random weights make much of small errors behind more."""
+    with Checkpoint.open(directory) as checkpoint:
+        config = decoder_config(checkpoint.config, dtype=checkpoint.dtype)
+        rows = CalibrationRows(config, checkpoint, TEXTS, None)
+        specs = list(layer_program(config, 0, 1).weights.values())
+        rows.pass_layer(0, load_numpy_weights(checkpoint, specs))
+        return np.concatenate(rows.texts)
+
+
+@pytest.mark.parametrize(("method", "symmetric"), [("rtn", True), ("awq", False)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_nearly_what_it_did(
+    make_checkpoint: Make, tmp_path: Path, family: str, method: str, symmetric: bool
+) -> None:
+    source = make_checkpoint(tmp_path / "source", **FAMILIES[family])
+    expected, before = hidden_states(source), load_file(source / "model.safetensors")
+    for kind, most in ((INT8, 0.05), (INT4, 0.4)):
+        options, target = replace(kind, method=method, symmetric=symmetric), tmp_path / f"int{kind.bits}"
+        report = quantize_checkpoint(source, target, options, TEXTS if method == "awq" else ())
+        dense = dense_again(source, target, tmp_path / f"dense{options.bits}", options.bits)
+        after = load_file(dense / "model.safetensors")
+        assert {name: each.shape for name, each in after.items()} == {name: each.shape for name, each in before.items()}
+        packed = {name for name in after if f"{name}_packed" in stored(target)}
+        assert packed == {name for name in before if name.endswith("_proj.weight")}
+        kept = {name for name in before if name not in packed and (method == "rtn" or "layers" not in name)}
+        assert {"model.embed_tokens.weight", "model.norm.weight"} <= kept
+        assert all(after[name].tobytes() == before[name].tobytes() for name in kept)
+        if method == "rtn":
+            for name in packed:
+                wrong = np.linalg.norm(after[name].astype(np.float32) - before[name]) / np.linalg.norm(before[name])
+                assert wrong < (0.01 if kind is INT8 else 0.1)
+        assert np.linalg.norm(hidden_states(dense) - expected) < most * np.linalg.norm(expected)
+        assert report.layers == 3 and report.tokens == (110 if method == "awq" else 0)
+
+
+def test_what_is_written(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    (source / "LICENSE").write_text("free")
+    (source / "optimizer.bin").write_bytes(b"1")
+    report = quantize_checkpoint(source, target, replace(INT4, method="rtn", symmetric=False))
+    assert report.copied == ["LICENSE", "tokenizer.json", "tokenizer_config.json"]
+    files = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    assert sorted(path.name for path in target.iterdir()) == sorted(
+        [*report.copied, *files, "config.json", "model.safetensors.index.json"]
+    )
+    config = json.loads((target / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    assert config == json.loads((source / "config.json").read_text())
+    assert (settings["quant_method"], settings["format"]) == ("compressed-tensors", "pack-quantized")
+    assert settings["ignore"] == ["lm_head"]
+    weights = settings["config_groups"]["group_0"]["weights"]
+    assert {key: weights[key] for key in ("num_bits", "type", "strategy", "group_size", "symmetric", "actorder")} == {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": False,
+        "actorder": None,
+    }
+    tensors, module = stored(target), "model.layers.2.mlp.down_proj"
+    shapes = {name.removeprefix(f"{module}."): each for name, each in tensors.items() if name.startswith(module)}
+    assert {name: (each.dtype.name, each.shape) for name, each in shapes.items()} == {
+        "weight_packed": ("int32", (64, 16)),
+        "weight_scale": ("float16", (64, 4)),
+        "weight_zero_point": ("int32", (8, 4)),
+        "weight_shape": ("int64", (2,)),
+    }
+    assert report.bytes_after == sum(each.nbytes for each in tensors.values())
+    assert not list(tmp_path.glob(".*"))  # the folder of layers is gone
+
+
+def test_a_model_that_takes_images_keeps_its_encoder(make_checkpoint: Make, tmp_path: Path) -> None:
+    """Under the names that it was published with."""
+    source, target = make_checkpoint(tmp_path / "source", **tiny_multimodal.FAMILIES["qwen3_vl"]), tmp_path / "target"
+    wrapped = {
+        name.replace("model.layers.", "model.language_model.layers.").replace("visual.", "model.visual.", 1)
+        if not name.startswith("model.visual.")
+        else name: each
+        for name, each in load_file(source / "model.safetensors").items()
+    }
+    save_file(wrapped, source / "model.safetensors")
+    quantize_checkpoint(source, target, INT4, TEXTS)
+    tensors = stored(target)
+    vision = [name for name in wrapped if "visual." in name]
+    assert vision and all(tensors[name].tobytes() == wrapped[name].tobytes() for name in vision)
+    assert "model.language_model.layers.0.mlp.down_proj.weight_packed" in tensors
+    assert json.loads((target / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head",
+        "re:.*visual[.].*",
+    ]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantization import work_folder
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def progress(stage, done, total):
+    if done == int(sys.argv[3]):
+        if sys.argv[4] == "writing":  # half of the next layer is there
+            work_folder.write_tensors = lambda path, tensors: (path.write_bytes(b"half"), kill())
+        else:
+            kill()
+
+texts = [[(7 * i + 3) % 250 for i in range(60)], [(11 * i + 5) % 250 for i in range(50)]]
+quantize_checkpoint(sys.argv[1], sys.argv[2], QuantizationOptions(4, 32), texts, progress=progress)
+"""
+
+
+@pytest.mark.parametrize(("layers", "moment"), [(0, "layer"), (1, "layer"), (2, "writing"), (3, "layer")])
+def test_a_killed_run_goes_on_where_it_stopped(make_checkpoint: Make, tmp_path: Path, layers: int, moment: str) -> None:
+    source, target, whole = make_checkpoint(tmp_path / "source"), tmp_path / "target", tmp_path / "whole"
+    command = [sys.executable, "-c", KILLED, str(source), str(target), str(layers), moment]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert quantize_checkpoint(source, target, INT4, TEXTS).resumed == layers
+    assert quantize_checkpoint(source, whole, INT4, TEXTS).resumed == 0
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", "whole"]
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(source: Path, target: Path) -> None:
+    """A run that ends behind its second layer."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if done == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize_checkpoint(source, target, INT4, TEXTS, progress=progress)
+
+
+def test_other_options_or_another_checkpoint_do_not_go_on(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    interrupted(source, target)
+    for options, texts, named in (
+        (replace(INT4, symmetric=False), TEXTS, "options"),
+        (replace(INT4, method="rtn"), (), "options, calibration texts"),
+        (INT4, TEXTS[:1], "calibration texts"),
+    ):
+        with pytest.raises(CheckpointError, match=f"with other {named}. Give the command as it was"):
+            quantize_checkpoint(source, target, options, texts)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="with other checkpoint"):
+        quantize_checkpoint(source, target, INT4, TEXTS)
+    assert quantize_checkpoint(source, target, replace(INT4, symmetric=False), TEXTS, restart=True).resumed == 0
+
+
+def test_a_damaged_layer_is_made_again(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    interrupted(source, target)
+    layer = tmp_path / ".target.quantizing" / "layer-0001.safetensors"
+    layer.write_bytes(layer.read_bytes()[:-5])
+    assert quantize_checkpoint(source, target, INT4, TEXTS).resumed == 1
+
+
+def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    interrupted(source, target)
+    descriptor = os.open(tmp_path / ".target.quantizing", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match="is being quantized by another process"):
+        quantize_checkpoint(source, target, INT4, TEXTS)
+    os.close(descriptor)
+    assert quantize_checkpoint(source, target, INT4, TEXTS).resumed == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "texts", "message"),
+    [
+        (QuantizationOptions(4, 128), TEXTS, r"Groups of 128 .*q_proj \(64\).*--group-size 32 or 64 divides them all"),
+        (QuantizationOptions(4, 16), TEXTS, "Groups of 16 were asked for: expected 32, 64, 128"),
+        (QuantizationOptions(8, 32), TEXTS, "leave the group size out"),
+        (QuantizationOptions(3, None), TEXTS, "expected 4 or 8"),
+        (QuantizationOptions(4, 32, method="gptq"), TEXTS, "expected awq or rtn"),
+        (INT4, [[]], "needs calibration texts"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    make_checkpoint: Make, tmp_path: Path, options: QuantizationOptions, texts: Any, message: str
+) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(source, tmp_path / "target", options, texts)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_places_and_quantized_checkpoints_are_refused(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    with pytest.raises(CheckpointError, match="is the source"):
+        quantize_checkpoint(source, source, INT8, TEXTS)
+    quantize_checkpoint(source, target, INT8, TEXTS)
+    with pytest.raises(CheckpointError, match="--force replaces it"):
+        quantize_checkpoint(source, target, INT8, TEXTS)
+    with pytest.raises(CheckpointError, match="quantized already with the method 'compressed-tensors'"):
+        quantize_checkpoint(target, tmp_path / "again", INT8, TEXTS)
+    quantize_checkpoint(source, target, INT4, TEXTS, force=True)
+    assert stored(target)["model.layers.0.mlp.up_proj.weight_scale"].shape == (128, 2)
+
+
+def test_one_layer_is_in_memory_at_a_time(make_checkpoint: Make, tmp_path: Path) -> None:
+    """More layers take no more. Beside a layer and the rows of the texts there is what blocks and
+    scales are searched with: a few arrays of at most 256 rows of a weight for each processor."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+    layer = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024)
+    rows, search = 4 * 110 * (256 + 3 * 1024), 6 * (os.cpu_count() or 1) * 4 * 256 * 1024
+    peaks = []
+    for method, layers in (("rtn", 1), ("rtn", 5), ("awq", 1)):
+        source = make_checkpoint(tmp_path / f"source-{method}-{layers}", num_hidden_layers=layers, **sizes)
+        gc.collect()
+        tracemalloc.start()
+        quantize_checkpoint(source, tmp_path / f"target-{method}-{layers}", replace(INT4, method=method), TEXTS)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + layer / 4
+    assert peaks[1] < 2 * (layer + rows) + search / 2
+    assert peaks[2] < layer + rows + search

@@ -1,0 +1,75 @@
+"""Runs golden models on NumPy, as tests of families and of packed weights compare them with transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.rotary import rotary_table
+
+
+class Sequences:
+    """B sequences and their KV caches, run chunk by chunk; positions and masks are written out one by one."""
+
+    def __init__(self, directory: Path, batch: int = 1, rows: int = 40) -> None:
+        with Checkpoint.open(directory) as checkpoint:
+            self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
+            specs = decoder_weights(self.config)
+            checkpoint.check(specs)
+            self.weights = load_numpy_weights(checkpoint, specs)
+        self.batch, self.rows = batch, rows
+        with safe_open(directory / "expected.safetensors", "np") as file:
+            self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
+            self.metadata = file.metadata()
+            assert {"torch", "transformers"} <= set(self.metadata)
+        self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
+        shape = (batch, self.config.num_kv_heads, rows, self.config.head_dim)
+        self.caches = {
+            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
+            for layer in range(self.config.num_layers)
+            for kind in "kv"
+        }
+
+    def run(
+        self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None, feature_layers: tuple = ()
+    ) -> dict[str, np.ndarray]:
+        """All outputs for `token_ids` [B, T], whose first stand at `starts`; id -1 is padding."""
+        batch, tokens = token_ids.shape
+        key_range = key_range or self.rows
+        embeds = self.weights[EMBEDDING][np.maximum(token_ids, 0)]
+        embeds[token_ids < 0] = 0
+        cos_sin = np.zeros((batch, tokens, self.config.rotary_dim), np.float32)
+        mask = np.zeros((batch, 1, tokens, key_range), bool)
+        for b in range(batch):
+            for t in range(tokens):
+                row = starts[b] + t
+                cos_sin[b, t] = self.table[min(row, len(self.table) - 1)]
+                for j in range(key_range):
+                    mask[b, 0, t, j] = j <= row
+        bindings = {
+            "inputs_embeds": embeds.astype(np.float32),
+            "rope_rotary_cos_sin": cos_sin,
+            "attention_mask": mask,
+            "kvcache_start_index": np.asarray(starts, np.int32),
+            **self.caches,
+        }
+        for layer in range(self.config.deepstack_layers):  # without images
+            bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
+        shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
+        config = replace(self.config, feature_layers=feature_layers)
+        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(config, shape)).run()
+        return bindings
+
+    def logits(self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None) -> np.ndarray:
+        """Logits [B, T, V] of every token."""
+        return self.run(token_ids, starts, key_range)["logits"]

@@ -1,0 +1,137 @@
+"""How much the outputs of quantized layers differ from those of the dense ones, on texts not used for calibration.
+
+Usage: python -m tools.bench.quantization_error [--model DIR] [--bits 4] [--group-size 64] [--calibration FILE]
+
+The shipped model by default, on conversations of its evaluation. For each linear layer with weight W and the held-out
+inputs x that it has in the dense model: |x (W' - W)^T| / |x W^T|, and for each layer of the model the same of what it
+adds to the residual stream; means over all of them, for plain rounding to nearest (as compressed-tensors has it: a
+scale of 2 max|w| / (2^b - 1), with zero points (max - min) / (2^b - 1)), for the search of the clipping, and with
+scaled columns.
+"""
+
+import argparse
+import random
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.commands.quantize import default_texts, load_texts, token_pieces
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.layers import linears, scale_layer
+from edgellm.engines.quantization.rounding import CLIPPING, quantize_rows
+from edgellm.engines.quantization.scaling import foldings, search_scales
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.text.tokenizer import Tokenizer
+from tools.demo_model.evaluate import evaluation_items
+
+SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"
+HELD_OUT_SEED = 7
+
+
+def main() -> None:
+    """Print a table for either symmetry."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=SHIPPED)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=64, help="0: a scale for each row")
+    parser.add_argument("--calibration", type=Path)
+    arguments = parser.parse_args()
+    group, tokenizer = arguments.group_size or None, Tokenizer.from_directory(arguments.model)
+    entries = load_texts(arguments.calibration) if arguments.calibration else default_texts()
+    codes: Codes = "int4" if arguments.bits == 4 else "int8"
+    for zeros in (False, True):
+        with Checkpoint.open(arguments.model) as checkpoint:
+            config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+            format = WeightFormat(codes, group, zeros, checkpoint.dtype or "float16")
+            texts, held_out = token_pieces(tokenizer, entries), held_out_texts(tokenizer)
+            calibration = CalibrationRows(config, checkpoint, texts, group)
+            unseen = CalibrationRows(config, checkpoint, held_out, group)
+            errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+            for index in range(config.num_layers):
+                program = layer_program(config, index, 1)
+                weights = load_numpy_weights(checkpoint, list(program.weights.values()))
+                compare_layer(index, program, weights, (calibration, unseen), format, errors)
+        print(f"{'zero points' if zeros else 'symmetric'}, {calibration.count} tokens read, {unseen.count} held out")
+        for (kind, way), found in errors.items():
+            share = np.mean(found) / np.mean(errors[kind, "plain"])
+            print(f"  {kind:<14}{way:<10}{np.mean(found):8.4f}{share:8.3f}", flush=True)
+
+
+def held_out_texts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Conversations of the shipped model's evaluation, with the right answers."""
+    items = evaluation_items(HELD_OUT_SEED, 1)
+    random.Random(HELD_OUT_SEED).shuffle(items)
+    answered = [[*item["messages"], {"role": "assistant", "content": item["accepted"][0]}] for item in items[:40]]
+    return [tokenizer.encode_chat(messages, add_generation_prompt=False) for messages in answered]
+
+
+def compare_layer(
+    index: int,
+    program: Program,
+    weights: dict[str, np.ndarray],
+    rows: tuple[CalibrationRows, CalibrationRows],
+    format: WeightFormat,
+    errors: dict[tuple[str, str], list[float]],
+) -> None:
+    """Add the errors of a layer to `errors`, by the kind of layer and the way of quantizing; pass the layer."""
+    calibration, unseen = rows
+    before = list(unseen.texts)
+    seen, inputs = calibration.observe_layer(index, weights), unseen.observe_layer(index, weights)
+    after = list(unseen.texts)
+    plain = (1.0,) if format.zeros else (((1 << format.bits - 1) - 1) * 2 / ((1 << format.bits) - 1),)
+    for linear in linears(program):
+        weight, statistics = weights[linear.weight.name], seen[linear.name]
+        ones = np.ones(weight.shape[1], np.float32)
+        scales = search_scales(weight, statistics, format) if linear.name in foldings(program.steps) else ones
+        ways = {
+            "plain": (ones, None, plain),
+            "clipping": (ones, statistics.factors, CLIPPING),
+            "awq": (scales, statistics.scaled_factors(scales), CLIPPING),
+        }
+        outputs = np.linalg.norm(inputs[linear.name].sample @ weight.T)
+        for way, (own, factors, clipping) in ways.items():
+            values = quantize_rows(weight * own, format, factors, clipping).values() / own
+            error = float(np.linalg.norm(inputs[linear.name].sample @ (values - weight).T) / outputs)
+            for kind in ("all linears", linear.name.rpartition(".")[2]):
+                errors[kind, way].append(error)
+    added = [out - start for start, out in zip(before, after, strict=True)]
+    dtypes = dict.fromkeys(weights, "float32")
+    for way in ("plain", "clipping", "awq"):
+        own = {name: weight.copy() for name, weight in weights.items()}
+        factors = {name: each.factors for name, each in seen.items()}
+        if way == "awq":
+            factors = scale_layer(program, own, seen, format, dtypes)
+        taken = ({}, plain) if way == "plain" else (factors, CLIPPING)
+        quantized = quantized_layer(program, own, taken[0], format, taken[1])
+        unseen.texts = list(before)
+        unseen.pass_layer(index, quantized)
+        difference = [found - out for found, out in zip(list(unseen.texts), after, strict=True)]
+        sizes = [np.linalg.norm(np.concatenate(each)) for each in (difference, added)]
+        errors["whole layers", way].append(float(sizes[0] / sizes[1]))
+    unseen.texts = after
+
+
+def quantized_layer(
+    program: Program,
+    weights: Mapping[str, np.ndarray],
+    factors: Mapping[str, np.ndarray],
+    format: WeightFormat,
+    clipping: tuple[float, ...],
+) -> dict[str, np.ndarray]:
+    """The layer's weights, those of linear layers as they are quantized."""
+    return dict(weights) | {
+        linear.weight.name: quantize_rows(
+            weights[linear.weight.name], format, factors.get(linear.name), clipping
+        ).values()
+        for linear in linears(program)
+    }
+
+
+if __name__ == "__main__":
+    main()
