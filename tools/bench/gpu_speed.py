@@ -37,15 +37,15 @@ from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
 from random_model import SHAPES, loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import KV_CACHES, DecoderConfig, EngineLimits
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 CAPACITY = 1024
 PROMPT_TOKENS = 500
 REPEATS = 200
-#: Where the loops of all shapes begin, and their steps.
-LOOP_TOKENS, LOOP_STEPS = 128, 100
+#: Steps of the loops of all shapes, and where they begin unless it is asked otherwise.
+LOOP_STEPS, LOOP_TOKENS = 100, 128
 
 
 def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
@@ -139,20 +139,22 @@ def first_token_seconds(engine_directory: Path) -> float:
     return seconds
 
 
-def measure_loop(work: Path, shape: str) -> dict[str, Any]:
-    """The decode loop of one model from LOOP_TOKENS on, with the host reading each token while the next step runs."""
-    directory = shape_directory(work, shape, EngineLimits(1, 16, CAPACITY))
+def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str) -> dict[str, Any]:
+    """The decode loop of one model behind so many tokens, with the host reading each token while the next step runs."""
+    limits = EngineLimits(1, 16, max(CAPACITY, tokens + 2 * LOOP_STEPS), kv_cache=kv_cache)
+    directory = shape_directory(work, shape, limits)
     with random_runner(directory) as runner:
-        spans = [loop_milliseconds(runner, LOOP_TOKENS, LOOP_STEPS) for _ in range(6)][1:]
+        spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
         decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
     nbytes, span = weight_bytes(directory.config, decode, directory.dtype), statistics.median(spans)
     found = {"executor": executor_name(engine), "loop_ms": span, "weight_bytes": nbytes}
     return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
 
 
-def measure_prefill(work: Path, shape: str, prompts: list[int]) -> dict[str, Any]:
+def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str) -> dict[str, Any]:
     """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
-    directory, found = shape_directory(work, shape, EngineLimits(1, 2048, max(prompts) + 64)), dict[str, Any]()
+    limits, found = EngineLimits(1, 2048, max(prompts) + 64, kv_cache=kv_cache), dict[str, Any]()
+    directory = shape_directory(work, shape, limits)
     config = directory.config
     with random_runner(directory) as runner:
         for count in prompts:
@@ -203,24 +205,30 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", type=one_of("step", "loops", "prefill"), default=["step"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
+    parser.add_argument("--loop-tokens", type=int, default=LOOP_TOKENS, help="behind which the loops begin")
+    parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute", help="of loops and prompts")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
     arguments = parse(parser)
     with_torch = not arguments.without_torch and measured_as() is None
-    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict()}
+    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict(), "kv_cache": arguments.kv_cache}
     if "step" in arguments.sections:
         results |= measure_all_of_one(arguments.work, with_torch)
     if "loops" in arguments.sections:
         results["loops"] = {}
         for shape in arguments.shapes:
-            found = results["loops"][shape] = measure_loop(arguments.work, shape)
+            found = results["loops"][shape] = measure_loop(
+                arguments.work, shape, arguments.loop_tokens, arguments.kv_cache
+            )
             share = f"{found['read_share']:.1%} of {device_limits().read_gb_per_s:.0f} GB/s"
             print(f"{shape}: {found['loop_ms']:.4f} ms a token, {share}, {found['executor']}", flush=True)
     if "prefill" in arguments.sections:
         results["prefill"] = {}
         for shape in arguments.shapes:
-            found = results["prefill"][shape] = measure_prefill(arguments.work, shape, arguments.prompts)
+            found = results["prefill"][shape] = measure_prefill(
+                arguments.work, shape, arguments.prompts, arguments.kv_cache
+            )
             if with_torch:
                 counts = [str(count) for count in arguments.prompts]
                 found["torch_compile_ms"] = torch_yardstick("prefill", json.dumps(SHAPES[shape]), *counts)

@@ -183,8 +183,8 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
 
 def shape_directory(folder: Path, shape: str, limits: EngineLimits) -> EngineDirectory:
     """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
-    name = f"{shape}-{limits.prefill_chunk}-{limits.kv_capacity}{'-eagle' if limits.has_draft else ''}"
-    return random_directory(folder / name, decoder_config(SHAPES[shape]), limits)
+    parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, "eagle" if limits.has_draft else "plain"
+    return random_directory(folder / "-".join(map(str, parts)), decoder_config(SHAPES[shape]), limits)
 
 
 def _backend(kind: str, directory: EngineDirectory) -> Any:
