@@ -211,8 +211,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
     arguments = parse(parser)
+    kv_cache = arguments.kv_cache
     with_torch = not arguments.without_torch and measured_as() is None
-    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict(), "kv_cache": arguments.kv_cache}
+    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict(), "kv_cache": kv_cache}
     if "step" in arguments.sections:
         results |= measure_all_of_one(arguments.work, with_torch)
     if "loops" in arguments.sections:
