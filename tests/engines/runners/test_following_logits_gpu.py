@@ -17,7 +17,7 @@ from edgellm.llm import SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 
-TEXT = "The red cup is to the left of the blue block. I can pick it up and put it next to the ball. " * 6
+TEXT = "The red cup is to the left of the blue block. I can pick it up and put it next to the ball. " * 12
 
 
 @pytest.fixture(scope="module", params=["float16", "bfloat16"])
