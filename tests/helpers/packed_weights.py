@@ -17,6 +17,8 @@ def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray
     if dtype == "float16":
         rounded = values.astype(np.float16)
         return rounded, rounded.astype(np.float32)
+    if dtype == "float32":
+        return values, values
     bits = bfloat16_bits(values)
     return bits, (bits.astype(np.uint32) << 16).view(np.float32)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from packed_weights import random_packed
 
 from edgellm.engines.backends.executors import planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
@@ -22,6 +25,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP = replace(LLAMA, num_layers=8)
@@ -67,10 +71,10 @@ class _Float32SplitEngine(SplitEngine):
         return "float32" if kind == "compute" else kind
 
 
-def numpy_split_engine(program: Program) -> tuple[SplitEngine, dict[int, NumpySegment]]:
+def numpy_split_engine(program: Program, packed: Collection[str] = ()) -> tuple[SplitEngine, dict[int, NumpySegment]]:
     """The engine on NumPy, and those of its segments."""
     engines = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
-    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32"), engines
+    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed), engines
 
 
 def attach(engine: SplitEngine | KernelEngine) -> None:
@@ -136,6 +140,39 @@ def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
     for name in (*program.outputs, *program.states):  # a value between two steps may have become either
         atol = 1.0 if expected[name].dtype == np.int8 else 0.01
         np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_slots": 2, "lora_rank": 8}], ids=["", "adapters"])
+@pytest.mark.parametrize("kept_dense", ["none", "embed|layers.3.mlp", "layers.[0-6].self_attn"])
+def test_packed_weights_give_what_their_values_do(kept_dense: str, lora: dict[str, int]) -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96, **lora))
+    arrays, packed = random_arrays(program, 13), dict[str, PackedWeight]()
+    for name, spec in program.weights.items():
+        if len(spec.shape) == 2 and not re.search(kept_dense, name):
+            packed[name] = random_packed(*spec.shape, 32, True, "float32", seed=len(packed))
+            arrays[name] = packed[name].values()
+    assert len(packed) > 10
+    found, expected = ({name: array.copy() for name, array in arrays.items()} for _ in range(2))
+    for weights, bound in (({}, expected), (packed, found)):
+        engine, _ = numpy_split_engine(program, weights)
+        attach(engine)
+        engine.bind(bound_to(bound, program) | weights)
+        for _ in range(2):
+            bound["logits"].fill(np.nan)
+            engine.enqueue()
+    for name in (*program.outputs, *program.states):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_scratch_has_the_dense_weights_of_one_segment() -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96))
+    layer = [name for name in program.weights if "layers.4." in name and len(program.weights[name].shape) == 2]
+    every = [name for name in program.weights if ".layers." in name and len(program.weights[name].shape) == 2]
+    dense, one, all_layers = (numpy_split_engine(program, names)[0].scratch_bytes for names in ((), layer, every))
+    between = [name for name in layer if "qkv" not in name]  # the layer's q, k and v are of the segment before
+    largest = sum(4 * math.prod(program.weights[name].shape) for name in layer)
+    assert one == dense + sum(4 * math.prod(program.weights[name].shape) for name in between)
+    assert all_layers == dense + largest
 
 
 def test_applies_adapters() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, from_bits, random_model, relative, rounded, to_bits
+from packed_weights import packed_copy, random_packed
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt
@@ -25,6 +27,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +45,14 @@ MODELS: dict[str, DecoderConfig] = {
 class OnDevice:
     """A split engine, bound to copies of arrays."""
 
-    def __init__(self, gpu: Any, config: DecoderConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        gpu: Any,
+        config: DecoderConfig,
+        shape: EngineShape,
+        arrays: dict[str, np.ndarray],
+        packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+    ) -> None:
         self.gpu, self.dtype, self.bound = gpu, "float16", {}
         library = load_tensorrt()
         cache = SimpleNamespace(attach=lambda configuration: None)
@@ -51,11 +61,14 @@ class OnDevice:
         for part in segment_shapes(program):
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
-        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype)
+        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype, packed)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)
+        gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN: nothing unwritten is read
         for name, (size, kind) in program.edge.items():
-            if name in arrays and name != "attention_mask":
+            if name in packed:
+                self.bound[name] = packed_copy(gpu, packed[name])
+            elif name in arrays and name != "attention_mask":
                 self.bound[name] = gpu.empty(size, self.dtype if kind == "compute" else kind)
                 gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
             elif not name.startswith("present_"):
@@ -81,6 +94,28 @@ def test_a_chunk_is_what_operations_compute(gpu: Any, name: str) -> None:
     names = ["logits", f"k_cache_{config.num_layers - 1}", f"v_cache_{config.num_layers - 1}"]
     for key in names + ["hidden_states"] * bool(config.feature_layers):
         assert relative(found.values(key), expected[key]) < 2 * TOLERANCE["float16"], key
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_slots": 2, "lora_rank": 8}], ids=["", "adapters"])
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (64, False), (None, False)])
+def test_packed_weights_give_the_bits_of_their_values(
+    gpu: Any, group: int | None, zeros: bool, lora: dict[str, int]
+) -> None:
+    shape = EngineShape("prefill", 1, 80, 160, 160, **lora)
+    arrays = rounded(random_model(DEEP, 1, 160, [13], (None, *range(79))), "float16")
+    arrays["last_token_ids"] = np.array([[79]], np.int32)
+    packed = {}
+    for name, spec in model_program(DEEP, shape).weights.items():
+        if len(spec.shape) == 2 and "layers.3.mlp" not in name:
+            packed[name] = random_packed(*spec.shape, group, zeros, "float16", 0.02, seed=len(packed))
+            arrays[name] = packed[name].values()
+    dense, found = OnDevice(gpu, DEEP, shape, arrays), OnDevice(gpu, DEEP, shape, arrays, packed)
+    for name in ("logits", f"k_cache_{DEEP.num_layers - 1}"):
+        assert np.isfinite(dense.values(name)).all()
+        np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
+    first = found.values("logits")
+    found.engine.enqueue()
+    np.testing.assert_array_equal(found.values("logits"), first)
 
 
 def test_a_chunk_repeats_its_bits(gpu: Any) -> None:
