@@ -2,7 +2,8 @@
 
 A token sees the rows before its own, and itself: there is no mask to read. A program is cut at its attention
 (`segments.py`); equal segments share an engine, whose weights are bound anew for each layer. TensorRT multiplies dense
-weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share.
+weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share. Kernels
+take packed ones as they are: theirs is what stands behind the last attention, where few rows are selected.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
@@ -27,6 +29,8 @@ class SegmentEngine(Protocol):
     """What runs a segment, bound and attached as any other engine is."""
 
     scratch_bytes: int
+    #: whether it multiplies packed weights as they are
+    takes_packed: bool
 
     def attach(self, device: Any, scratch: Any) -> None:
         """Use `scratch` and the device's stream."""
@@ -118,11 +122,9 @@ class SplitEngine:
         end = begin
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             offset = begin
-            for name, spec in segment.program.weights.items():
-                whole = segment.name_in_whole(name)
-                if whole in self._packed:
-                    wiring[name] = f"{whole} (dense)"
-                    offset = self._add(wiring[name], spec.shape, self._dtype, offset)
+            for name, whole in self._packed_of(segment):
+                wiring[name] = f"{whole} (dense)"
+                offset = self._add(wiring[name], segment.program.weights[name].shape, self._dtype, offset)
             end = max(end, offset)
         return end
 
@@ -146,6 +148,12 @@ class SplitEngine:
         for engine in self._engines.values():
             engine.attach(device, scratch[self._own_bytes :])
         self._steps = []
+
+    def load_kernels(self) -> None:
+        """See `KernelEngine.load_kernels`: those of the segments that run on kernels."""
+        for engine in self._engines.values():
+            if isinstance(engine, KernelEngine):
+                engine.load_kernels()
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
@@ -188,12 +196,18 @@ class SplitEngine:
     def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
         """What makes a segment's dense weights: the one that is read first comes last, and is still in the cache."""
         launches: list[Launchable] = []
-        for name in reversed(segment.program.weights):
-            whole = segment.name_in_whole(name)
-            if whole in self._packed:
-                values = self._scratch[wiring[name]]
-                launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
+        for name, whole in reversed(self._packed_of(segment)):
+            values = self._scratch[wiring[name]]
+            launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
         return launches
+
+    def _packed_of(self, segment: Segment) -> list[tuple[str, str]]:
+        """The weights of a segment that its engine takes dense alone, and are bound packed: their names there, and in
+        the whole."""
+        if self._engines[segment.number].takes_packed:
+            return []
+        names = [(name, segment.name_in_whole(name)) for name in segment.program.weights]
+        return [(name, whole) for name, whole in names if whole in self._packed]
 
     def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
         """Those of one layer's attention."""

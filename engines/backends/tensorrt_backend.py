@@ -150,8 +150,9 @@ class TensorRTBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
         if executor is None:
-            name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
-            logger.info("%s runs on %s: %s", shape.name, name, reason)
+            if shape.segment is None:
+                name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
+                logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
 
@@ -163,7 +164,8 @@ class TensorRTBackend(CudaDevice):
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
         for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
-        engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
+        parts = segment_shapes(program)
+        engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         return SplitEngine(kernels, program, engines, dtype)
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
@@ -220,7 +222,7 @@ class TensorRTBackend(CudaDevice):
 
     def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
-        if isinstance(engine, KernelEngine):
+        if not isinstance(engine, TensorRTEngine):
             engine.load_kernels()
 
     def close(self) -> None:

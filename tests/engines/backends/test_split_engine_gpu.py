@@ -10,9 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, from_bits, random_model, relative, rounded, to_bits
+from decode_models import (
+    FAMILIES,
+    LLAMA,
+    SCALED,
+    TOLERANCE,
+    from_bits,
+    random_adapters,
+    random_model,
+    relative,
+    rounded,
+    step_kernels,
+    to_bits,
+)
 from packed_weights import packed_copy, random_packed
 
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
@@ -43,7 +57,7 @@ MODELS: dict[str, DecoderConfig] = {
 
 
 class OnDevice:
-    """A split engine, bound to copies of arrays."""
+    """A split engine, bound to copies of arrays; without `kernels` all its segments are TensorRT's."""
 
     def __init__(
         self,
@@ -52,13 +66,19 @@ class OnDevice:
         shape: EngineShape,
         arrays: dict[str, np.ndarray],
         packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+        kernels: bool = True,
     ) -> None:
         self.gpu, self.dtype, self.bound = gpu, "float16", {}
         library = load_tensorrt()
         cache = SimpleNamespace(attach=lambda configuration: None)
         runtime = library.module.Runtime(library.module.Logger())
         program, engines = model_program(config, shape), {}
+        limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
         for part in segment_shapes(program):
+            executor = kernel_executor(config, part, self.dtype, limit)[0] if kernels else None
+            if executor is not None:
+                engines[part.segment] = KernelEngine(own, executor, config, part, self.dtype, limit)
+                continue
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
         self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype, packed)
@@ -103,13 +123,15 @@ def test_packed_weights_give_the_bits_of_their_values(
 ) -> None:
     shape = EngineShape("prefill", 1, 80, 160, 160, **lora)
     arrays = rounded(random_model(DEEP, 1, 160, [13], (None, *range(79))), "float16")
-    arrays["last_token_ids"] = np.array([[79]], np.int32)
+    arrays["last_token_ids"] = np.array([[77]], np.int32)
     packed = {}
     for name, spec in model_program(DEEP, shape).weights.items():
         if len(spec.shape) == 2 and "layers.3.mlp" not in name:
             packed[name] = random_packed(*spec.shape, group, zeros, "float16", 0.02, seed=len(packed))
             arrays[name] = packed[name].values()
-    dense, found = OnDevice(gpu, DEEP, shape, arrays), OnDevice(gpu, DEEP, shape, arrays, packed)
+    if lora:
+        arrays |= rounded(random_adapters(DEEP, [1], 2, 8), "float16")
+    dense, found = (OnDevice(gpu, DEEP, shape, arrays, each, kernels=not lora) for each in ({}, packed))
     for name in ("logits", f"k_cache_{DEEP.num_layers - 1}"):
         assert np.isfinite(dense.values(name)).all()
         np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
