@@ -186,12 +186,15 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
     packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
     time_dequantizing(bench, name, [packed[key] for key in layers])
     for rows in KERNEL_ROWS:
-        engines = [kernel_engine(bench, config, rows)] * 2
+        engines: list[Any] = [kernel_engine(bench, config, EngineShape("prefill", 1, rows, KV_ROWS, KV_ROWS))] * 2
         time_steps(bench, f"{name} {rows} tokens by kernels", engines, (weights, packed), 0)
     for chunk in chunks:
         shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
         program = model_program(config, shape)
-        parts = {part.segment: segment_engine(bench, config, part, wide=True) for part in segment_shapes(program)}
+        parts = {
+            part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
+            for part in segment_shapes(program)
+        }
         engines = [SplitEngine(bench.prefill, program, parts, "float16", names) for names in ((), layers)]
         for start in (0, chunk):
             time_steps(bench, f"{name} {chunk} tokens behind {start}", engines, (weights, packed), start)
@@ -219,13 +222,14 @@ def report_dequantizing(
     bench.report(label, us=1000 * span, gb_per_s=moved * beside / len(launches) / span / 1e6)
 
 
-def kernel_engine(bench: Bench, config: DecoderConfig, rows: int) -> KernelEngine:
-    """That of a step of few tokens."""
-    shape, limit = EngineShape("prefill", 1, rows, KV_ROWS, KV_ROWS), bench.module.shared_limit
-    executor = kernel_executor(config, shape, "float16", limit, capacity_of(bench.module))[0]
-    few = CudaDecodeKernels(bench.module, "float16", config.head_dim)
-    kernels = StepKernels(few, CudaTiledKernels(bench.module, "float16"), capacity_of(bench.module))
-    return KernelEngine(kernels, executor, config, shape, "float16", limit)
+def kernel_engine(bench: Bench, config: DecoderConfig, shape: EngineShape) -> KernelEngine | None:
+    """That of a step of few tokens, or a segment of few rows."""
+    limit, gpu = bench.module.shared_limit, capacity_of(bench.module)
+    executor = kernel_executor(config, shape, "float16", limit, gpu)[0]
+    if executor is None:
+        return None
+    few, many = CudaDecodeKernels(bench.module, "float16", config.head_dim), CudaTiledKernels(bench.module, "float16")
+    return KernelEngine(StepKernels(few, many, gpu), executor, config, shape, "float16", limit)
 
 
 def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
