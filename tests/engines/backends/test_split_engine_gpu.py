@@ -23,6 +23,8 @@ from decode_models import (
     step_kernels,
     to_bits,
 )
+from gpu_device import device_copy
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import packed_copy, random_packed
 
 from edgellm.engines.backends.executors import kernel_executor
@@ -41,6 +43,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -138,6 +141,44 @@ def test_packed_weights_give_the_bits_of_their_values(
     first = found.values("logits")
     found.engine.enqueue()
     np.testing.assert_array_equal(found.values("logits"), first)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
+    """Behind the last attention, over dense and over packed weights."""
+    config, shape = (
+        replace(LLAMA, vocab_size=200),
+        EngineShape("prefill", batch, 80, 160, 160, segment=LLAMA.num_layers),
+    )
+    program, limit = model_program(config, shape), gpu.kernel_module.shared_limit
+    executor, _ = kernel_executor(config, shape, "float16", limit)
+    assert executor is not None
+    random, host, packed = np.random.default_rng(3), dict[str, np.ndarray](), dict[str, PackedMatrix]()
+    for name, (size, kind) in program.edge.items():
+        values = random.standard_normal(size, np.float32)
+        host[name] = values if kind == "float32" else rounded({name: values}, "float16")[name]
+        if len(size) == 2 and name in program.weights:
+            weight = random_packed(*size, 32, True, "float16", 0.02, seed=len(packed))
+            host[name], packed[name] = weight.values(), packed_copy(gpu, weight)
+    host["last_token_ids"] = random.integers(0, 80, (batch, 1)).astype(np.int32)
+    twin = numpy_kernel_engine(config, shape, executor)
+    twin.bind(host)
+    twin.attach(NumpyKernelDevice(), np.full(twin.scratch_bytes, 0xFF, np.uint8))
+    twin.enqueue()
+    arrays = {}
+    for name, (_, kind) in program.edge.items():
+        arrays[name] = device_copy(gpu, to_bits(host[name], "float16") if kind == "compute" else host[name])
+    kernels = step_kernels(gpu.kernel_module, "float16", config.head_dim)
+    engine, found = KernelEngine(kernels, executor, config, shape, "float16", limit), []
+    scratch = gpu.empty((engine.scratch_bytes,), "uint8")
+    engine.attach(gpu, scratch)
+    for weights in ({}, packed):
+        gpu.upload(arrays["logits"], np.full((batch, 1, 200), np.nan, np.float32))
+        engine.bind(arrays | weights)
+        engine.enqueue()
+        found.append(gpu.download(arrays["logits"]))
+    assert relative(found[0], host["logits"]) < TOLERANCE["float16"]
+    np.testing.assert_array_equal(found[1], found[0])
 
 
 def test_a_chunk_repeats_its_bits(gpu: Any) -> None:
