@@ -7,8 +7,8 @@ Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, wit
 `packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
 count what causal attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights
 and to enqueue its engine. `packed`: dequantizing weights of 4 bits, and whole chunks over dense and over packed weights
-by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows. Whole prompts:
-`gpu_speed.py prefill`.
+by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows; and how far their
+logits are apart. Whole prompts: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
     """Dequantizing a layer, then whole steps over dense weights and over packed ones."""
     program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
     weights = {key: bench.random(spec.shape) for key, spec in program.weights.items()}
+    for array in (array for array in weights.values() if len(array.shape) == 1):
+        bench.device.upload(array, np.ones(array.shape, np.float16))
     layers = {key: spec.shape for key, spec in program.weights.items() if ".layers." in key and len(spec.shape) == 2}
     packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
     time_dequantizing(bench, name, [packed[key] for key in layers])
@@ -198,6 +200,45 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
         engines = [SplitEngine(bench.prefill, program, parts, "float16", names) for names in ((), layers)]
         for start in (0, chunk):
             time_steps(bench, f"{name} {chunk} tokens behind {start}", engines, (weights, packed), start)
+        by_kernels = kernel_engine(bench, config, EngineShape("prefill", 1, KERNEL_ROWS[-1], KV_ROWS, KV_ROWS))
+        compare_logits(bench, f"{name} logits behind {chunk} tokens", engines[1], by_kernels, packed)
+
+
+def compare_logits(bench: Bench, label: str, whole: Any, parts: Any, weights: dict[str, Any]) -> None:
+    """How far the logits behind a chunk are from those of the same tokens by kernels, a few at a time: the weights are
+    the same, the order of sums is not."""
+    config, (count, few), found = SHAPES[label.split()[0]], (whole.shape.tokens, parts.shape.tokens), []
+    rows = {
+        "inputs_embeds": bench.random((1, count, config.hidden_size)),
+        "rope_rotary_cos_sin": bench.random((1, count, config.rotary_dim)),
+    }
+    for engine, size in ((whole, count), (parts, few)):
+        arrays = edge_arrays(bench, config, engine.shape)
+        scratch = bench.device.zeros((engine.scratch_bytes,), "uint8")
+        engine.attach(bench.device, scratch)
+        bench.device.upload(arrays["last_token_ids"], np.array([[size - 1]], np.int32))
+        for first in range(0, count, size):
+            place_tokens(bench, arrays, engine.shape, first)
+            own = {key: array.reshape(count, -1)[first : first + size] for key, array in rows.items()}
+            engine.bind(arrays | weights | {key: part.reshape(1, size, -1) for key, part in own.items()})
+            engine.enqueue()
+        found.append(bench.device.download(arrays["logits"]))
+    difference = float(np.abs(found[0] - found[1]).max())
+    bench.report(label, largest_difference=difference, deviation=float(found[1].std()))
+
+
+def edge_arrays(bench: Bench, config: DecoderConfig, shape: EngineShape) -> dict[str, DeviceArray]:
+    """What an engine is bound to beside weights, random."""
+    program = model_program(config, shape)
+    kinds = {key: (size, "float16" if kind == "compute" else kind) for key, (size, kind) in program.edge.items()}
+    arrays = {key: bench.random(*kind) for key, kind in kinds.items() if key not in program.weights}
+    return arrays | {f"present_{key}": arrays[key] for key in program.states}
+
+
+def place_tokens(bench: Bench, arrays: dict[str, DeviceArray], shape: EngineShape, start: int) -> None:
+    """A step's tokens behind `start` rows."""
+    bench.device.upload(arrays["kvcache_start_index"], np.array([start], np.int32))
+    bench.device.upload(arrays["attention_mask"], np.tri(shape.tokens, KV_ROWS, start, dtype=bool)[None, None])
 
 
 def time_dequantizing(bench: Bench, name: str, weights: list[PackedMatrix]) -> None:
@@ -234,13 +275,8 @@ def kernel_engine(bench: Bench, config: DecoderConfig, shape: EngineShape) -> Ke
 
 def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
     """The engines of one shape, with dense weights and with packed ones, behind `start` rows; the scratch of each."""
-    device, shape = bench.device, engines[0].shape
-    program = model_program(SHAPES[label.split()[0]], shape)
-    kinds = {key: (size, "float16" if kind == "compute" else kind) for key, (size, kind) in program.edge.items()}
-    arrays = {key: bench.random(*kind) for key, kind in kinds.items() if key not in program.weights}
-    arrays |= {f"present_{key}": arrays[key] for key in program.states}
-    device.upload(arrays["kvcache_start_index"], np.array([start], np.int32))
-    device.upload(arrays["attention_mask"], np.tri(shape.tokens, KV_ROWS, start, dtype=bool)[None, None])
+    device, arrays = bench.device, edge_arrays(bench, SHAPES[label.split()[0]], engines[0].shape)
+    place_tokens(bench, arrays, engines[0].shape, start)
     numbers: dict[str, float] = {}
     for kind, engine, own in zip(("dense", "packed"), engines, weights, strict=True):
         engine.bind(arrays | own)
