@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class PackedTiling:
 
 def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int) -> Kernel:
     """A kernel of packed_linear.cu, whose structure of arguments has so many bytes."""
-    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
+    every = slices_end_every(layout.columns)
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, layout.mode
     chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}"
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),

@@ -215,8 +215,8 @@ class CudaTiledKernels:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
         if linear.adapters is not None or (name == "gate_up" and layout.rows % 16):
             raise KernelError(f"packed layers take no LoRA adapters, and gates in eights, found {layout.rows} rows")
-        if layout.format.dtype != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
+        if layout.compute != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
         tiling = tiling or packed_tilings(batch, layout, self.gpu)[0]
         kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given)
         grid, shared = (
