@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -115,12 +116,35 @@ class DeviceLayout:
         return (np.minimum(columns, self.columns - 1) // (self.format.group or self.columns)).reshape(-1, self.scales)
 
 
+class ArrangedInputs(NamedTuple):
+    """How activations become what a packed weight's columns are multiplied by: column k is element `order[k]` times
+    `scales[k]`, rounded to the compute dtype.
+
+    `order` int32 [K], None: their own; `scales` float32 [K], None: ones. Not both are None.
+    """
+
+    order: OwnArray | None
+    scales: OwnArray | None
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> ArrangedInputs | None:
+        """What a weight says of its inputs, on the host; None where it takes them as they are."""
+        order, scales = weight.order, weight.input_scales
+        if order is None and scales is None:
+            return None
+        return cls(order, scales if order is None or scales is None else scales[order])
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight in the kernels' layout: `data` uint8 of `layout.shape`, in the memory of the device."""
+    """A weight in the kernels' layout: `data` uint8 of `layout.shape`, in the memory of the device.
+
+    `inputs`: its activations are arranged before; the norm before it does so (`CudaDecodeKernels.norm`), or another.
+    """
 
     layout: DeviceLayout
     data: OwnArray
+    inputs: ArrangedInputs | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,8 +168,6 @@ def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
         return f"kernels take groups of multiples of 16 columns and whole rows, not of {format.group}"
     if dtype not in _COMPUTED:
         return f"kernels take packed weights to compute in {' or '.join(_COMPUTED)}, not in {dtype}"
-    if format.permuted or format.scaled:
-        return "kernels take activations in their own order and scale"
     return None
 
 
@@ -168,7 +190,7 @@ def device_layout(weight: PackedWeight, dtype: str | None = None) -> DeviceLayou
         product = "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
     small = small and bool(np.abs(scales).max(initial=0) <= SMALL_SCALE)
-    return DeviceLayout(format, *weight.codes.shape, small, compute, product)
+    return DeviceLayout(format, *weight.shape, small, compute, product)
 
 
 def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[DeviceLayout, np.ndarray]:
@@ -206,7 +228,7 @@ def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
 
 
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
-    """The weight that `to_device_layout` was given."""
+    """The weight that `to_device_layout` was given, without what it says of its inputs."""
     format, (down, along) = layout.format, layout.blocks
     turns, bits, wide = TURNS[format.codes], format.bits, layout.product == "float32"
     words = data[..., : layout.code_bytes].copy().view(np.uint32)

@@ -1,4 +1,4 @@
-"""Linear layers over weights of 4 and 8 bits on the GPU, bit for bit those over the dequantized weights, in every tiling."""
+"""Linear layers over packed weights on the GPU, bit for bit those over the dequantized weights, in every tiling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from gpu_device import device_copy
 from packed_weights import compute_bits, random_packed
 
 from edgellm.kernels.decode import tiled_linear
-from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.contract import LinearWeights, NormedInput
+from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +76,10 @@ def formats() -> list:
     found = [(*each, dtype, dtype, dtype) for dtype in ("float16", "bfloat16") for each in own]
     for dtype in ("float16", "bfloat16"):
         found += [("fp4", 16, False, "bfloat16", "float32", dtype), ("fp8", None, False, "float32", "float32", dtype)]
-    found += [("int4", 128, True, "float16", "float16", "bfloat16"), ("int8", 32, True, "bfloat16", "bfloat16", "float16")]
+    found += [
+        ("int4", 128, True, "float16", "float16", "bfloat16"),
+        ("int8", 32, True, "bfloat16", "bfloat16", "float16"),
+    ]
     return found
 
 
@@ -149,6 +153,42 @@ def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequenc
     kernels.linear_residual(x, linear, residual, own, selected=selected)()
     expected = gpu.download(whole).reshape(sequences, tokens, 200)[np.arange(sequences), chosen[:, 0]]
     np.testing.assert_array_equal(gpu.download(own), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns", "padded"), [(1, 520, 1024), (3, 2048, 2048), (20, 9728, 10240)])
+def test_a_norm_arranges_its_rows(gpu, rows: int, columns: int, padded: int, dtype: str) -> None:
+    kernels, random = CudaDecodeKernels(gpu.kernel_module, dtype, 64), np.random.default_rng(3)
+    order, scales = random.permutation(columns).astype(np.int32), random.uniform(0.5, 2, columns).astype(np.float32)
+    (x, own_x), (_, weight) = normal(gpu, dtype, rows, columns), normal(gpu, dtype, columns)
+    own_order, own_scales = device_copy(gpu, order), device_copy(gpu, scales)
+    plain, output = gpu.empty((rows, padded), dtype), gpu.empty((rows, padded), dtype)
+    kernels.norm(NormedInput(own_x, weight, 1e-5), plain)()
+    normed = compute_values(gpu.download(plain), dtype)
+    for arranged in (
+        ArrangedInputs(own_order, None),
+        ArrangedInputs(None, own_scales),
+        ArrangedInputs(own_order, own_scales),
+    ):
+        kernels.norm(NormedInput(own_x, weight, 1e-5), output, arranged=arranged)()
+        expected = normed.copy()
+        expected[:, :columns] = compute_bits(rearranged(normed[:, :columns], arranged, order, scales), dtype)[1]
+        np.testing.assert_array_equal(compute_values(gpu.download(output), dtype), expected)
+    both = ArrangedInputs(own_order, own_scales)
+    kernels.norm(NormedInput(own_x, None), own_x, arranged=both)()  # where they are
+    expected = compute_bits(rearranged(x, both, order, scales), dtype)[1]
+    np.testing.assert_array_equal(compute_values(gpu.download(own_x), dtype), expected)
+
+
+def rearranged(x: np.ndarray, arranged: ArrangedInputs, order: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """x [R, K] float32 in that order, times these scales, as far as there are such."""
+    x = x if arranged.order is None else x[:, order]
+    return x if arranged.scales is None else x * scales
+
+
+def compute_values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """What arrays of the device hold, as float32."""
+    return bits.astype(np.float32) if dtype == "float16" else (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def test_what_does_not_fit_is_refused(gpu) -> None:
