@@ -115,7 +115,7 @@ def device_layout(weight: PackedWeight) -> DeviceLayout:
     if not np.array_equal(_values(_bits(weight.scales, format.dtype), format.dtype), weight.scales):
         raise KernelError(f"scales are no numbers of {format.dtype}, in which the weight is rounded")
     small = format.dtype == "float16" and not format.zeros and bool(np.abs(weight.scales).max(initial=0) <= SMALL_SCALE)
-    return DeviceLayout(format, *weight.codes.shape, small)
+    return DeviceLayout(format, *weight.shape, small)
 
 
 def to_device_layout(weight: PackedWeight) -> tuple[DeviceLayout, np.ndarray]:
