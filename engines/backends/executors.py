@@ -99,13 +99,22 @@ def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: s
     return limit is not None and split_refusal(config, shape, dtype, limit) is None
 
 
+def served_limits(limits: EngineLimits, packed: bool) -> EngineLimits:
+    """The limits with which a directory is served on a GPU. Of models with `packed` weights prompts go through kernels
+    alone, in chunks of as many rows as these take."""
+    return replace(limits, prefill_chunk=min(limits.prefill_chunk, ManyRows.most_rows)) if packed else limits
+
+
 def planned_shapes(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str, needless: bool = False
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
-    compute. `models` are those of `EngineShape.model`; `needless`: also of shapes that kernels run whole."""
+    compute. `models` are those of `EngineShape.model`, of whose weights none are packed; `needless`: also of shapes
+    that kernels run whole."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
+        if shape.model not in models:
+            continue
         config = models[shape.model]
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue

@@ -40,8 +40,8 @@ class StoredCodes:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A `PackedWeight` whose `codes` are as they are published, of one tensor or of several whose rows follow each other;
-    their columns are those of the file: `order` has yet to be applied to them."""
+    """A `PackedWeight` whose `codes` are as they are published: of one tensor, or of several whose rows follow each
+    other. Their columns are those of the file: `order` has yet to be applied to them."""
 
     format: WeightFormat
     codes: tuple[StoredCodes, ...]

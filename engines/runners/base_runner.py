@@ -80,6 +80,7 @@ class BaseEngineRunner(AdaptedRunner):
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
     ) -> None:
+        limits = backend.served_limits(limits)
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
         if adapters is not None:
@@ -96,7 +97,7 @@ class BaseEngineRunner(AdaptedRunner):
             limits,
             specs,
             backend.compute_dtype,
-            {"masks": mask, "engine scratch": backend.scratch_bytes()},
+            {"masks": mask, "engine scratch": backend.scratch_bytes(), **backend.packed_memory},
             draft,
             adapters is not None,
             vision_memory,
