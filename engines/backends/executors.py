@@ -31,7 +31,7 @@ def kernel_executor(
 
     `capacity` says which is the fastest: by itself an H200 whose blocks have that limit.
 
-    A verify step of more rows than one launch takes runs in passes, each of some of its sequences.
+    A step of more rows than one launch takes runs in passes, each of some of its sequences.
     """
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
