@@ -33,6 +33,7 @@ from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 
 _ALIGNMENT = 256
 
@@ -70,7 +71,7 @@ class KernelEngine:
         self._launches: list[Any] = []
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
-        self._is_whole = True
+        self._is_whole, self._has_kernels = True, False
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -91,13 +92,17 @@ class KernelEngine:
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer = [], []
 
-    def load_kernels(self) -> None:
+    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
-        step waits for it."""
+        step waits for it: once, when all weights of the program are `loaded`, and it is known how they are packed."""
+        if self._has_kernels or self._bound or not self._program.weights.keys() <= loaded.keys():
+            return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        layouts = {name: loaded[name] for name in self._program.weights}
+        self._bound |= {name: PackedMatrix(layout, memory) for name, layout in layouts.items() if layout is not None}
         self._prepare()
-        self._bound = {}
+        self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""

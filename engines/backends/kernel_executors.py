@@ -417,9 +417,9 @@ def scratch_of(program: Program) -> Edge:
 
 
 def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
-    """The slots of each pass, as even as they can be, and its shape: one pass but for large verify steps."""
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large steps of several slots."""
     count = 1
-    if shape.phase == "verify" and shape.tokens <= MAX_TILED_ROWS:
+    if shape.phase != "decode" and shape.tokens <= MAX_TILED_ROWS:
         count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
     ends = [shape.batch * number // count for number in range(count + 1)]
     return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

@@ -18,6 +18,7 @@ from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
 
 _ALIGNMENT = 256
 
@@ -149,11 +150,19 @@ class SplitEngine:
             engine.attach(device, scratch[self._own_bytes :])
         self._steps = []
 
-    def load_kernels(self) -> None:
-        """See `KernelEngine.load_kernels`: those of the segments that run on kernels."""
-        for engine in self._engines.values():
+    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+        """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
+        for segment, wiring in zip(self._segments, self._wiring, strict=True):
+            names = {name: segment.name_in_whole(name) for name in segment.program.weights}
+            engine = self._engines[segment.number]
             if isinstance(engine, KernelEngine):
-                engine.load_kernels()
+                engine.load_kernels({name: loaded[whole] for name, whole in names.items() if whole in loaded})
+            for name, whole in self._packed_of(segment):
+                memory, layout = self._scratch[wiring[name]], loaded.get(whole)
+                if layout is not None:
+                    arranged = layout.format.permuted or layout.format.scaled
+                    inputs = ArrangedInputs(memory, memory) if arranged else None
+                    self._kernels.dequantize(PackedMatrix(layout, memory, inputs), memory, beside=True)
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""

@@ -32,8 +32,9 @@ QUANTIZATION: dict[str, Any] = {
 _DENSE = ("embed_tokens", "lm_head", "visual.", "vision_tower.", "multi_modal_projector.")
 
 
-def write_packed(source: Path, packed: Path, twin: Path) -> tuple[Path, Path]:
-    """Two copies of a checkpoint: its linear layers packed as `QUANTIZATION` says, and dequantized."""
+def write_packed(source: Path, packed: Path, twin: Path, by_rows: str | None = "self_attn") -> tuple[Path, Path]:
+    """Two copies of a checkpoint: its linear layers packed as `QUANTIZATION` says, and dequantized; `by_rows` None: all
+    by 4 bits in groups."""
     for target in (packed, twin):
         shutil.copytree(source, target)
     tensors = load_file(source / MODEL)
@@ -43,12 +44,14 @@ def write_packed(source: Path, packed: Path, twin: Path) -> tuple[Path, Path]:
         if not is_linear:
             stored[name] = dense[name] = values
             continue
-        made, dense[name] = _packed(values.astype(np.float32), "self_attn" in name)
+        made, dense[name] = _packed(values.astype(np.float32), by_rows is not None and by_rows in name)
         stored |= {f"{name}_{ending}": tensor for ending, tensor in made.items()}
     save_file(stored, packed / MODEL)
     save_file(dense, twin / MODEL)
     config = json.loads((source / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    groups = {name: group for name, group in QUANTIZATION["config_groups"].items() if by_rows or name == "groups"}
+    said = QUANTIZATION | {"config_groups": groups}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     return packed, twin
 
 
