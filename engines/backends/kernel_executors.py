@@ -161,7 +161,7 @@ class FewRows:
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
         if linear.is_packed:
-            return self._normed_apart(step, next_early)
+            return self._normed_apart(step, linear, next_early)
         if not self.norms_inside(step):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
@@ -170,10 +170,11 @@ class FewRows:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
-    def _normed_apart(self, step: NormLinear, next_early: bool) -> list[Any]:
+    def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows, which take packed weights of few rows, too."""
-        many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
+        many, output = self._kernels.many, self._array(step.output)
         x, launches = self._together(step, True, next_early, linear.arranged)
+        launches += self._low_products(x, linear)
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -185,7 +186,7 @@ class FewRows:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
         kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
         x = self._array(step.value)
-        launch = kernels.linear_residual(
+        whole = kernels.linear_residual(
             x,
             linear,
             self._array(step.residual),
@@ -194,11 +195,17 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
-        return [*self._arranged(x, linear.arranged), launch]
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear.arranged), whole]
 
     def _arranged(self, x: Array, arranged: ArrangedInputs | None) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
         return [] if arranged is None else [self._kernels.few.norm(NormedInput(x, None), x, arranged=arranged)]
+
+    def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""
+        if not linear.is_packed or linear.adapters is None:
+            return []
+        return [self._kernels.many.low_products(x, linear, *selected)]
 
     def _attention(self, step: Attention) -> Any:
         array = self._array
@@ -291,7 +298,7 @@ class ManyRows(FewRows):
         return super()._shared_bytes(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
-        return self._normed_apart(step, next_early)
+        return self._normed_apart(step, self._weights(step.linear), next_early)
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:

@@ -151,8 +151,8 @@ def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
 
 @pytest.mark.parametrize(
     ("config", "lora"),
-    [(None, {}), (None, {"lora_slots": 2, "lora_rank": 8}), (DEEP, {})],
-    ids=["", "adapters", "kernels behind the last attention"],
+    [(None, {}), (DEEP, {}), (DEEP, {"lora_slots": 2, "lora_rank": 8})],
+    ids=["", "kernels behind the last attention", "adapters"],
 )
 @pytest.mark.parametrize("kept_dense", ["none", "embed|layers.3.mlp", "layers.[0-6].self_attn"])
 def test_packed_weights_give_what_their_values_do(
