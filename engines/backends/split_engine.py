@@ -203,9 +203,9 @@ class SplitEngine:
         return steps
 
     def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
-        """What makes a segment's dense weights: the one that is read first comes last, and is still in the cache."""
+        """What makes a segment's dense weights, all of which may run beside each other."""
         launches: list[Launchable] = []
-        for name, whole in reversed(self._packed_of(segment)):
+        for name, whole in self._packed_of(segment):
             values = self._scratch[wiring[name]]
             launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
         return launches

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
@@ -129,6 +129,7 @@ def build_engine_directory(
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
+    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
