@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from edgellm.commands.descriptions import (
 )
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
-from edgellm.engines.backends.executors import planned_shapes, served_limits
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
@@ -43,7 +43,6 @@ from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
@@ -86,10 +85,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     vision_bytes = None
     if vision is not None:
         vision_bytes = vision_memory(vision.config, limits.image_rows, computed)
-    served = replace(directory, limits=served_limits(limits, bool(layouts)))
-    known = [] if refusal is not None else _known_platforms(served, layouts)
-    platforms = [_platform_facts(served, layouts, platform) for platform in known]
-    described = directory.models, served.limits, directory.dtype
+    known = [] if refusal is not None else _known_platforms(directory, layouts)
+    platforms = [_platform_facts(directory, layouts, platform) for platform in known]
+    described = directory.models, limits, directory.dtype
     capabilities = {platform.compute_capability for platform in known}
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
@@ -102,13 +100,13 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "attention": directory.attention,
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
-        "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
+        "executors": {name: executor_facts(*described, name, layouts) for name in sorted(capabilities)},
         "plans": platforms,
         "packed": packed,
         "gpu_refusal": refusal,
         "memory": plan_memory(
             config,
-            served.limits,
+            limits,
             specs,
             computed,
             packed_memory(directory.models, layouts, directory.dtype),
@@ -169,7 +167,8 @@ def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    shapes = planned_shapes(_dense(directory, packed), directory.limits, directory.dtype, "sm_80", needless=True)
+    described = directory.models, directory.limits, directory.dtype
+    shapes = planned_shapes(*described, "sm_80", needless=True, packed=packed)
     for shape in shapes:  # which are the same for all that have kernels
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
@@ -177,17 +176,12 @@ def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[
     return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
 
 
-def _dense(directory: EngineDirectory, packed: PackedLayouts) -> dict[str, ModelConfig]:
-    """The models without packed weights, of which alone there are plans."""
-    return {model: config for model, config in directory.models.items() if model not in packed}
-
-
 def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: Platform) -> dict[str, Any]:
-    models, limits, dtype = _dense(directory, packed), directory.limits, directory.dtype
-    needed = planned_shapes(models, limits, dtype, platform.compute_capability)
+    described = directory.models, directory.limits, directory.dtype, platform.compute_capability
+    needed = planned_shapes(*described, packed=packed)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
-    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, needless=True):
+    for shape in planned_shapes(*described, needless=True, packed=packed):
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:

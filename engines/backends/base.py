@@ -13,7 +13,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineLimits, EngineShape, WeightSpec
+from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
@@ -138,9 +138,6 @@ class Backend(Protocol):
     ) -> dict[str, Array]:
         """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all. Raises CheckpointError that
         names the tensor and the index of a value that is infinite or NaN."""
-
-    def served_limits(self, limits: EngineLimits) -> EngineLimits:
-        """The limits with which a model is run that was built for `limits`."""
 
     @property
     def packed_memory(self) -> Mapping[str, int]:

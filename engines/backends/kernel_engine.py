@@ -1,4 +1,5 @@
-"""Engines of hand-written kernels: decode, verify and draft steps, and short prefills, as launches prepared once.
+"""Engines of hand-written kernels: decode, verify and draft steps, short prefills and the segments of long ones that
+have few rows, as launches prepared once.
 
 They stand behind the same edge as TensorRT's engines and write the same KV rows, so that all share caches and weights.
 Each new token sees the committed rows, itself, and in steps of several tokens the new ones that `attention_mask` lets
@@ -20,7 +21,14 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_executors import Executor, StepKernels, adapter_words, passes, scratch_of
+from edgellm.engines.backends.kernel_executors import (
+    Executor,
+    StepKernels,
+    adapter_words,
+    most_rows,
+    passes,
+    scratch_of,
+)
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
@@ -35,6 +43,8 @@ class KernelEngine:
 
     Not thread-safe: enqueue from the thread that owns the stream.
     """
+
+    takes_packed = True
 
     def __init__(
         self,
@@ -74,9 +84,9 @@ class KernelEngine:
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
-            rows = program.shape.batch * program.shape.tokens
-            # Not in the shared scratch: the counters must be zero between steps.
-            arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
+            if program.attentions:  # not in the shared scratch: the counters must be zero between steps
+                most = max(step.heads[1] for step in program.attentions)
+                arrays["counters"] = device.zeros((most_rows(program), most), "uint32")
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
@@ -96,8 +106,10 @@ class KernelEngine:
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
-        self._launches, self._launches_by_layer = [], []
-        self._bound |= checked_bindings(self.shape, self._tensors, bindings)
+        fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
+        if fresh:
+            self._launches, self._launches_by_layer = [], []
+            self._bound |= checked_bindings(self.shape, self._tensors, fresh)
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
@@ -146,7 +158,7 @@ class KernelEngine:
             executor = self.executor(self._kernels, program, arrays, lows, self._shared_limit)
             # A layer begins with the step before its attention.
             starts = {n - 1: step.index for n, step in enumerate(program.steps) if isinstance(step, Attention)}
-            first = min(starts)
+            first = min(starts, default=None)
             for number, step in enumerate(program.steps):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]

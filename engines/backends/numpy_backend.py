@@ -19,7 +19,7 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
 from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
@@ -173,10 +173,6 @@ class NumpyBackend:
     ) -> dict[str, np.ndarray]:
         """All weights as float32."""
         return load_numpy_weights(checkpoint, specs, progress)
-
-    def served_limits(self, limits: EngineLimits) -> EngineLimits:
-        """All of them."""
-        return limits
 
     @property
     def packed_memory(self) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, served_limits, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
@@ -24,7 +24,7 @@ from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_part
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.model.config import DraftConfig, EngineLimits, EngineShape, WeightSpec
+from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -144,7 +144,7 @@ class TensorRTBackend(CudaDevice):
         packed = {name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix)}
         self._loaded |= dict.fromkeys(weights) | packed
         for engine in self._engines:
-            if isinstance(engine, KernelEngine):
+            if not isinstance(engine, TensorRTEngine):
                 engine.load_kernels(self._loaded)
 
     def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
@@ -156,10 +156,6 @@ class TensorRTBackend(CudaDevice):
         for number, tensor in enumerate(tensors.values()):
             self.kernels.first_not_finite(tensor, found[number : number + 1])
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
-
-    def served_limits(self, limits: EngineLimits) -> EngineLimits:
-        """Prompts of a model with packed weights in chunks of the rows that kernels take."""
-        return served_limits(limits, bool(self._packed))
 
     @property
     def packed_memory(self) -> Mapping[str, int]:
@@ -188,14 +184,10 @@ class TensorRTBackend(CudaDevice):
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
-        if executor is None and shape.model in self._packed:
-            raise EngineError(
-                f"{shape.name} cannot run on this GPU with packed weights, of which no TensorRT engine is built: "
-                f"{reason}. Take the unquantized model, or --backend numpy"
-            )
         if executor is None:
-            name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
-            logger.info("%s runs on %s: %s", shape.name, name, reason)
+            if shape.segment is None:
+                name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
+                logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
 
@@ -207,8 +199,16 @@ class TensorRTBackend(CudaDevice):
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
         for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
-        engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
-        return SplitEngine(kernels, program, engines, dtype)
+        parts = segment_shapes(program)
+        engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
+        return SplitEngine(kernels, program, engines, dtype, self._packed_names(config))
+
+    def _packed_names(self, config: Any) -> set[str]:
+        """The weights that engines of a model are bound to packed: a draft's head may be the base's."""
+        base = self._packed.get("base", {}).keys()
+        if not isinstance(config, DraftConfig):
+            return set(base)
+        return set(self._packed.get("draft", ())) | ({config.head_name} & base if not config.has_head else set())
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
@@ -222,14 +222,18 @@ class TensorRTBackend(CudaDevice):
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
+        config, attention = self._directory.model_config(shape.model), self._directory.attention
         if shape.kv_cache != "compute":
-            config, limit = self._directory.model_config(shape.model), self._module.shared_limit
             raise EngineError(
                 f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and "
-                f"{kernel_refusal(config, shape, self.compute_dtype, limit)}. Take --kv-cache compute "
+                f"{self._kernel_refusal(config, shape)}. Take --kv-cache compute "
                 '(kv_cache="compute"), or --backend numpy'
             )
-        config, attention = self._directory.model_config(shape.model), self._directory.attention
+        if shape.segment is None and self._packed_names(config) and shape.model != "vision":
+            raise EngineError(
+                f"{shape.name} cannot run with packed weights: TensorRT takes none, and "
+                f"{self._kernel_refusal(config, shape)}. Take the model's unquantized checkpoint, or --backend numpy"
+            )
 
         def build() -> bytes:
             logger.warning(
@@ -242,6 +246,9 @@ class TensorRTBackend(CudaDevice):
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
         return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
+
+    def _kernel_refusal(self, config: Any, shape: EngineShape) -> str | None:
+        return kernel_refusal(config, shape, self.compute_dtype, self._module.shared_limit)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
@@ -264,7 +271,7 @@ class TensorRTBackend(CudaDevice):
 
     def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
-        if isinstance(engine, KernelEngine):
+        if not isinstance(engine, TensorRTEngine):
             engine.load_kernels(self._loaded)
 
     def close(self) -> None:

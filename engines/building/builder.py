@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.engines.backends.executors import planned_shapes, served_limits
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.checks import (
     check_disk_space,
     check_image_rows,
@@ -218,11 +218,12 @@ def _choose_plans(
     all_plans: bool,
     packed: PackedLayouts,
 ) -> dict[Platform, list[EngineShape]]:
-    """What each platform gets plans for: of models with packed weights nothing."""
-    report.targets = [platform.compute_capability for platform in platforms]
-    limits = served_limits(report.limits, bool(packed))
-    dense = {model: config for model, config in models.items() if model not in packed}
-    return {each: planned_shapes(dense, limits, report.dtype, each.compute_capability, all_plans) for each in platforms}
+    """What each platform gets plans for."""
+    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    return {
+        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans, packed)
+        for each in platforms
+    }
 
 
 def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:

@@ -80,7 +80,6 @@ class BaseEngineRunner(AdaptedRunner):
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
     ) -> None:
-        limits = backend.served_limits(limits)
         self.backend, self.config, self.limits = backend, config, limits
         self._feature_user = feature_user
         if adapters is not None:

@@ -65,7 +65,6 @@ class EagleRunner:
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
     ) -> None:
-        limits = backend.served_limits(limits)
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         self._engines = LoadedEngines(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decode_models import relative
 from gpu_device import device_copy
-from packed_weights import compute_bits, random_packed
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import LinearWeights
@@ -14,16 +14,8 @@ from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
-
-
-def packed_copy(gpu, weight: PackedWeight) -> PackedMatrix:
-    """A weight in the kernels' layout, in the memory of the GPU."""
-    layout, data = to_device_layout(weight)
-    return PackedMatrix(layout, device_copy(gpu, data))
 
 
 def normal(gpu, dtype: str, *shape: int):
