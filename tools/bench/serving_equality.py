@@ -2,7 +2,8 @@
 
     python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
                                            [--ways snapshot ...] [--draftings plain ...] [--samplings greedy ...]
-                                           [--kv-cache int8] [--weights int4] [--processes 1] [--record RECORD.jsonl] [--output RESULTS.json]
+                                           [--kv-cache int8] [--weights int4] [--processes 1] [--record RECORD.jsonl]
+                                           [--output RESULTS.json]
 
 The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
 and without one, so that each request switches. What is compared with is plain decoding of one request at a time, of
