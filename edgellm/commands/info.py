@@ -159,7 +159,7 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
 def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
     """What packed weights are in a GPU's memory, or why GPUs do not run the model."""
     try:
-        return model_layouts(directory.models, directory.folders, directory.dtype), None
+        return model_layouts(directory.models, directory.checkpoints, directory.dtype), None
     except EngineError as error:
         return {}, str(error)
 
@@ -167,7 +167,8 @@ def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
+    described = directory.models, directory.limits, directory.dtype
+    shapes = planned_shapes(*described, "sm_80", needless=True, packed=packed)
     for shape in shapes:  # which are the same for all that have kernels
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
@@ -176,11 +177,11 @@ def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[
 
 
 def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: Platform) -> dict[str, Any]:
-    models, limits, dtype = directory.models, directory.limits, directory.dtype
-    needed = planned_shapes(models, limits, dtype, platform.compute_capability, False, packed)
+    described = directory.models, directory.limits, directory.dtype, platform.compute_capability
+    needed = planned_shapes(*described, packed=packed)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
-    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, True, packed):
+    for shape in planned_shapes(*described, needless=True, packed=packed):
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:

@@ -26,7 +26,6 @@ from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_p
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
-from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.quantization.device_layouts import PackedLayouts, packed_layouts, packed_memory
@@ -202,12 +201,14 @@ class TensorRTBackend(CudaDevice):
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, self._packed_of(shape.model, program))
+        return SplitEngine(kernels, program, engines, dtype, self._packed_names(config))
 
-    def _packed_of(self, model: str, program: Program) -> set[str]:
-        """The names of a program's packed weights; those that no checkpoint of a draft fills are the base's."""
-        specs = program.weights.values()
-        return {spec.name for spec in specs if spec.name in self._packed.get(model if spec.parts else "base", {})}
+    def _packed_names(self, config: Any) -> set[str]:
+        """The weights that engines of a model are bound to packed: a draft's head may be the base's."""
+        base = self._packed.get("base", {}).keys()
+        if not isinstance(config, DraftConfig):
+            return set(base)
+        return set(self._packed.get("draft", ())) | ({config.head_name} & base if not config.has_head else set())
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
@@ -222,8 +223,8 @@ class TensorRTBackend(CudaDevice):
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
         config, attention = self._directory.model_config(shape.model), self._directory.attention
-        is_packed = shape.model in self._packed
-        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
+        packed = shape.model != "vision" and bool(self._packed_names(config))
+        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, packed)
         if refusal is not None:
             raise EngineError(refusal)
 

@@ -152,7 +152,7 @@ def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Pa
         refresh_plans(packed.path, ["sm_86"])
 
 
-def test_plans_of_packed_models_are_of_segments_alone(
+def test_packed_models_have_plans_of_segments_alone(
     tiny_checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """But for the dense tower of one with images."""
@@ -174,7 +174,7 @@ def test_the_memory_plan_counts_packed_weights(tiny_checkpoint: Path, tiny_draft
     draft, _ = write_packed(tiny_draft, tmp_path / "packed_draft", tmp_path / "twin_draft", None)
     build_engine_directory(model, tmp_path / "engines", EngineLimits(1, 32, 96, 4, 3, 12), [], "float16", draft=draft)
     directory = EngineDirectory.open(tmp_path / "engines")
-    layouts = model_layouts(directory.models, directory.folders, "float16")
+    layouts = model_layouts(directory.models, directory.checkpoints, "float16")
     found = packed_memory(directory.models, layouts, "float16")
     for name, part in (("weights", directory), ("draft weights", directory.draft)):
         with part.checkpoint() as checkpoint:
