@@ -234,8 +234,8 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     words = data[..., : layout.code_bytes].copy().view(np.uint32)
     words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
     words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
-    codes = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
-    codes = np.stack(codes, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
+    every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
+    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
     tails = data[..., layout.code_bytes :].copy().view(np.uint32 if wide else np.uint16)
     halves = 2 if layout.scales == 8 else 1
     tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
@@ -244,7 +244,7 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     chosen = tails[: layout.rows, firsts]
     scales, zeros = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout)), None
     if format.zeros:
-        stored = (chosen[..., 1] & 0xFFFF).astype(np.uint16)
+        stored = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
         zeros = (-_values(stored, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
     return PackedWeight(format, np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros)
 
