@@ -147,9 +147,9 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        if linear.is_packed:
+        if not few.takes(linear, step_rows(step, self._program), normed=True):
             return self._normed_apart(step, next_early)
-        if not self.norms_inside(step):
+        if not self.norms_inside(step) or (linear.is_packed and len(step.inputs) > 1):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
@@ -158,7 +158,7 @@ class FewRows:
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, next_early: bool) -> list[Any]:
-        """By the kernels of many rows, which take packed weights of few rows, too."""
+        """By the kernels of many rows."""
         many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
         x, launches = self._together(step, padded=True, next_early=next_early)
         if step.gated:
@@ -170,7 +170,8 @@ class FewRows:
 
     def _linear_residual(self, step: LinearResidual) -> Any:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
+        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+        kernels = self._residual_kernels(step) if takes else self._kernels.many
         return kernels.linear_residual(
             self._array(step.value),
             linear,

@@ -51,6 +51,8 @@ from edgellm.kernels.decode.geometries import (
     residual_geometry,
     staged_geometry,
 )
+from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
+from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
@@ -135,6 +137,12 @@ class CudaDecodeKernels:
         for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
+    def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
+        """Whether these kernels compute a layer for so many rows, `normed` or with a residual: packed ones for few."""
+        if not linear.is_packed:
+            return True
+        return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
+
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],
@@ -159,6 +167,8 @@ class CudaDecodeKernels:
             output.pointer,
             next_early,
         )
+        if linear.is_packed and len(inputs) == 1:
+            return self._packed("norm_linear", linear, arguments)
         if len(inputs) == 1:
             geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear)
@@ -180,6 +190,8 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
+        if linear.is_packed:
+            return self._packed("norm_gate_up", linear, arguments)
         geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
@@ -213,6 +225,8 @@ class CudaDecodeKernels:
             1 if selected is None else x.size // columns // batch,
             staged is not None,
         )
+        if linear.is_packed:
+            return self._packed("linear_residual", linear, arguments)
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
         # So few registers would let more blocks on a multiprocessor, and none on others.
         shared = max(shared, block_share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
@@ -290,6 +304,23 @@ class CudaDecodeKernels:
                 "with norms of one epsilon and offset"
             )
         return batch
+
+    def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
+        """Of the same arguments by packed_rows.cu."""
+        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name != "linear_residual"
+        way = packed_rows(batch, layout, capacity_of(self.module), normed)
+        if way is None or linear.adapters is not None or (name == "norm_gate_up" and layout.rows % 16):
+            raise KernelError(
+                f"packed layers of few rows take up to {MAX_PACKED_ROWS} that fit into shared memory, no LoRA adapters "
+                f"and gates in eights, found {batch} rows times {linear.weight.shape}"
+            )
+        if layout.format.dtype != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
+        kernel = packed_rows_kernel(name, self.dtype, way, layout, _LINEAR_MACROS)
+        shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
+        return Launch(
+            self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
+        )
 
     def _kernel(self, name: str, geometry: str, linear: LinearWeights) -> Kernel:
         adapted = () if linear.adapters is None else ("true",)

@@ -56,12 +56,16 @@ def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLay
     every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
     sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
     chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}"
-    macros = (
-        ("HOST_TILED_LINEAR_BYTES", argument_bytes),
+    macros = (("HOST_TILED_LINEAR_BYTES", argument_bytes), *packed_macros())
+    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
+
+
+def packed_macros() -> tuple[tuple[str, int], ...]:
+    """What packed_copies.cuh asserts."""
+    return (
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
         ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
     )
-    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
 
 
 def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:

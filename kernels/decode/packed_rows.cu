@@ -1,0 +1,285 @@
+// Linear layers over packed weights of up to eight rows of activations, as decode steps have them, with the norm before them
+// inside: the packed counterparts of linear.cu, with the same bits (packed_linear.cu says of which sums).
+//
+// What limits them is as much the time until products begin and after they end as it is memory. So a block has few
+// registers, that the next kernel's finds room beside it; each warp copies weights ahead, before its kernel waits for the one
+// before, up to all that it multiplies; activations are staged once; and the sums of several tiles are added at once.
+#include "decode/few_rows.cuh"
+#include "decode/packed_copies.cuh"
+
+namespace decode {
+namespace packed {
+
+// Of the sixteen warps, teams of SHARING share K of a tile of WEIGHT_TILES times 16 weight rows: each has a slice, or two, or a
+// group of slices. ONE: there is one row of activations. WHOLE: all tiles and slices are. BRIEF: a warp's share of K is one
+// block, whose activations stay in registers.
+template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, int EVERY_, int SCALES, int MODE, bool PAIRED>
+struct RowsGeometry : Geometry<1, 1, GROUPS, DEPTH_, EVERY_, SCALES, MODE, 0, PAIRED> {
+    using Tile = Geometry<1, 1, GROUPS, DEPTH_, EVERY_, SCALES, MODE, 0, PAIRED>;  // of 16 weight rows
+    static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_;
+    static constexpr int SHARING = SHARING_, TEAMS = SLICES / SHARING, ROWS = ONE ? 1 : 8, WEIGHT_TILES = WEIGHT_TILES_;
+    static constexpr int HALVES = 1, STAGES = DEPTH_;  // what stage_normalized asks for
+    static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = Tile::UNIT * WEIGHT_TILES, SLOT_BYTES = Tile::SLOT_BYTES * WEIGHT_TILES;
+    static constexpr int PASS = ONE ? 8 / WEIGHT_TILES : TEAMS > 2 ? TEAMS : 2, PAIRS = UNIT / 2;  // tiles whose sums are added at once
+    // Shared memory: rings of weights, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
+    // and activations [steps, rows, 64 bytes].
+    static constexpr int STRIDE = 16 * WEIGHT_TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
+    static constexpr int AREAS_BEGIN = SLICES * DEPTH_ * SLOT_BYTES, BEHIND = AREAS_BEGIN + 2 * AREA * 4;
+    static constexpr int NORM_SUMS = 8 * SUM_STRIDE * 4;
+    static_assert(SHARING == SLICES ? EVERY_ == BLOCK_STEPS : SHARING * 2 == SLICES ? EVERY_ % 2 == 0 : SHARING == GROUPS,
+                  "a warp's share is whole blocks of weights");
+    static_assert(PASS % TEAMS == 0 && PASS * ROWS * PAIRS <= decode::THREADS, "a thread writes two outputs of a pass at most");
+    static __device__ constexpr int norm_bytes(int batch, int steps) { return BEHIND + NORM_SUMS + SLICES * steps * 64 * (1 + batch); }
+};
+static_assert(RowsGeometry<true, true, false, 8, 2, 3, 2, 2, ZEROS, false>::norm_bytes(1, 3) == HOST_ONE_ROW_BYTES &&
+                  RowsGeometry<false, false, false, 4, 1, 2, 1, 1, ANY, true>::norm_bytes(5, 3) == HOST_ROWS_BYTES,
+              "the host gives blocks their shared memory");
+
+template <typename G> __device__ __forceinline__ int team_of_warp() { return G::TEAMS == 1 ? 0 : threadIdx.x / 32 / G::SHARING; }
+
+// The weights of a warp: of its team's tiles the blocks of its share of K.
+template <typename G> struct Stream {
+    const char* next;  // the lane's codes of the tile's first eight rows
+    int row_bytes, up_bytes;
+    unsigned ring, slot;
+    int own, existing, block, tile, tiles, row_tiles, tile_step;
+    size_t to_next_tile;
+
+    __device__ Stream(const Linear& linear, const char* shared) : block(0), tiles((linear.rows + G::UNIT - 1) / G::UNIT) {
+        const int warp = threadIdx.x / 32, team = team_of_warp<G>();
+        const int blocks = (linear.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+        own = G::BRIEF ? 1 : linear.steps * G::TEAMS / BLOCK_STEPS;
+        const int first = warp % G::SHARING * own;
+        existing = min(own, blocks - first), row_tiles = (linear.rows + 7) / 8;
+        tile = blockIdx.x + gridDim.x * team, tile_step = gridDim.x * G::TEAMS;
+        row_bytes = blocks * G::BLOCK_BYTES, up_bytes = row_tiles * row_bytes;
+        const size_t begin = static_cast<size_t>(tile) * (G::UNIT / 8) * row_bytes + first * G::BLOCK_BYTES;
+        next = static_cast<const char*>(linear.weight) + begin + threadIdx.x % 32 * 16;
+        to_next_tile = static_cast<size_t>(tile_step) * (G::UNIT / 8) * row_bytes - own * G::BLOCK_BYTES;
+        ring = slot = in_register(shared_address(shared) + warp * G::DEPTH * G::SLOT_BYTES);
+    }
+    __device__ unsigned following(unsigned place) const {
+        return place == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : place + G::SLOT_BYTES;
+    }
+    // From the tile's first eight rows to the i-th.
+    __device__ int offset(int i) const { return G::SUMS == 1 ? i * row_bytes : i / 2 * row_bytes + i % 2 * up_bytes; }
+    // Copies the next block, as a group of its own; zeros behind the last column and the last row.
+    __device__ __forceinline__ void copy() {
+        if (tile < tiles) {
+            const int lane = threadIdx.x % 32, of_scales = lane / G::PIECES, rest = row_tiles - tile * (G::UNIT / 8);
+            const auto exists = [&](int i) { return G::WHOLE || block < existing && (i < G::SUMS || i / G::SUMS < rest); };
+#pragma unroll
+            for (int i = 0; i < G::TILES; ++i)
+                copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, next + offset(i), exists(i));
+            if (of_scales < G::TILES) {
+                const int begin = CODE_BYTES + lane % G::PIECES * 16;
+                copy_async_16(slot + of_scales * G::BLOCK_BYTES + begin, next + (offset(of_scales) + begin - lane * 16), exists(of_scales));
+            }
+            next += G::BLOCK_BYTES;
+            if (++block == own) block = 0, next += to_next_tile, tile += tile_step;
+        }
+        commit_copies();
+        slot = following(slot);
+    }
+};
+
+// The two outputs of a pass that a thread writes, and what they need beside sums.
+template <typename T, typename G, typename Output> struct OwnPair {
+    const Linear& linear;
+    const Output& output;
+    int number, row, column;  // tile of the pass, row of activations, column of the tile
+    float2 before, biases[G::SUMS];
+
+    __device__ OwnPair(const Linear& linear, const Output& output) : linear(linear), output(output) {
+        number = threadIdx.x / (G::PAIRS * G::ROWS), row = G::ONE ? 0 : threadIdx.x / G::PAIRS % G::ROWS;
+        column = threadIdx.x % G::PAIRS * 2;
+    }
+    __device__ int place(int first) const { return (blockIdx.x + gridDim.x * (first + number)) * G::UNIT + column; }
+    __device__ bool exists(int n) const { return number < G::PASS && row < linear.batch && n < linear.rows; }
+    __device__ __forceinline__ void read(int first) {
+        const int n = place(first);
+        if (!exists(n)) return;
+        const T* bias = static_cast<const T*>(linear.bias);
+        before = output.before_two(row, n, linear.rows);
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s)
+            if (bias != nullptr) biases[s] = read_two(bias + s * linear.rows + n, n, linear.rows);
+    }
+    // Adds the sums of slices to those of groups, and groups in order.
+    __device__ __forceinline__ void write(const float* area, int first) const {
+        const int n = place(first);
+        if (!exists(n)) return;
+        const float* own = area + number * G::TILE + row * G::STRIDE + (G::SUMS == 1 ? column : column / 8 * 16 + column % 8);
+        float2 sums[G::SUMS];
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            sums[s] = make_float2(0.f, 0.f);
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                float2 group = make_float2(0.f, 0.f);
+#pragma unroll
+                for (int i = 0; i < SLICES_OF_A_GROUP; ++i) {
+                    const float2 one = *reinterpret_cast<const float2*>(own + s * 8 + (g * SLICES_OF_A_GROUP + i) * G::OF_SLICE);
+                    group.x += one.x, group.y += one.y;
+                }
+                sums[s].x += group.x, sums[s].y += group.y;
+            }
+            if (linear.bias != nullptr) sums[s].x += biases[s].x, sums[s].y += biases[s].y;
+        }
+        output.two(row, n, linear.rows, sums, before);
+    }
+};
+
+// Leaves a slice's sums of a tile at the lane's place in [ROWS, STRIDE].
+template <typename G> __device__ __forceinline__ void leave_slice(float* area, float (&sum)[4], int batch) {
+#pragma unroll
+    for (int second = 0; second < (G::ONE ? 1 : 2); ++second)
+        if (own_quad() * 2 + second < batch)
+            area[second * G::STRIDE] = sum[second], area[second * G::STRIDE + 8] = sum[2 + second];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = 0.f;
+}
+
+// All tiles of the block, of activations that are staged.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_staged(
+    const Linear& linear, Stream<G>& stream, OwnPair<T, G, Output>& pair, const char* activations, float* area) {
+    const int batch = G::ONE ? 1 : linear.batch, share = threadIdx.x / 32 % G::SHARING, team = team_of_warp<G>();
+    const int step_bytes = batch * 64, row = G::ONE ? 0 : min(own_row(), batch - 1);
+    const int first_byte = share * stream.own * BLOCK_STEPS * step_bytes + row * 64 + own_quad() * 16;
+    const unsigned begin = in_register(shared_address(activations) + first_byte);
+    const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
+    float* own_area = area + share * G::TEAMS * G::OF_SLICE + team * G::TILE + own_quad() * 2 * G::STRIDE + own_row();
+    unsigned slot = stream.ring;
+    int tile = blockIdx.x + gridDim.x * team, buffer = 0;
+    uint4 x[BLOCK_STEPS];
+    const auto read_activations = [&](unsigned place) {
+#pragma unroll
+        for (int d = 0; d < BLOCK_STEPS; ++d) x[d] = read_shared_16(place + d * step_bytes);
+    };
+    if (G::BRIEF) read_activations(begin);
+    for (int first = 0;; first += G::PASS, buffer ^= 1) {
+        if (first > 0) pair.read(first);
+        float* left = own_area + buffer * G::AREA;
+#pragma unroll 1
+        for (int i = 0; i < G::PASS / G::TEAMS && tile < stream.tiles; ++i, tile += stream.tile_step, left += G::TEAMS * G::TILE) {
+            float sums[G::WEIGHT_TILES][4] = {};
+            float* left_of_slice = left;
+            unsigned place = begin;
+            int steps_left = linear.steps;
+#pragma unroll 1
+            for (int block = 0; block < (G::BRIEF ? 1 : stream.own); ++block) {
+                wait_for_copies<G::DEPTH - 1>();
+                __syncwarp();  // other lanes' scales have come
+                if (!G::BRIEF) read_activations(place), place += BLOCK_STEPS * step_bytes;
+                const int before = steps_left;
+#pragma unroll
+                for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+                    Held<typename G::Tile> held;
+                    held.read(slot + m * G::Tile::SLOT_BYTES);
+                    if (m + 1 == G::WEIGHT_TILES) {
+                        __syncwarp();  // all have been read
+                        stream.copy();
+                        slot = stream.following(slot);
+                    }
+                    steps_left = before;
+                    Group<T, G::MODE> groups[2];
+                    float* left_of_tile = left_of_slice + m * 16;
+#pragma unroll
+                    for (int d = 0; d < BLOCK_STEPS; ++d) {
+                        if (d * G::SCALES % BLOCK_STEPS == 0)
+#pragma unroll
+                            for (int i = 0; i < 2; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
+                        unsigned low[4], high[4];
+                        groups[0].values(held.word(0, d), mask, low);
+                        groups[1].values(held.word(1, d), mask, high);
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const unsigned a0[2] = {low[2 * half], high[2 * half]}, a2[2] = {low[2 * half + 1], high[2 * half + 1]};
+                            multiply_add(sums[m], a0, a2, half == 0 ? x[d].x : x[d].z, half == 0 ? x[d].y : x[d].w, T());
+                        }
+                        if (G::TEAMS == 1 || (d + 1) % G::EVERY != 0) continue;
+                        steps_left -= G::EVERY;
+                        if (steps_left > 0) continue;
+                        leave_slice<G>(left_of_tile, sums[m], batch);
+                        steps_left = linear.steps, left_of_tile += G::OF_SLICE;
+                    }
+                    if (G::TEAMS > 1 && m + 1 == G::WEIGHT_TILES) left_of_slice = left_of_tile - m * 16;
+                }
+            }
+            if (G::TEAMS == 1)
+#pragma unroll
+                for (int m = 0; m < G::WEIGHT_TILES; ++m) leave_slice<G>(left + m * 16, sums[m], batch);
+        }
+        __syncthreads();
+        pair.write(area + buffer * G::AREA, first);
+        if (static_cast<int>(blockIdx.x + gridDim.x * (first + G::PASS)) >= stream.tiles) break;
+    }
+}
+
+template <typename G> __device__ __forceinline__ Stream<G> start_stream(const Linear& linear, const char* shared) {
+    Stream<G> stream(linear, shared);
+#pragma unroll
+    for (int i = 0; i < G::DEPTH; ++i) stream.copy();
+    return stream;
+}
+
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_normalized(const NormLinear& arguments, const Output& output) {
+    extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    const NormInputs<T, 1> inputs = one_input<T>(arguments);
+    const int batch = G::ONE ? 1 : linear.batch, columns = linear.columns, steps = linear.steps;
+    float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
+    T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + G::NORM_SUMS);
+    char* activations = reinterpret_cast<char*>(norm_weights + SLICES * steps * 32);
+    if (arguments.next_early) launch_next_kernel();
+    inputs.copy_weights(norm_weights, columns);
+    Stream<G> stream = start_stream<G>(linear, shared);
+    OwnPair<T, G, Output> pair(linear, output);
+    wait_for_previous_kernel();
+    if (!arguments.next_early) launch_next_kernel();
+    pair.read(0);
+    stage_normalized<T, 1, 1, G>(
+        inputs, norm_weights, reinterpret_cast<float*>(shared + G::BEHIND), activations, batch, columns, steps);
+    multiply_staged(linear, stream, pair, activations, area);
+}
+
+#define ROWS_KERNEL(NAME, ARGUMENTS)                                                                                   \
+    template <typename T, bool ONE, bool WHOLE, bool BRIEF, int SHARING, int WEIGHT_TILES, int DEPTH, int EVERY,      \
+              int SCALES, int MODE, int BLOCKS>                                                                        \
+    __global__ void __launch_bounds__(decode::THREADS, BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments)
+
+// output = scale (norm(input) weight^T + bias)
+ROWS_KERNEL(norm_linear, NormLinear) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, false>>(arguments, output);
+}
+
+// output = activation(gate) up of norm(input) weight^T + bias
+ROWS_KERNEL(norm_gate_up, NormLinear) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, true>>(arguments, output);
+}
+
+// output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
+ROWS_KERNEL(linear_residual, LinearResidual) {
+    extern __shared__ __align__(16) char shared[];
+    using G = RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, false>;
+    const Linear& linear = arguments.linear;
+    const ResidualOutput<T> output = residual_output<T>(arguments);
+    char* activations = shared + G::BEHIND;
+    launch_next_kernel();
+    Stream<G> stream = start_stream<G>(linear, shared);
+    OwnPair<T, G, ResidualOutput<T>> pair(linear, output);
+    wait_for_previous_kernel();
+    pair.read(0);
+    stage_as_is(static_cast<const T*>(arguments.input), output.source, activations, G::ONE ? 1 : linear.batch,
+                linear.columns, linear.steps);
+    if (G::SHARING != SLICES) __syncthreads();  // a warp's share is more than the slice that it staged
+    multiply_staged(linear, stream, pair, activations, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
+}
+#undef ROWS_KERNEL
+
+}  // namespace packed
+}  // namespace decode

@@ -1,0 +1,92 @@
+"""The kernels of few rows over weights of 4 bits: how they work, and the shared memory of their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
+from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.packed_linear import packed_macros
+from edgellm.kernels.decode.tiled_linear import TILED_LINEAR_BYTES
+from edgellm.kernels.decode.tilings import Capacity, slices_end_every
+from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
+
+#: The most rows of activations.
+MAX_PACKED_ROWS = 8
+#: Of `stage_normalized`, in bytes.
+_NORM_SUMS = 8 * (SLICES + 1) * 4
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How blocks of 16 warps work.
+
+    `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
+    weights of it. `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations
+    alone.
+    """
+
+    one: bool
+    sharing: int
+    weight_tiles: int
+    depth: int
+    blocks: int
+    resident: int = 2
+
+    def shared_bytes(self, block_bytes: int, columns: int, batch: int, normed: bool) -> int:
+        """Of a block. `block_bytes`: of `DeviceLayout`."""
+        teams, rows = SLICES // self.sharing, 1 if self.one else 8
+        weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
+        sums = (
+            2
+            * SLICES
+            * (8 // self.weight_tiles if self.one else max(teams, 2))
+            * rows
+            * (16 * self.weight_tiles + 4)
+            * 4
+        )
+        staged = SLICES * slice_steps(columns) * 64
+        return weights + sums + staged * batch + (_NORM_SUMS + staged if normed else 0)
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // (2 * self.weight_tiles * BLOCK_ROWS)), self.blocks * gpu.multiprocessors), 1, 1
+
+
+def packed_rows_kernel(
+    name: str, dtype: str, way: PackedRows, layout: DeviceLayout, macros: tuple[tuple[str, int | str], ...]
+) -> Kernel:
+    """A kernel of packed_rows.cu; `macros` are those of the kernels of few rows."""
+    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
+    sizes = way.sharing, way.weight_tiles, way.depth, every, layout.scales, mode, way.resident
+    whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
+    brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes))
+    own = (
+        ("HOST_TILED_LINEAR_BYTES", TILED_LINEAR_BYTES),
+        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 1).shared_bytes(576, 3 * 512, 1, True)),
+        ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 1).shared_bytes(528, 3 * 512, 5, True)),
+    )
+    expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
+    return decode_kernel("packed_rows.cu", expression, (*macros, *packed_macros(), *own))
+
+
+def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
+    """How a layer is computed fastest; None where blocks have not the memory, and for too many rows."""
+    ways = packed_rows_ways(batch, layout, gpu, normed)
+    return ways[0] if ways else None
+
+
+def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> list[PackedRows]:
+    """All that have room, the fastest first."""
+    if batch > MAX_PACKED_ROWS:
+        return []
+    sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
+    blocks = 1 if gpu.has_clusters else 2
+    ways = (
+        PackedRows(batch == 1, sharing, tiles, depth, blocks)
+        for tiles, depth in ((1, 8), (2, 4), (1, 4), (2, 2), (1, 2))
+    )
+    limit = gpu.shared_limit // blocks - 1024 * (blocks - 1)
+    return [way for way in ways if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= limit]
