@@ -12,40 +12,41 @@ namespace packed {
 
 // Of the sixteen warps, teams of SHARING share K of a tile of WEIGHT_TILES times 16 weight rows: each has a slice, or two, or a
 // group of slices. ONE: there is one row of activations. WHOLE: all tiles and slices are. BRIEF: a warp's share of K is one
-// block, whose activations stay in registers.
-template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, int EVERY_, int SCALES, int MODE, bool PAIRED>
-struct RowsGeometry : Geometry<1, 1, GROUPS, DEPTH_, EVERY_, SCALES, MODE, 0, PAIRED> {
-    using Tile = Geometry<1, 1, GROUPS, DEPTH_, EVERY_, SCALES, MODE, 0, PAIRED>;  // of 16 weight rows
-    static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_;
+// block, whose activations stay in registers. Sums of PASS tiles are added at once. DEPTH blocks of weights that are copied ahead
+// find room in shared memory; of 0, registers take them straight from memory. LATE: the next kernel starts when the last of
+// them are under way, lest its own come first.
+template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, bool LATE_, int PASS_,
+          int EVERY_, int SCALES, int MODE, bool PAIRED>
+struct RowsGeometry : Geometry<1, 1, GROUPS, 1, EVERY_, SCALES, MODE, 0, PAIRED> {
+    using Tile = Geometry<1, 1, GROUPS, 1, EVERY_, SCALES, MODE, 0, PAIRED>;  // of 16 weight rows
+    static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_, LATE = LATE_;
     static constexpr int SHARING = SHARING_, TEAMS = SLICES / SHARING, ROWS = ONE ? 1 : 8, WEIGHT_TILES = WEIGHT_TILES_;
-    static constexpr int HALVES = 1, STAGES = DEPTH_;  // what stage_normalized asks for
+    static constexpr int DEPTH = DEPTH_, HALVES = 1, STAGES = DEPTH > 0 ? DEPTH : 1;  // as stage_normalized asks
     static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = Tile::UNIT * WEIGHT_TILES, SLOT_BYTES = Tile::SLOT_BYTES * WEIGHT_TILES;
-    static constexpr int PASS = ONE ? 8 / WEIGHT_TILES : TEAMS > 2 ? TEAMS : 2, PAIRS = UNIT / 2;  // tiles whose sums are added at once
+    static constexpr int PASS = PASS_, PAIRS = UNIT / 2;
     // Shared memory: rings of weights, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
     // and activations [steps, rows, 64 bytes].
     static constexpr int STRIDE = 16 * WEIGHT_TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
-    static constexpr int AREAS_BEGIN = SLICES * DEPTH_ * SLOT_BYTES, BEHIND = AREAS_BEGIN + 2 * AREA * 4;
+    static constexpr int AREAS_BEGIN = SLICES * DEPTH * SLOT_BYTES, BEHIND = AREAS_BEGIN + 2 * AREA * 4;
     static constexpr int NORM_SUMS = 8 * SUM_STRIDE * 4;
     static_assert(SHARING == SLICES ? EVERY_ == BLOCK_STEPS : SHARING * 2 == SLICES ? EVERY_ % 2 == 0 : SHARING == GROUPS,
                   "a warp's share is whole blocks of weights");
     static_assert(PASS % TEAMS == 0 && PASS * ROWS * PAIRS <= decode::THREADS, "a thread writes two outputs of a pass at most");
     static __device__ constexpr int norm_bytes(int batch, int steps) { return BEHIND + NORM_SUMS + SLICES * steps * 64 * (1 + batch); }
 };
-static_assert(RowsGeometry<true, true, false, 8, 2, 3, 2, 2, ZEROS, false>::norm_bytes(1, 3) == HOST_ONE_ROW_BYTES &&
-                  RowsGeometry<false, false, false, 4, 1, 2, 1, 1, ANY, true>::norm_bytes(5, 3) == HOST_ROWS_BYTES,
+static_assert(RowsGeometry<true, true, false, 8, 2, 3, true, 4, 2, 2, ZEROS, false>::norm_bytes(1, 3) == HOST_ONE_ROW_BYTES &&
+                  RowsGeometry<false, false, false, 4, 1, 2, true, 4, 1, 1, ANY, true>::norm_bytes(5, 3) == HOST_ROWS_BYTES,
               "the host gives blocks their shared memory");
 
 template <typename G> __device__ __forceinline__ int team_of_warp() { return G::TEAMS == 1 ? 0 : threadIdx.x / 32 / G::SHARING; }
 
-// The weights of a warp: of its team's tiles the blocks of its share of K.
-template <typename G> struct Stream {
+// The weights of a warp: of its team's tiles the blocks of its share of K, one after the other.
+template <typename G> struct Blocks {
     const char* next;  // the lane's codes of the tile's first eight rows
-    int row_bytes, up_bytes;
-    unsigned ring, slot;
-    int own, existing, block, tile, tiles, row_tiles, tile_step;
+    int row_bytes, up_bytes, own, existing, block, tile, tiles, row_tiles, tile_step;
     size_t to_next_tile;
 
-    __device__ Stream(const Linear& linear, const char* shared) : block(0), tiles((linear.rows + G::UNIT - 1) / G::UNIT) {
+    __device__ explicit Blocks(const Linear& linear) : block(0), tiles((linear.rows + G::UNIT - 1) / G::UNIT) {
         const int warp = threadIdx.x / 32, team = team_of_warp<G>();
         const int blocks = (linear.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
         own = G::BRIEF ? 1 : linear.steps * G::TEAMS / BLOCK_STEPS;
@@ -56,32 +57,124 @@ template <typename G> struct Stream {
         const size_t begin = static_cast<size_t>(tile) * (G::UNIT / 8) * row_bytes + first * G::BLOCK_BYTES;
         next = static_cast<const char*>(linear.weight) + begin + threadIdx.x % 32 * 16;
         to_next_tile = static_cast<size_t>(tile_step) * (G::UNIT / 8) * row_bytes - own * G::BLOCK_BYTES;
-        ring = slot = in_register(shared_address(shared) + warp * G::DEPTH * G::SLOT_BYTES);
+    }
+    // From the tile's first eight rows to the i-th, and whether these and the block exist.
+    __device__ int offset(int i) const { return G::SUMS == 1 ? i * row_bytes : i / 2 * row_bytes + i % 2 * up_bytes; }
+    __device__ bool exists(int i) const {
+        return G::WHOLE || block < existing && (i < G::SUMS || i / G::SUMS < row_tiles - tile * (G::UNIT / 8));
+    }
+    __device__ __forceinline__ void advance() {
+        next += G::BLOCK_BYTES;
+        if (++block == own) block = 0, next += to_next_tile, tile += tile_step;
+    }
+};
+
+// They come through a ring in shared memory; those behind the last column and the last row are zeros there.
+template <typename G> struct Stream : Blocks<G> {
+    unsigned ring, slot, place;
+
+    __device__ Stream(const Linear& linear, const char* shared) : Blocks<G>(linear) {
+        ring = slot = place = in_register(shared_address(shared) + threadIdx.x / 32 * G::DEPTH * G::SLOT_BYTES);
+    }
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int i = 0; i < G::DEPTH; ++i) copy(false);
     }
     __device__ unsigned following(unsigned place) const {
         return place == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : place + G::SLOT_BYTES;
     }
-    // From the tile's first eight rows to the i-th.
-    __device__ int offset(int i) const { return G::SUMS == 1 ? i * row_bytes : i / 2 * row_bytes + i % 2 * up_bytes; }
-    // Copies the next block, as a group of its own; zeros behind the last column and the last row.
-    __device__ __forceinline__ void copy() {
-        if (tile < tiles) {
-            const int lane = threadIdx.x % 32, of_scales = lane / G::PIECES, rest = row_tiles - tile * (G::UNIT / 8);
-            const auto exists = [&](int i) { return G::WHOLE || block < existing && (i < G::SUMS || i / G::SUMS < rest); };
+    // Copies the next block, as a group of its own.
+    __device__ __forceinline__ void copy(bool has_begun = true) {
+        if (this->tile < this->tiles) {
+            const int lane = threadIdx.x % 32, of_scales = lane / G::PIECES;
 #pragma unroll
             for (int i = 0; i < G::TILES; ++i)
-                copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, next + offset(i), exists(i));
+                copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, this->next + this->offset(i), this->exists(i));
             if (of_scales < G::TILES) {
                 const int begin = CODE_BYTES + lane % G::PIECES * 16;
-                copy_async_16(slot + of_scales * G::BLOCK_BYTES + begin, next + (offset(of_scales) + begin - lane * 16), exists(of_scales));
+                copy_async_16(slot + of_scales * G::BLOCK_BYTES + begin,
+                              this->next + (this->offset(of_scales) + begin - lane * 16), this->exists(of_scales));
             }
-            next += G::BLOCK_BYTES;
-            if (++block == own) block = 0, next += to_next_tile, tile += tile_step;
+            this->advance();
+        } else if (G::LATE && has_begun) {
+            launch_next_kernel();
         }
         commit_copies();
         slot = following(slot);
     }
+    __device__ __forceinline__ void begin() const {
+        wait_for_copies<G::DEPTH - 1>();
+        __syncwarp();  // other lanes' scales have come
+    }
+    // Of the block that is multiplied now, the m-th 16 rows.
+    __device__ __forceinline__ Held<typename G::Tile> read(int m) {
+        Held<typename G::Tile> held;
+        held.read(place + m * G::Tile::SLOT_BYTES);
+        if (m + 1 < G::WEIGHT_TILES) return held;
+        __syncwarp();  // all have been read
+        copy();
+        place = following(place);
+        return held;
+    }
+    __device__ void load(int) const {}
 };
+
+// They come straight into registers, as soon as those of the block before have been multiplied.
+template <typename G> struct Direct : Blocks<G> {
+    using Rows = Held<typename G::Tile>;
+    Rows held[G::WEIGHT_TILES];
+    int to_scales;
+
+    __device__ Direct(const Linear& linear, const char*) : Blocks<G>(linear) {
+        to_scales = CODE_BYTES + own_row() * G::SCALE_BYTES - threadIdx.x % 32 * 16;
+    }
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int m = 0; m < G::WEIGHT_TILES; ++m) load(m);
+    }
+    __device__ __forceinline__ void begin() { this->advance(); }
+    __device__ __forceinline__ const Rows& read(int m) { return held[m]; }
+    // The m-th 16 rows of the next block, if there is one.
+    __device__ __forceinline__ void load(int m) {
+        if (this->tile >= this->tiles) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const char* source = this->next + this->offset(2 * m + i);
+            if (this->exists(2 * m + i)) {
+                held[m].codes[i] = read_memory_16(source);
+                read_scales(held[m].scales[i], source + to_scales);
+            } else {
+                held[m].codes[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+                for (int word = 0; word < Rows::WORDS; ++word) held[m].scales[i][word] = 0;
+            }
+        }
+    }
+    static __device__ __forceinline__ void read_scales(unsigned (&scales)[Rows::WORDS], const char* source) {
+        if constexpr (G::SCALE_BYTES == 2) {
+            unsigned short one;
+            asm volatile("ld.global.u16 %0, [%1];" : "=h"(one) : "l"(source));
+            scales[0] = one;
+        } else if constexpr (G::SCALE_BYTES == 16) {
+            const uint4 four = read_memory_16(source);
+            scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
+        } else {
+#pragma unroll
+            for (int word = 0; word < Rows::WORDS; ++word)
+                asm volatile("ld.global.u32 %0, [%1];" : "=r"(scales[word]) : "l"(source + word * 4));
+        }
+    }
+    static __device__ __forceinline__ uint4 read_memory_16(const char* source) {
+        uint4 value;
+        asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "l"(source));
+        return value;
+    }
+};
+template <typename G, bool DIRECT> struct WeightsOf { using type = Stream<G>; };
+template <typename G> struct WeightsOf<G, true> { using type = Direct<G>; };
+template <typename G> using Source = typename WeightsOf<G, G::DEPTH == 0>::type;
 
 // The two outputs of a pass that a thread writes, and what they need beside sums.
 template <typename T, typename G, typename Output> struct OwnPair {
@@ -143,14 +236,13 @@ template <typename G> __device__ __forceinline__ void leave_slice(float* area, f
 // All tiles of the block, of activations that are staged.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void multiply_staged(
-    const Linear& linear, Stream<G>& stream, OwnPair<T, G, Output>& pair, const char* activations, float* area) {
+    const Linear& linear, Source<G>& stream, OwnPair<T, G, Output>& pair, const char* activations, float* area) {
     const int batch = G::ONE ? 1 : linear.batch, share = threadIdx.x / 32 % G::SHARING, team = team_of_warp<G>();
     const int step_bytes = batch * 64, row = G::ONE ? 0 : min(own_row(), batch - 1);
     const int first_byte = share * stream.own * BLOCK_STEPS * step_bytes + row * 64 + own_quad() * 16;
     const unsigned begin = in_register(shared_address(activations) + first_byte);
     const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
     float* own_area = area + share * G::TEAMS * G::OF_SLICE + team * G::TILE + own_quad() * 2 * G::STRIDE + own_row();
-    unsigned slot = stream.ring;
     int tile = blockIdx.x + gridDim.x * team, buffer = 0;
     uint4 x[BLOCK_STEPS];
     const auto read_activations = [&](unsigned place) {
@@ -169,19 +261,12 @@ __device__ __forceinline__ void multiply_staged(
             int steps_left = linear.steps;
 #pragma unroll 1
             for (int block = 0; block < (G::BRIEF ? 1 : stream.own); ++block) {
-                wait_for_copies<G::DEPTH - 1>();
-                __syncwarp();  // other lanes' scales have come
+                stream.begin();
                 if (!G::BRIEF) read_activations(place), place += BLOCK_STEPS * step_bytes;
                 const int before = steps_left;
 #pragma unroll
                 for (int m = 0; m < G::WEIGHT_TILES; ++m) {
-                    Held<typename G::Tile> held;
-                    held.read(slot + m * G::Tile::SLOT_BYTES);
-                    if (m + 1 == G::WEIGHT_TILES) {
-                        __syncwarp();  // all have been read
-                        stream.copy();
-                        slot = stream.following(slot);
-                    }
+                    const auto& held = stream.read(m);
                     steps_left = before;
                     Group<T, G::MODE> groups[2];
                     float* left_of_tile = left_of_slice + m * 16;
@@ -204,6 +289,7 @@ __device__ __forceinline__ void multiply_staged(
                         leave_slice<G>(left_of_tile, sums[m], batch);
                         steps_left = linear.steps, left_of_tile += G::OF_SLICE;
                     }
+                    stream.load(m);
                     if (G::TEAMS > 1 && m + 1 == G::WEIGHT_TILES) left_of_slice = left_of_tile - m * 16;
                 }
             }
@@ -217,13 +303,6 @@ __device__ __forceinline__ void multiply_staged(
     }
 }
 
-template <typename G> __device__ __forceinline__ Stream<G> start_stream(const Linear& linear, const char* shared) {
-    Stream<G> stream(linear, shared);
-#pragma unroll
-    for (int i = 0; i < G::DEPTH; ++i) stream.copy();
-    return stream;
-}
-
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void multiply_normalized(const NormLinear& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
@@ -233,12 +312,14 @@ __device__ __forceinline__ void multiply_normalized(const NormLinear& arguments,
     float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
     T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + G::NORM_SUMS);
     char* activations = reinterpret_cast<char*>(norm_weights + SLICES * steps * 32);
-    if (arguments.next_early) launch_next_kernel();
+    if (arguments.next_early && !G::LATE) launch_next_kernel();
     inputs.copy_weights(norm_weights, columns);
-    Stream<G> stream = start_stream<G>(linear, shared);
+    if (G::DEPTH == 0) commit_copies();
+    Source<G> stream(linear, shared);
+    stream.start();
     OwnPair<T, G, Output> pair(linear, output);
     wait_for_previous_kernel();
-    if (!arguments.next_early) launch_next_kernel();
+    if (!arguments.next_early && !G::LATE) launch_next_kernel();
     pair.read(0);
     stage_normalized<T, 1, 1, G>(
         inputs, norm_weights, reinterpret_cast<float*>(shared + G::BEHIND), activations, batch, columns, steps);
@@ -246,31 +327,32 @@ __device__ __forceinline__ void multiply_normalized(const NormLinear& arguments,
 }
 
 #define ROWS_KERNEL(NAME, ARGUMENTS)                                                                                   \
-    template <typename T, bool ONE, bool WHOLE, bool BRIEF, int SHARING, int WEIGHT_TILES, int DEPTH, int EVERY,      \
-              int SCALES, int MODE, int BLOCKS>                                                                        \
+    template <typename T, bool ONE, bool WHOLE, bool BRIEF, int SHARING, int WEIGHT_TILES, int DEPTH, bool LATE,      \
+              int PASS, int EVERY, int SCALES, int MODE, int BLOCKS>                                                   \
     __global__ void __launch_bounds__(decode::THREADS, BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments)
 
 // output = scale (norm(input) weight^T + bias)
 ROWS_KERNEL(norm_linear, NormLinear) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, false>>(arguments, output);
+    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, false>>(arguments, output);
 }
 
 // output = activation(gate) up of norm(input) weight^T + bias
 ROWS_KERNEL(norm_gate_up, NormLinear) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, true>>(arguments, output);
+    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, true>>(arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 ROWS_KERNEL(linear_residual, LinearResidual) {
     extern __shared__ __align__(16) char shared[];
-    using G = RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, EVERY, SCALES, MODE, false>;
+    using G = RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, false>;
     const Linear& linear = arguments.linear;
     const ResidualOutput<T> output = residual_output<T>(arguments);
     char* activations = shared + G::BEHIND;
-    launch_next_kernel();
-    Stream<G> stream = start_stream<G>(linear, shared);
+    if (!G::LATE) launch_next_kernel();
+    Source<G> stream(linear, shared);
+    stream.start();
     OwnPair<T, G, ResidualOutput<T>> pair(linear, output);
     wait_for_previous_kernel();
     pair.read(0);

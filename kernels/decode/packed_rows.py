@@ -23,7 +23,7 @@ class PackedRows:
     """How blocks of 16 warps work.
 
     `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
-    weights of it. `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations
+    weights of it. Sums of `at_once` tiles are added at once. `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations
     alone.
     """
 
@@ -31,21 +31,16 @@ class PackedRows:
     sharing: int
     weight_tiles: int
     depth: int
+    at_once: int
     blocks: int
     resident: int = 2
+    late: bool = False
 
     def shared_bytes(self, block_bytes: int, columns: int, batch: int, normed: bool) -> int:
         """Of a block. `block_bytes`: of `DeviceLayout`."""
-        teams, rows = SLICES // self.sharing, 1 if self.one else 8
+        rows = 1 if self.one else 8
         weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
-        sums = (
-            2
-            * SLICES
-            * (8 // self.weight_tiles if self.one else max(teams, 2))
-            * rows
-            * (16 * self.weight_tiles + 4)
-            * 4
-        )
+        sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4
         staged = SLICES * slice_steps(columns) * 64
         return weights + sums + staged * batch + (_NORM_SUMS + staged if normed else 0)
 
@@ -59,14 +54,14 @@ def packed_rows_kernel(
 ) -> Kernel:
     """A kernel of packed_rows.cu; `macros` are those of the kernels of few rows."""
     every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
-    sizes = way.sharing, way.weight_tiles, way.depth, every, layout.scales, mode, way.resident
+    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, every, layout.scales, mode, way.resident
     whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes))
     own = (
         ("HOST_TILED_LINEAR_BYTES", TILED_LINEAR_BYTES),
-        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 1).shared_bytes(576, 3 * 512, 1, True)),
-        ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 1).shared_bytes(528, 3 * 512, 5, True)),
+        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 4, 1).shared_bytes(576, 3 * 512, 1, True)),
+        ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 4, 1).shared_bytes(528, 3 * 512, 5, True)),
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
     return decode_kernel("packed_rows.cu", expression, (*macros, *packed_macros(), *own))
@@ -83,10 +78,13 @@ def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bo
     if batch > MAX_PACKED_ROWS:
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
-    blocks = 1 if gpu.has_clusters else 2
-    ways = (
-        PackedRows(batch == 1, sharing, tiles, depth, blocks)
-        for tiles, depth in ((1, 8), (2, 4), (1, 4), (2, 2), (1, 2))
-    )
-    limit = gpu.shared_limit // blocks - 1024 * (blocks - 1)
-    return [way for way in ways if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= limit]
+    one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
+    found = []
+    for weight_tiles, depth, blocks, resident in ((1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 2, 2), (1, 4, 1, 2), (2, 2, 1, 2)):
+        most = 8 // weight_tiles if one else 2
+        tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
+        at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
+        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident)
+        if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= gpu.shared_limit:
+            found.append(way)
+    return found
