@@ -52,6 +52,7 @@ from edgellm.kernels.decode.geometries import (
     norm_linear_shared_bytes,
     norm_shared_bytes,
 )
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
 
@@ -147,10 +148,14 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        if not few.takes(linear, step_rows(step, self._program), normed=True):
+        rows = step_rows(step, self._program)
+        inside = self.norms_inside(step) and not (linear.is_packed and (len(step.inputs) > 1 or rows > MAX_NORMED_ROWS))
+        if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, next_early)
-        if not self.norms_inside(step) or (linear.is_packed and len(step.inputs) > 1):
-            x, launches = self._together(step, padded=False)
+        if not inside:
+            x, launches = self._together(step, padded=False, next_early=next_early)
+            if step.gated:
+                return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
         if step.gated:

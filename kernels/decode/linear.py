@@ -138,7 +138,8 @@ class CudaDecodeKernels:
             module.load(kernel.source)
 
     def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
-        """Whether these kernels compute a layer for so many rows, `normed` or with a residual: packed ones for few."""
+        """Whether these kernels compute a layer for so many rows, with norms inside where `normed`: packed ones for
+        few."""
         if not linear.is_packed:
             return True
         return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
@@ -179,8 +180,9 @@ class CudaDecodeKernels:
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`."""
-        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
+        """See `NumpyDecodeKernels.norm_gate_up`. Packed layers also take the input as it is, in the compute dtype."""
+        is_normed = normed.weight is not None or not linear.is_packed
+        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear, is_normed)
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
@@ -191,7 +193,7 @@ class CudaDecodeKernels:
             activation_number(activation),
         )
         if linear.is_packed:
-            return self._packed("norm_gate_up", linear, arguments)
+            return self._packed("norm_gate_up" if is_normed else "gate_up", linear, arguments)
         geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
@@ -286,13 +288,13 @@ class CudaDecodeKernels:
         kernel = norm_kernel("norm", self._type)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(width), (arguments,))
 
-    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
-        """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""
+    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights, normed: bool = True) -> int:
+        """Rows of inputs that norm_linear takes side by side, `normed` or as they are. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if len(inputs) == 2 and linear.adapters is not None:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
-        if any(each.weight is None for each in inputs):
+        if normed and any(each.weight is None for each in inputs):
             raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype
@@ -307,9 +309,9 @@ class CudaDecodeKernels:
 
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """Of the same arguments by packed_rows.cu."""
-        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name != "linear_residual"
+        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name.startswith("norm")
         way = packed_rows(batch, layout, capacity_of(self.module), normed)
-        if way is None or linear.adapters is not None or (name == "norm_gate_up" and layout.rows % 16):
+        if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
             raise KernelError(
                 f"packed layers of few rows take up to {MAX_PACKED_ROWS} that fit into shared memory, no LoRA adapters "
                 f"and gates in eights, found {batch} rows times {linear.weight.shape}"

@@ -303,26 +303,39 @@ __device__ __forceinline__ void multiply_staged(
     }
 }
 
-template <typename T, typename G, typename Output>
-__device__ __forceinline__ void multiply_normalized(const NormLinear& arguments, const Output& output) {
+// Activations as they are. A warp's share may be more than the slice that it stages.
+template <typename T, typename G>
+__device__ __forceinline__ void stage_input(const T* input, const SelectedRows& source, char* activations, const Linear& linear) {
+    stage_as_is(input, source, activations, G::ONE ? 1 : linear.batch, linear.columns, linear.steps);
+    if (G::TEAMS > 1) __syncthreads();
+}
+
+// NORMED: the input's norm is inside; else the input is of T, as it is.
+template <typename T, typename G, bool NORMED, typename Output>
+__device__ __forceinline__ void multiply_input(const NormLinear& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
     const NormInputs<T, 1> inputs = one_input<T>(arguments);
     const int batch = G::ONE ? 1 : linear.batch, columns = linear.columns, steps = linear.steps;
     float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
-    T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + G::NORM_SUMS);
-    char* activations = reinterpret_cast<char*>(norm_weights + SLICES * steps * 32);
+    T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + (NORMED ? G::NORM_SUMS : 0));
+    char* activations = reinterpret_cast<char*>(norm_weights + (NORMED ? SLICES * steps * 32 : 0));
     if (arguments.next_early && !G::LATE) launch_next_kernel();
-    inputs.copy_weights(norm_weights, columns);
-    if (G::DEPTH == 0) commit_copies();
+    if (NORMED) {
+        inputs.copy_weights(norm_weights, columns);
+        if (G::DEPTH == 0) commit_copies();
+    }
     Source<G> stream(linear, shared);
     stream.start();
     OwnPair<T, G, Output> pair(linear, output);
     wait_for_previous_kernel();
     if (!arguments.next_early && !G::LATE) launch_next_kernel();
     pair.read(0);
-    stage_normalized<T, 1, 1, G>(
-        inputs, norm_weights, reinterpret_cast<float*>(shared + G::BEHIND), activations, batch, columns, steps);
+    if constexpr (NORMED)
+        stage_normalized<T, 1, 1, G>(
+            inputs, norm_weights, reinterpret_cast<float*>(shared + G::BEHIND), activations, batch, columns, steps);
+    else
+        stage_input<T, G>(static_cast<const T*>(inputs.values[0]), SelectedRows{nullptr, 1}, activations, linear);
     multiply_staged(linear, stream, pair, activations, area);
 }
 
@@ -331,22 +344,34 @@ __device__ __forceinline__ void multiply_normalized(const NormLinear& arguments,
               int PASS, int EVERY, int SCALES, int MODE, int BLOCKS>                                                   \
     __global__ void __launch_bounds__(decode::THREADS, BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments)
 
+#define ROWS_GEOMETRY(PAIRED)                                                                                          \
+    RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, PAIRED>
+
 // output = scale (norm(input) weight^T + bias)
 ROWS_KERNEL(norm_linear, NormLinear) {
+    using G = ROWS_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, false>>(arguments, output);
+    multiply_input<T, G, true>(arguments, output);
 }
 
 // output = activation(gate) up of norm(input) weight^T + bias
 ROWS_KERNEL(norm_gate_up, NormLinear) {
+    using G = ROWS_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, true>>(arguments, output);
+    multiply_input<T, G, true>(arguments, output);
+}
+
+// The same of the input as it is.
+ROWS_KERNEL(gate_up, NormLinear) {
+    using G = ROWS_GEOMETRY(true);
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_input<T, G, false>(arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 ROWS_KERNEL(linear_residual, LinearResidual) {
     extern __shared__ __align__(16) char shared[];
-    using G = RowsGeometry<ONE, WHOLE, BRIEF, SHARING, WEIGHT_TILES, DEPTH, LATE, PASS, EVERY, SCALES, MODE, false>;
+    using G = ROWS_GEOMETRY(false);
     const Linear& linear = arguments.linear;
     const ResidualOutput<T> output = residual_output<T>(arguments);
     char* activations = shared + G::BEHIND;
@@ -356,12 +381,11 @@ ROWS_KERNEL(linear_residual, LinearResidual) {
     OwnPair<T, G, ResidualOutput<T>> pair(linear, output);
     wait_for_previous_kernel();
     pair.read(0);
-    stage_as_is(static_cast<const T*>(arguments.input), output.source, activations, G::ONE ? 1 : linear.batch,
-                linear.columns, linear.steps);
-    if (G::SHARING != SLICES) __syncthreads();  // a warp's share is more than the slice that it staged
+    stage_input<T, G>(static_cast<const T*>(arguments.input), output.source, activations, linear);
     multiply_staged(linear, stream, pair, activations, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
 }
 #undef ROWS_KERNEL
+#undef ROWS_GEOMETRY
 
 }  // namespace packed
 }  // namespace decode

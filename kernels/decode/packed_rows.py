@@ -12,8 +12,8 @@ from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
 
-#: The most rows of activations.
-MAX_PACKED_ROWS = 8
+#: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
+MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
 
@@ -23,8 +23,9 @@ class PackedRows:
     """How blocks of 16 warps work.
 
     `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
-    weights of it. Sums of `at_once` tiles are added at once. `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations
-    alone.
+    weights of it in shared memory; 0: they come straight into registers. Sums of `at_once` tiles are added at once.
+    `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations alone. `late`: the
+    next kernel starts when all weights are under way.
     """
 
     one: bool

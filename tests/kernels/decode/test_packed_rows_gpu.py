@@ -12,7 +12,8 @@ from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import norm_linear_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.packed_rows import packed_rows_ways
-from edgellm.kernels.decode.tiled_linear import capacity_of
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.launch import Launch
 from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,7 @@ def _random(gpu, dtype: str, *shape: int):
 def test_every_way_gives_the_bits_of_the_dequantized_weight(
     gpu, rows: int, width: int, columns: int, group: int | None, zeros: bool, dtype: str, monkeypatch
 ) -> None:
-    kernels = CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+    kernels, tiled = CudaDecodeKernels(gpu.kernel_module, dtype, 64), CudaTiledKernels(gpu.kernel_module, dtype)
     packed, dense = _layer(gpu, width, columns, group, zeros, dtype)
     x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
     residual, norm_weight = _random(gpu, "float32", rows, width), _random(gpu, dtype, columns)
@@ -55,14 +56,21 @@ def test_every_way_gives_the_bits_of_the_dequantized_weight(
     sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
     kept, before = gpu.empty((rows, columns), dtype), gpu.empty((rows, width), dtype)
 
+    def as_it_is(linear: LinearWeights) -> Launch:
+        if linear is dense:
+            return tiled.gate_up(x, linear, "silu", gates)
+        return kernels.norm_gate_up(NormedInput(x, None), linear, "silu", gates)
+
     def computed(linear: LinearWeights) -> list[np.ndarray]:
         found = []
         for launch, outputs in (
             (kernels.norm_linear([normed], linear, sums, 0.5, Kept(kept)), (sums, kept)),
             (kernels.norm_gate_up(normed, linear, "silu", gates), (gates,)),
+            (as_it_is(linear), (gates,)),
             (kernels.linear_residual(x, linear, residual, sums, 2.0, Kept(before)), (sums, before)),
         ):
-            gpu.upload(sums, np.full(sums.shape, np.nan, np.float32))
+            for output in outputs:
+                gpu.upload(output, np.ones_like(gpu.download(output)))
             launch()
             found += [gpu.download(output).view(np.uint8) for output in outputs]
         return found
