@@ -55,6 +55,7 @@ from edgellm.kernels.decode.geometries import (
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.quantization.device_layout import ArrangedInputs
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -142,18 +143,19 @@ class FewRows:
         if isinstance(step, Scale):
             return [self._kernels.few.scale_rows(self._array(step.value), step.factor, self._array(step.output))]
         if isinstance(step, LinearResidual):
-            return [self._linear_residual(step)]
+            return self._linear_residual(step)
         assert isinstance(step, NormLinear)
         return self._norm_linear(step, next_early)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
         rows = step_rows(step, self._program)
-        inside = self.norms_inside(step) and not (linear.is_packed and (len(step.inputs) > 1 or rows > MAX_NORMED_ROWS))
+        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
+        inside = self.norms_inside(step) and not (linear.is_packed and apart)
         if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, next_early)
         if not inside:
-            x, launches = self._together(step, padded=False, next_early=next_early)
+            x, launches = self._together(step, False, next_early, linear.arranged)
             if step.gated:
                 return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
@@ -165,7 +167,7 @@ class FewRows:
     def _normed_apart(self, step: NormLinear, next_early: bool) -> list[Any]:
         """By the kernels of many rows."""
         many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
-        x, launches = self._together(step, padded=True, next_early=next_early)
+        x, launches = self._together(step, True, next_early, linear.arranged)
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -173,12 +175,13 @@ class FewRows:
     def _residual_kernels(self, step: LinearResidual) -> Any:
         return self._kernels.few
 
-    def _linear_residual(self, step: LinearResidual) -> Any:
+    def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
         takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
         kernels = self._residual_kernels(step) if takes else self._kernels.many
-        return kernels.linear_residual(
-            self._array(step.value),
+        x = self._array(step.value)
+        launch = kernels.linear_residual(
+            x,
             linear,
             self._array(step.residual),
             self._array(step.output),
@@ -186,6 +189,11 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
+        return [*self._arranged(x, linear.arranged), launch]
+
+    def _arranged(self, x: Array, arranged: ArrangedInputs | None) -> list[Any]:
+        """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
+        return [] if arranged is None else [self._kernels.few.norm(NormedInput(x, None), x, arranged=arranged)]
 
     def _attention(self, step: Attention) -> Any:
         array = self._array
@@ -207,11 +215,13 @@ class FewRows:
             array(step.output),
         )
 
-    def _together(self, step: NormLinear, padded: bool, next_early: bool = True) -> tuple[Array, list[Any]]:
+    def _together(
+        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: ArrangedInputs | None = None
+    ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
-        launches that bring them there, each normed."""
-        given = step.inputs[0]
-        if len(step.inputs) == 1 and not given.norms and given.value in self._program.inputs and step.keep is None:
+        launches that bring them there, each normed, and `arranged`."""
+        given, is_input = step.inputs[0], step.inputs[0].value in self._program.inputs
+        if len(step.inputs) == 1 and not given.norms and is_input and step.keep is None and arranged is None:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
@@ -221,11 +231,14 @@ class FewRows:
             parts += [(part, None) for part in self._parts(given)]
         if step.keep is not None:
             parts[-1] = (parts[-1][0], step.keep)
-        launches, column = [], 0
+        launches, column, at_once = [], 0, arranged if len(parts) == 1 else None
         for number, (part, keep) in enumerate(parts):
             early = next_early or number > 0
-            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early))
+            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early, at_once))
             column += part.width or part.values.shape[-1]
+        whole = NormedInput(packed, None, width=columns)
+        if arranged is not None and at_once is None:
+            launches.append(self._kernels.few.norm(whole, packed, arranged=arranged))
         return packed, launches
 
     def _parts(self, given: Input) -> list[NormedInput]:

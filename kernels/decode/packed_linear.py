@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -53,19 +53,15 @@ class PackedTiling:
 
 def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int) -> Kernel:
     """A kernel of packed_linear.cu, whose structure of arguments has so many bytes."""
-    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
+    every = slices_end_every(layout.columns)
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, layout.mode
     chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}"
-    macros = (("HOST_TILED_LINEAR_BYTES", argument_bytes), *packed_macros())
-    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
-
-
-def packed_macros() -> tuple[tuple[str, int], ...]:
-    """What packed_copies.cuh asserts."""
-    return (
+    macros = (
+        ("HOST_TILED_LINEAR_BYTES", argument_bytes),
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
         ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
     )
+    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
 
 
 def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:

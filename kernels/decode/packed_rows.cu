@@ -5,28 +5,31 @@
 // registers, that the next kernel's finds room beside it; each warp copies weights ahead, before its kernel waits for the one
 // before, up to all that it multiplies; activations are staged once; and the sums of several tiles are added at once.
 #include "decode/few_rows.cuh"
-#include "decode/packed_copies.cuh"
+#include "decode/packed_codes.cuh"
 
 namespace decode {
 namespace packed {
+
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 
 // Of the sixteen warps, teams of SHARING share K of a tile of WEIGHT_TILES times 16 weight rows: each has a slice, or two, or a
 // group of slices. ONE: there is one row of activations. WHOLE: all tiles and slices are. BRIEF: a warp's share of K is one
 // block, whose activations stay in registers. Sums of PASS tiles are added at once. DEPTH blocks of weights that are copied ahead
 // find room in shared memory; of 0, registers take them straight from memory. LATE: the next kernel starts when the last of
 // them are under way, lest its own come first.
-template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, bool LATE_, int PASS_,
-          int EVERY_, int SCALES, int MODE, bool PAIRED>
-struct RowsGeometry : Geometry<1, 1, GROUPS, 1, EVERY_, SCALES, MODE, 0, PAIRED> {
-    using Tile = Geometry<1, 1, GROUPS, 1, EVERY_, SCALES, MODE, 0, PAIRED>;  // of 16 weight rows
+template <bool ONE_, bool WHOLE_, bool BRIEF_, int SHARING_, int WEIGHT_TILES_, int DEPTH_, bool LATE_, int PASS_, int EVERY_,
+          int SCALES_, int MODE_, bool PAIRED>
+struct RowsGeometry : Format<SCALES_, MODE_> {
+    using Own = Format<SCALES_, MODE_>;
     static constexpr bool ONE = ONE_, WHOLE = WHOLE_, BRIEF = BRIEF_, LATE = LATE_;
     static constexpr int SHARING = SHARING_, TEAMS = SLICES / SHARING, ROWS = ONE ? 1 : 8, WEIGHT_TILES = WEIGHT_TILES_;
     static constexpr int DEPTH = DEPTH_, HALVES = 1, STAGES = DEPTH > 0 ? DEPTH : 1;  // as stage_normalized asks
-    static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = Tile::UNIT * WEIGHT_TILES, SLOT_BYTES = Tile::SLOT_BYTES * WEIGHT_TILES;
-    static constexpr int PASS = PASS_, PAIRS = UNIT / 2;
+    static constexpr int PASS = PASS_, EVERY = EVERY_, SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1;
+    static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = 8 * TILES / SUMS, PAIRS = UNIT / 2;  // of 8 rows; output columns
+    static constexpr int PIECES = Own::SCALE_BYTES / 2, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of 16 bytes of scales
     // Shared memory: rings of weights, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
     // and activations [steps, rows, 64 bytes].
-    static constexpr int STRIDE = 16 * WEIGHT_TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
+    static constexpr int STRIDE = 8 * TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
     static constexpr int AREAS_BEGIN = SLICES * DEPTH * SLOT_BYTES, BEHIND = AREAS_BEGIN + 2 * AREA * 4;
     static constexpr int NORM_SUMS = 8 * SUM_STRIDE * 4;
     static_assert(SHARING == SLICES ? EVERY_ == BLOCK_STEPS : SHARING * 2 == SLICES ? EVERY_ % 2 == 0 : SHARING == GROUPS,
@@ -69,6 +72,11 @@ template <typename G> struct Blocks {
     }
 };
 
+// What a lane has of a block of 16 weight rows.
+template <typename G> struct Sixteen {
+    Lane<G::SCALES, G::MODE> eight[2];
+};
+
 // They come through a ring in shared memory; those behind the last column and the last row are zeros there.
 template <typename G> struct Stream : Blocks<G> {
     unsigned ring, slot, place;
@@ -86,14 +94,18 @@ template <typename G> struct Stream : Blocks<G> {
     // Copies the next block, as a group of its own.
     __device__ __forceinline__ void copy(bool has_begun = true) {
         if (this->tile < this->tiles) {
-            const int lane = threadIdx.x % 32, of_scales = lane / G::PIECES;
+            const int lane = threadIdx.x % 32;
 #pragma unroll
             for (int i = 0; i < G::TILES; ++i)
-                copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, this->next + this->offset(i), this->exists(i));
-            if (of_scales < G::TILES) {
-                const int begin = CODE_BYTES + lane % G::PIECES * 16;
-                copy_async_16(slot + of_scales * G::BLOCK_BYTES + begin,
-                              this->next + (this->offset(of_scales) + begin - lane * 16), this->exists(of_scales));
+#pragma unroll
+                for (int piece = 0; piece < G::WORDS * 512; piece += 512)
+                    copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, this->next + (this->offset(i) + piece), this->exists(i));
+#pragma unroll
+            for (int first = 0; first < G::TILES * G::PIECES; first += 32) {
+                const int piece = first + lane, i = piece / G::PIECES;
+                const int begin = G::CODE_BYTES + piece % G::PIECES * 16;
+                if (i < G::TILES)
+                    copy_async_16(slot + i * G::BLOCK_BYTES + begin, this->next + (this->offset(i) + begin - lane * 16), this->exists(i));
             }
             this->advance();
         } else if (G::LATE && has_begun) {
@@ -107,9 +119,10 @@ template <typename G> struct Stream : Blocks<G> {
         __syncwarp();  // other lanes' scales have come
     }
     // Of the block that is multiplied now, the m-th 16 rows.
-    __device__ __forceinline__ Held<typename G::Tile> read(int m) {
-        Held<typename G::Tile> held;
-        held.read(place + m * G::Tile::SLOT_BYTES);
+    __device__ __forceinline__ Sixteen<G> read(int m) {
+        Sixteen<G> held;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) held.eight[i].read(SharedBlock{place + (2 * m + i) * G::BLOCK_BYTES});
         if (m + 1 < G::WEIGHT_TILES) return held;
         __syncwarp();  // all have been read
         copy();
@@ -121,55 +134,24 @@ template <typename G> struct Stream : Blocks<G> {
 
 // They come straight into registers, as soon as those of the block before have been multiplied.
 template <typename G> struct Direct : Blocks<G> {
-    using Rows = Held<typename G::Tile>;
-    Rows held[G::WEIGHT_TILES];
-    int to_scales;
+    Sixteen<G> held[G::WEIGHT_TILES];
 
-    __device__ Direct(const Linear& linear, const char*) : Blocks<G>(linear) {
-        to_scales = CODE_BYTES + own_row() * G::SCALE_BYTES - threadIdx.x % 32 * 16;
-    }
+    __device__ Direct(const Linear& linear, const char*) : Blocks<G>(linear) {}
     __device__ __forceinline__ void start() {
 #pragma unroll
         for (int m = 0; m < G::WEIGHT_TILES; ++m) load(m);
     }
     __device__ __forceinline__ void begin() { this->advance(); }
-    __device__ __forceinline__ const Rows& read(int m) { return held[m]; }
+    __device__ __forceinline__ const Sixteen<G>& read(int m) const { return held[m]; }
     // The m-th 16 rows of the next block, if there is one.
     __device__ __forceinline__ void load(int m) {
         if (this->tile >= this->tiles) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const char* source = this->next + this->offset(2 * m + i);
-            if (this->exists(2 * m + i)) {
-                held[m].codes[i] = read_memory_16(source);
-                read_scales(held[m].scales[i], source + to_scales);
-            } else {
-                held[m].codes[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-                for (int word = 0; word < Rows::WORDS; ++word) held[m].scales[i][word] = 0;
-            }
+            Lane<G::SCALES, G::MODE>& own = held[m].eight[i];
+            if (this->exists(2 * m + i)) own.read(GlobalBlock{this->next - threadIdx.x % 32 * 16 + this->offset(2 * m + i)});
+            else own = Lane<G::SCALES, G::MODE>{};
         }
-    }
-    static __device__ __forceinline__ void read_scales(unsigned (&scales)[Rows::WORDS], const char* source) {
-        if constexpr (G::SCALE_BYTES == 2) {
-            unsigned short one;
-            asm volatile("ld.global.u16 %0, [%1];" : "=h"(one) : "l"(source));
-            scales[0] = one;
-        } else if constexpr (G::SCALE_BYTES == 16) {
-            const uint4 four = read_memory_16(source);
-            scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
-        } else {
-#pragma unroll
-            for (int word = 0; word < Rows::WORDS; ++word)
-                asm volatile("ld.global.u32 %0, [%1];" : "=r"(scales[word]) : "l"(source + word * 4));
-        }
-    }
-    static __device__ __forceinline__ uint4 read_memory_16(const char* source) {
-        uint4 value;
-        asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "l"(source));
-        return value;
     }
 };
 template <typename G, bool DIRECT> struct WeightsOf { using type = Stream<G>; };
@@ -272,12 +254,10 @@ __device__ __forceinline__ void multiply_staged(
                     float* left_of_tile = left_of_slice + m * 16;
 #pragma unroll
                     for (int d = 0; d < BLOCK_STEPS; ++d) {
-                        if (d * G::SCALES % BLOCK_STEPS == 0)
-#pragma unroll
-                            for (int i = 0; i < 2; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
                         unsigned low[4], high[4];
-                        groups[0].values(held.word(0, d), mask, low);
-                        groups[1].values(held.word(1, d), mask, high);
+                        held.eight[0].begin(groups[0], d), held.eight[1].begin(groups[1], d);
+                        held.eight[0].values(groups[0], d, mask, low);
+                        held.eight[1].values(groups[1], d, mask, high);
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
                             const unsigned a0[2] = {low[2 * half], high[2 * half]}, a2[2] = {low[2 * half + 1], high[2 * half + 1]};

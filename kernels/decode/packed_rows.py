@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
-from edgellm.kernels.decode.packed_linear import packed_macros
-from edgellm.kernels.decode.tiled_linear import TILED_LINEAR_BYTES
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
@@ -54,18 +52,17 @@ def packed_rows_kernel(
     name: str, dtype: str, way: PackedRows, layout: DeviceLayout, macros: tuple[tuple[str, int | str], ...]
 ) -> Kernel:
     """A kernel of packed_rows.cu; `macros` are those of the kernels of few rows."""
-    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
-    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, every, layout.scales, mode, way.resident
+    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
     whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
-    chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes))
+    last = layout.scales, layout.mode, way.resident
+    chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes, *last))
     own = (
-        ("HOST_TILED_LINEAR_BYTES", TILED_LINEAR_BYTES),
         ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 4, 1).shared_bytes(576, 3 * 512, 1, True)),
         ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 4, 1).shared_bytes(528, 3 * 512, 5, True)),
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
-    return decode_kernel("packed_rows.cu", expression, (*macros, *packed_macros(), *own))
+    return decode_kernel("packed_rows.cu", expression, (*macros, *own))
 
 
 def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
