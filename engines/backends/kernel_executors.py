@@ -54,6 +54,7 @@ from edgellm.kernels.decode.geometries import (
     norm_linear_shared_bytes,
     norm_shared_bytes,
 )
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
 from edgellm.kernels.quantization.device_layout import ArrangedInputs
@@ -160,10 +161,15 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        if linear.is_packed:
+        rows = step_rows(step, self._program)
+        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
+        inside = self.norms_inside(step) and not (linear.is_packed and apart)
+        if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, linear, next_early)
-        if not self.norms_inside(step):
-            x, launches = self._together(step, padded=False)
+        if not inside:
+            x, launches = self._together(step, False, next_early, linear.arranged)
+            if step.gated:
+                return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
         if step.gated:
@@ -171,7 +177,7 @@ class FewRows:
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """By the kernels of many rows, which take packed weights of few rows, too."""
+        """By the kernels of many rows."""
         many, output = self._kernels.many, self._array(step.output)
         x, launches = self._together(step, True, next_early, linear.arranged)
         launches += self._low_products(x, linear)
@@ -184,7 +190,8 @@ class FewRows:
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
+        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+        kernels = self._residual_kernels(step) if takes else self._kernels.many
         x = self._array(step.value)
         whole = kernels.linear_residual(
             x,
