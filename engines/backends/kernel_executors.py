@@ -107,7 +107,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
+            return attention_shared_bytes(_attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -364,6 +364,10 @@ def adapter_words(program: Program) -> int:
     return low_words(rows, shape.lora_slots, fused, shape.lora_rank)
 
 
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+
+
 def scratch_of(program: Program) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
     shape = program.shape
@@ -374,8 +378,7 @@ def scratch_of(program: Program) -> Edge:
         if isinstance(step, Attention):
             heads, _, size = step.heads
             found[step.output] = ((rows, heads * size), "compute")
-            own = AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
-            found["partial"] = ((attention_partials(own),), "float32")
+            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
             continue
         if isinstance(step, Scale):
             found[step.output] = ((rows, program.inputs[step.value][0][-1]), "float32")

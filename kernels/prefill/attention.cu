@@ -14,6 +14,7 @@ using decode::multiply;
 using decode::pack;
 using decode::power_of_two;
 using decode::shared_address;
+using quantized::pair_of;
 
 constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
@@ -49,7 +50,8 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
     }
 }
 
-// The same of rows of int8, `size` apart: each to the second half of its place, from where `expand_rows` takes it.
+// The same of rows of int8, `size` apart: each to the second half of its place, from where the same threads' `expand_rows`
+// takes it.
 template <int SIZE, int ROWS>
 __device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
@@ -62,28 +64,40 @@ __device__ __forceinline__ void load_integers(unsigned target, const char* sourc
     }
 }
 
-// Makes ROWS rows that `load_integers` brought rows of T, each element times `unit`. A row is neighbouring lanes' of a warp.
-template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(char* rows, float unit) {
-    constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
-    const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-    for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
-        const uint2 eight = *reinterpret_cast<const uint2*>(rows + 2 * SIZE * row + SIZE + 8 * chunk);
-        __syncwarp();
-        *reinterpret_cast<uint4*>(rows + offset_of<SIZE>(row, chunk)) = quantized::expanded<T>(eight, unit);
+__device__ __forceinline__ void write_shared_16(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Makes what the thread brought of ROWS rows of int8 elements of T. A row is neighbouring lanes' of a warp.
+template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows) {
+    constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    uint4 sixteen[ROWS / AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < ROWS / AT_ONCE; ++i)
+        sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * (first + AT_ONCE * i) + SIZE + 16 * chunk);
+    __syncwarp();
+    auto write_eight = [&](int row, int place, unsigned low, unsigned high) {
+        write_shared_16(rows + offset_of<SIZE>(row, place), pair_of<0, 1>(low, T()), pair_of<2, 3>(low, T()),
+                        pair_of<0, 1>(high, T()), pair_of<2, 3>(high, T()));
+    };
+#pragma unroll
+    for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+        write_eight(first + AT_ONCE * i, 2 * chunk, sixteen[i].x, sixteen[i].y);
+        write_eight(first + AT_ONCE * i, 2 * chunk + 1, sixteen[i].z, sixteen[i].w);
     }
 }
 
 // Scores, or weights, of a tile's keys times the keys' scales.
 template <typename Its>
-__device__ __forceinline__ void scale_keys(typename Its::Scores& score, const float* scales, float unit) {
+__device__ __forceinline__ void scale_keys(typename Its::Scores& score, const float* scales) {
 #pragma unroll
     for (int n = 0; n < Its::KEYS / 8; ++n) {
         const float2 two = *reinterpret_cast<const float2*>(scales + 8 * n + 2 * (threadIdx.x % 4));
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) score[m][n][i] *= (i % 2 ? two.y : two.x) * unit;
+            for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
     }
 }
 
@@ -147,7 +161,7 @@ __device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<I
             changes |= largest != sums.largest[m][half];
             correction[m][half] = power_of_two((sums.largest[m][half] - largest) * scale);
             sums.largest[m][half] = largest;
-            const float offset = -largest * scale;
+            const float offset = INT8 ? fmaf(-largest, scale, quantized::WEIGHT_BITS) : -largest * scale;
             float total = sums.total[m][half] * correction[m][half];
 #pragma unroll
             for (int n = 0; n < Its::KEYS / 8; ++n) {
@@ -290,16 +304,12 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        const int first_key = tile * Its::KEYS;
         decode::wait_for_copies<0>();
+        if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
-        const int first_key = tile * Its::KEYS;
-        if constexpr (INT8) {
-            char* const its_keys = memory + Its::BYTES * (Its::ROWS + tile % STAGES * 2 * Its::KEYS);
-            expand_rows<T, SIZE, Its::KEYS>(its_keys, 1.f);
-            expand_rows<T, SIZE, Its::KEYS>(its_keys + Its::BYTES * Its::KEYS, 1.f / quantized::VALUE_UNIT);
-            __syncthreads();
-        }
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
@@ -309,11 +319,10 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
         if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
-        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
-        if constexpr (INT8) scale_keys<Its>(score, scales, 1.f);
+        if constexpr (INT8) scale_keys<Its>(score, scales);
         if (first_key + Its::KEYS - 1 > first_row) {
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m)
@@ -325,7 +334,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);
-        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS, quantized::VALUE_UNIT);
+        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS);
         add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;

@@ -1,11 +1,12 @@
-// KV rows of int8 with a float scale each, as `quantization/rows.py` defines them. In shared memory they are integers of T,
-// values divided by VALUE_UNIT so that weights times scales times it keep to the range of half precision.
+// KV rows of int8 with a float scale each, as `quantization/rows.py` defines them. Tensor cores multiply the integers.
 #pragma once
 #include "decode/common.cuh"
 
 namespace quantized {
 
-constexpr float VALUE_UNIT = 128.f;
+// Weights, and the totals that weighted sums are divided by, are 2 to this power times what they are with other rows: in
+// half precision, weights times scales would be subnormal.
+constexpr float WEIGHT_BITS = 7.f;
 
 // The larger of two absolute values, as bits: above infinity's for NaN.
 __device__ __forceinline__ unsigned size_bits(float2 x) {
@@ -25,11 +26,23 @@ __device__ __forceinline__ int row_integer(float x, float scale) {
     return scale > 0.f && scale < __int_as_float(0x7f800000) ? __float2int_rn(__fdiv_rn(x, scale)) : 0;
 }
 
-// Eight elements of a row as T, each times `unit`.
-template <typename T> __device__ __forceinline__ uint4 expanded(uint2 eight, float unit) {
-    auto number = [&](unsigned four, int i) { return static_cast<float>(static_cast<signed char>(four >> 8 * i)) * unit; };
-    auto two = [&](unsigned four, int i) { return decode::pack<T>(number(four, i), number(four, i + 1)); };
-    return make_uint4(two(eight.x, 0), two(eight.x, 2), two(eight.y, 0), two(eight.y, 2));
+// Elements LOW and HIGH of four, as a pair of T: bytes become the last ones of numbers whose distance to others they are,
+// since instructions that convert integers take several times as long. In half precision these are 1024 + 128 + x and 1152.
+template <int LOW, int HIGH> __device__ __forceinline__ unsigned pair_of(unsigned four, __half) {
+    const unsigned pair = __byte_perm(four ^ 0x80808080u, 0x64646464u, LOW | HIGH << 8 | 0x4040);
+    unsigned result;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0x64806480u));
+    return result;
+}
+
+// The same for bfloat16: 128 and the seven lower bits of x; 128, or 256 where x is negative.
+template <int LOW, int HIGH> __device__ __forceinline__ unsigned pair_of(unsigned four, __nv_bfloat16) {
+    const unsigned pair = __byte_perm(four, 0x43434343u, LOW | HIGH << 8 | 0x4040);
+    unsigned result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(result)
+        : "r"(pair & 0xff80ff80u), "r"(0xbf80bf80u), "r"(pair & 0xff7fff7fu));
+    return result;
 }
 
 }  // namespace quantized

@@ -56,7 +56,7 @@ class Decoder:
     ) -> np.ndarray:
         """The context [T, heads * size] float32 of new tokens at row `start`."""
         gpu, tokens = self.gpu, len(qkv)
-        shape = AttentionShape(1, tokens, HEADS, KV_HEADS, self.size, ROWS)
+        shape = AttentionShape(1, tokens, HEADS, KV_HEADS, self.size, ROWS, True)
         partial = gpu.zeros((attention_partials(shape),), "float32")
         context = gpu.zeros((tokens, HEADS * self.size), self.dtype)
         kept = [device_copy(gpu, each) for each in (qkv, cos_sin, np.array([start], np.int32))]
