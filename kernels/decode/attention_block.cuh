@@ -108,6 +108,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     Element *keys, *new_keys;
     T* queries;
     float *scales, *new_scores, *own_states, *unfinished;
+    unsigned number_bits;  // see `pair_of`
 
     // What does not depend on the length of the sequence.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
@@ -123,6 +124,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         cached_key_scales = k_scale + row, cached_value_scales = v_scale + row;
 
         tables = &own_tables;
+        if constexpr (INT8) number_bits = quantized::number_bits(T());
         ring = stages * slots * KEY_TILE;
         keys = reinterpret_cast<Element*>(shared);
         new_keys = keys + 2 * ring * STRIDE;

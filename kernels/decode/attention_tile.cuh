@@ -49,12 +49,14 @@ __device__ __forceinline__ unsigned lane_place(int row_bytes) {
 // int8, a lane has four neighbours of one key, or two of each of two keys: those of even columns make the first two
 // matrices of the operands, the others the last two.
 constexpr int BLOCKS_AT_ONCE = INT8 ? 2 : 1;
-template <typename T>
-__device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const unsigned (&matrices)[4], int n) {
+template <typename T, int STEPS>
+__device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const Block<T, STEPS>& block,
+                                            const unsigned (&matrices)[4], int n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if constexpr (!INT8) fragment[i] = matrices[i];
-        else fragment[i] = i < 2 ? pair_of<0, 2>(matrices[2 * n + i], T()) : pair_of<1, 3>(matrices[2 * n + i - 2], T());
+        else if (i < 2) fragment[i] = pair_of<0>(matrices[2 * n + i], block.number_bits, T());
+        else fragment[i] = pair_of<1>(matrices[2 * n + i - 2], block.number_bits, T());
     }
 }
 
@@ -91,7 +93,7 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             unsigned own[4];
-            fragment_of<T>(own, key[k / BLOCKS_AT_ONCE % 2][n], k % BLOCKS_AT_ONCE);
+            fragment_of(own, block, key[k / BLOCKS_AT_ONCE % 2][n], k % BLOCKS_AT_ONCE);
             multiply<T>(score[2 * n], query[k % 2], own[0], own[2]);
             multiply<T>(score[2 * n + 1], query[k % 2], own[1], own[3]);
         }
@@ -205,14 +207,15 @@ __device__ __forceinline__ void read_value_scales(float2 (&scale)[2 * BLOCKS], c
     for (int n = 0; n < 2 * BLOCKS; ++n) scale[n] = *reinterpret_cast<const float2*>(of_ring + 8 * n);
     if (tile.begin + KEY_TILE <= block.start) return;
     const unsigned char* nodes = block.tables->nodes[max(rows.token[HALF], 0)];
-    auto find = [&](float& one, int key) {
-        const int place = key - block.start;
-        if (place < 0) return;
-        const int node = key < rows.length[HALF] ? nodes[min(place, block.tokens - 1)] : 0;
-        one = block.scales[2 * block.ring + block.tokens + node];
+    const float* of_new = block.scales + 2 * block.ring + block.tokens;
+    auto find = [&](float of_tile, int key) {
+        const int place = key - block.start, node = nodes[min(max(place, 0), block.tokens - 1)];
+        const float own = of_new[key < rows.length[HALF] ? node : 0];
+        return place < 0 ? of_tile : own;
     };
 #pragma unroll
-    for (int n = 0; n < 2 * BLOCKS; ++n) find(scale[n].x, begin + 8 * n), find(scale[n].y, begin + 8 * n + 1);
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        scale[n].x = find(scale[n].x, begin + 8 * n), scale[n].y = find(scale[n].y, begin + 8 * n + 1);
 }
 
 // Makes weights of the scores of a lane's row number HALF, as the next product takes them; `total` begins with the span's.
@@ -270,7 +273,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
 #pragma unroll
         for (int d = 0; d < COLUMNS; ++d) {
             unsigned its[4];
-            fragment_of<T>(its, value[n % 2][d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
+            fragment_of(its, block, value[n % 2][d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
             multiply<T>(sum[2 * d], weight[n], its[0], its[1]);
             multiply<T>(sum[2 * d + 1], weight[n], its[2], its[3]);
         }
@@ -307,7 +310,7 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
 #pragma unroll
             for (int d = 0; d < COLUMNS; ++d) {
                 unsigned its[4];
-                fragment_of<T>(its, value[d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
+                fragment_of(its, block, value[d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
                 multiply<T>(sum[2 * d], own, its[0], its[1]);
                 multiply<T>(sum[2 * d + 1], own, its[2], its[3]);
             }

@@ -68,8 +68,8 @@ __device__ __forceinline__ void write_shared_16(unsigned shared, unsigned a, uns
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Makes what the thread brought of ROWS rows of int8 elements of T. A row is neighbouring lanes' of a warp.
-template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows) {
+// Makes what the thread brought of ROWS rows of int8 elements of T; `bits`: see `pair_of`. A row is neighbouring lanes' of a warp.
+template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows, unsigned bits) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     uint4 sixteen[ROWS / AT_ONCE];
@@ -78,8 +78,9 @@ template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand
         sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * (first + AT_ONCE * i) + SIZE + 16 * chunk);
     __syncwarp();
     auto write_eight = [&](int row, int place, unsigned low, unsigned high) {
-        write_shared_16(rows + offset_of<SIZE>(row, place), pair_of<0, 1>(low, T()), pair_of<2, 3>(low, T()),
-                        pair_of<0, 1>(high, T()), pair_of<2, 3>(high, T()));
+        low = __byte_perm(low, 0u, 0x3120), high = __byte_perm(high, 0u, 0x3120);  // neighbours become every second one
+        write_shared_16(rows + offset_of<SIZE>(row, place), pair_of<0>(low, bits, T()), pair_of<1>(low, bits, T()),
+                        pair_of<0>(high, bits, T()), pair_of<1>(high, bits, T()));
     };
 #pragma unroll
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
@@ -291,6 +292,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
+    const unsigned bits = quantized::number_bits(T());
     Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
@@ -307,7 +309,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
         const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         const int first_key = tile * Its::KEYS;
         decode::wait_for_copies<0>();
-        if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys);
+        if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys, bits);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
         if constexpr (Its::KEEPS_QUERIES) {

@@ -26,23 +26,28 @@ __device__ __forceinline__ int row_integer(float x, float scale) {
     return scale > 0.f && scale < __int_as_float(0x7f800000) ? __float2int_rn(__fdiv_rn(x, scale)) : 0;
 }
 
-// Elements LOW and HIGH of four, as a pair of T: bytes become the last ones of numbers whose distance to others they are,
-// since instructions that convert integers take several times as long. In half precision these are 1024 + 128 + x and 1152.
-template <int LOW, int HIGH> __device__ __forceinline__ unsigned pair_of(unsigned four, __half) {
-    const unsigned pair = __byte_perm(four ^ 0x80808080u, 0x64646464u, LOW | HIGH << 8 | 0x4040);
-    unsigned result;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(0x64806480u));
-    return result;
+// What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to
+// one before each use.
+__device__ __forceinline__ unsigned number_bits(__half) { return decode::in_register(0x64806480u); }
+__device__ __forceinline__ unsigned number_bits(__nv_bfloat16) { return decode::in_register(0x43004300u); }
+
+// Of four elements those number FIRST and FIRST + 2, as a pair of T: bytes become the last ones of numbers whose distance to
+// others they are, since instructions that convert integers take several times as long. `bits`: `number_bits` of T. In
+// half precision, the numbers are 1024 + 128 + x and 1152.
+template <int FIRST> __device__ __forceinline__ unsigned pair_of(unsigned four, unsigned bits, __half) {
+    const unsigned numbers = ((four >> 8 * FIRST) & 0x00ff00ffu) ^ bits;
+    unsigned pair;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(numbers), "r"(0x64806480u));
+    return pair;
 }
 
 // The same for bfloat16: 128 and the seven lower bits of x; 128, or 256 where x is negative.
-template <int LOW, int HIGH> __device__ __forceinline__ unsigned pair_of(unsigned four, __nv_bfloat16) {
-    const unsigned pair = __byte_perm(four, 0x43434343u, LOW | HIGH << 8 | 0x4040);
-    unsigned result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(result)
-        : "r"(pair & 0xff80ff80u), "r"(0xbf80bf80u), "r"(pair & 0xff7fff7fu));
-    return result;
+template <int FIRST> __device__ __forceinline__ unsigned pair_of(unsigned four, unsigned bits, __nv_bfloat16) {
+    const unsigned numbers = ((four >> 8 * FIRST) & 0x007f007fu) | bits;
+    const unsigned others = ((four >> 8 * FIRST) & 0x00800080u) | bits;
+    unsigned pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(others), "r"(0xbf80bf80u), "r"(numbers));
+    return pair;
 }
 
 }  // namespace quantized
