@@ -133,8 +133,9 @@ class AttentionGeometry:
         """Shared memory of a block, beside its own variables."""
         ring, queries, steps = self.slots * self.stages * _KEY_TILE, self.row_tiles * _ROWS, -(-shape.size // 16)
         row, query = (16 * (steps * element | 1) for element in (1 if shape.int8 else 2, 2))
-        scales = 2 * (ring + shape.tokens + shape.tokens % 2) if shape.int8 else 0
-        new_scores = queries * (-(-shape.tokens // 16) * 16 + 4)
+        new_rows = -(-shape.tokens // 16) * 16
+        scales = 2 * (ring + new_rows) if shape.int8 else 0
+        new_scores = queries * (new_rows + 4)
         unfinished = self.warps * _ROWS if shape.kv_rows > _KEY_TILE << shape.span_bits else 0
         states = (unfinished + self._own_states(shape)) * shape.state
         return 2 * (ring + shape.tokens) * row + queries * query + 4 * (scales + new_scores + states)

@@ -58,8 +58,9 @@ __device__ constexpr int score_stride_of(int tokens) { return ((tokens + 15) & ~
 __device__ constexpr int state_stride_of(int size) { return size + 4; }
 // Bytes of a row of 16 * steps elements in shared memory: an odd multiple of 16, so that eight rows lie in different banks.
 __device__ constexpr int row_bytes(int steps, int element_bytes) { return 16 * (steps * element_bytes | 1); }
-// Of the rows of keys and values, tiles and new tokens, the scales in shared memory: a multiple of four.
-__device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ring + ((tokens + 1) & ~1)) : 0; }
+// The scales in shared memory: of keys, then of values, of the ring, then those of the new tokens, as many as are multiplied.
+__device__ constexpr int new_scales_of(int tokens) { return (tokens + 15) & ~15; }
+__device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ring + new_scales_of(tokens)) : 0; }
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
     const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16;

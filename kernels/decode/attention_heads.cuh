@@ -272,7 +272,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
             const int cached = head[i].cached * size, row = head[i].target;
             if (INT8 && head[i].is_key && lane == 0) {
                 float* target = block.scales + 2 * block.ring + row;
-                target[0] = scales[0], target[block.tokens] = scales[1];
+                target[0] = scales[0], target[new_scales_of(block.tokens)] = scales[1];
                 if (cached >= 0)
                     block.cached_key_scales[head[i].cached] = scales[0], block.cached_value_scales[head[i].cached] = scales[1];
             }

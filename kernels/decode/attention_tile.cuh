@@ -207,7 +207,7 @@ __device__ __forceinline__ void read_value_scales(float2 (&scale)[2 * BLOCKS], c
     for (int n = 0; n < 2 * BLOCKS; ++n) scale[n] = *reinterpret_cast<const float2*>(of_ring + 8 * n);
     if (tile.begin + KEY_TILE <= block.start) return;
     const unsigned char* nodes = block.tables->nodes[max(rows.token[HALF], 0)];
-    const float* of_new = block.scales + 2 * block.ring + block.tokens;
+    const float* of_new = block.scales + 2 * block.ring + new_scales_of(block.tokens);
     auto find = [&](float of_tile, int key) {
         const int place = key - block.start, node = nodes[min(max(place, 0), block.tokens - 1)];
         const float own = of_new[key < rows.length[HALF] ? node : 0];
