@@ -174,7 +174,7 @@ template <typename T> struct KeptFour {
             two = integers(own_two, scales[0]), other = integers(own_other, scales[0]);
             four = integers(own_four.x, scales[1]) | integers(own_four.y, scales[1]) << 16;
         } else {
-            two = own_two, other = own_other, four = own_four;
+            two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
         }
     }
 
