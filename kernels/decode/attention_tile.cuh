@@ -76,24 +76,30 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE;
     const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
     const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
-    unsigned query[2][4], key[2][COUNT][4];
-    auto load = [&](int k) {
-        load_matrices(query[k % 2], query_row + 32 * k);
-        if (k % BLOCKS_AT_ONCE != 0) return;
+    constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
+    unsigned query[2][4], key[PLACES][COUNT][4];
+    auto load_key = [&](int k, int n) {
         const int turn = k / BLOCKS_AT_ONCE;
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) load_matrices(key[turn % 2][n], key_row + block.bytes(BLOCK * n) + 32 * turn);
+        if (k % BLOCKS_AT_ONCE == 0 && k < STEPS)
+            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + 32 * turn);
     };
-    load(0);
+    auto load = [&](int k, bool loads_keys) {
+        load_matrices(query[k % 2], query_row + 32 * k);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            if (loads_keys) load_key(k, n);
+    };
+    load(0, true);
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
-        if (k + 1 < STEPS) load(k + 1);
+        if (k + 1 < STEPS) load(k + 1, !INT8);
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             unsigned own[4];
-            fragment_of(own, block, key[k / BLOCKS_AT_ONCE % 2][n], k % BLOCKS_AT_ONCE);
+            fragment_of(own, block, key[k / BLOCKS_AT_ONCE % PLACES][n], k % BLOCKS_AT_ONCE);
+            if (INT8) load_key(k + 1, n);
             multiply<T>(score[2 * n], query[k % 2], own[0], own[2]);
             multiply<T>(score[2 * n + 1], query[k % 2], own[1], own[3]);
         }
