@@ -167,12 +167,14 @@ template <typename T> struct KeptFour {
 
     __device__ __forceinline__ KeptFour(unsigned own_two, unsigned own_other, uint2 own_four, const float (&scales)[2]) {
         if constexpr (INT8) {
-            auto integers = [](unsigned pair, float scale) {
+            const float inverse[2] = {1.f / scales[0], 1.f / scales[1]};
+            auto integers = [&](unsigned pair, int kind) {
                 const float2 x = unpack<T>(pair);
-                return (row_integer(x.x, scale) & 255) | (row_integer(x.y, scale) & 255) << 8;
+                return (row_integer(x.x, scales[kind], inverse[kind]) & 255) |
+                       (row_integer(x.y, scales[kind], inverse[kind]) & 255) << 8;
             };
-            two = integers(own_two, scales[0]), other = integers(own_other, scales[0]);
-            four = integers(own_four.x, scales[1]) | integers(own_four.y, scales[1]) << 16;
+            two = integers(own_two, 0), other = integers(own_other, 0);
+            four = integers(own_four.x, 1) | integers(own_four.y, 1) << 16;
         } else {
             two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
         }

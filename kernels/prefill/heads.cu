@@ -9,7 +9,7 @@ constexpr int PAIRS = 4;  // of elements that a lane has of the largest head
 
 // Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches, as integers where these
 // are INT8.
-template <typename T, bool INT8> __global__ void __launch_bounds__(256) prepare_heads(PrepareHeadsArguments arguments) {
+template <typename T, bool INT8> __global__ void __launch_bounds__(256, 6) prepare_heads(PrepareHeadsArguments arguments) {
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
     const int half = arguments.rotary == nullptr ? 0 : arguments.R / 2, lane = threadIdx.x % 32;
     const int token = blockIdx.x, sequence = blockIdx.y, row = arguments.rows.start[sequence] + token;
@@ -68,14 +68,14 @@ template <typename T, bool INT8> __global__ void __launch_bounds__(256) prepare_
             const float2 two = make_float2(decode::to_float(first[i]), decode::to_float(second[i]));
             bits = max(bits, quantized::size_bits(two));
         }
-        const float scale = quantized::row_scale<32>(bits);
+        const float scale = quantized::row_scale<32>(bits), inverse = 1.f / scale;
         if (lane == 0) (is_value ? arguments.row_scales.value : arguments.row_scales.key)[cached] = scale;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = lane + 32 * i;
             if (pair >= size / 2) continue;
-            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first[i]), scale);
-            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second[i]), scale);
+            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first[i]), scale, inverse);
+            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second[i]), scale, inverse);
         }
     }
 }

@@ -21,9 +21,13 @@ template <int LANES> __device__ __forceinline__ float row_scale(unsigned bits) {
     return scale < 1.17549435e-38f ? 0.f : scale;
 }
 
-// An element of a row; zero where the scale is of no use.
-__device__ __forceinline__ int row_integer(float x, float scale) {
-    return scale > 0.f && scale < __int_as_float(0x7f800000) ? __float2int_rn(__fdiv_rn(x, scale)) : 0;
+// An element of a row; zero where the scale is of no use. `inverse`: 1 / scale, whose product with x decides but next to the
+// middle of two integers.
+__device__ __forceinline__ int row_integer(float x, float scale, float inverse) {
+    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0;
+    const int integer = __float2int_rn(x * inverse);
+    const bool is_near = fabsf(fmaf(-static_cast<float>(integer), scale, x)) <= 0.499f * scale;
+    return is_near ? integer : __float2int_rn(__fdiv_rn(x, scale));
 }
 
 // What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to
