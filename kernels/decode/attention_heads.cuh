@@ -6,18 +6,15 @@
 namespace decode {
 namespace keys_by_position {
 
-// Begins to copy the scales of a round's rows, see `load_tiles`.
+// Begins to copy the scales of a tile's rows to those of the ring from `place` on.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_scales(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    const int all = round < division.rounds ? 2 * KEY_TILE * block.slots : 0;
+__device__ __forceinline__ void load_scales(const Block<T, STEPS>& block, int tile, int place) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < all; i += blockDim.x) {
-        const int slot = i / (2 * KEY_TILE), tile = block.tile_of(division, slot, round);
-        if (tile < 0) continue;
-        const int row = tile * KEY_TILE + i % KEY_TILE, place = (stage * block.slots + slot) * KEY_TILE + i % KEY_TILE;
-        const bool is_value = i / KEY_TILE % 2 != 0, exists = row < block.start;
-        const float* source = is_value ? block.cached_value_scales : block.cached_key_scales;
-        copy_async_4(shared_address(block.scales + place + (is_value ? block.ring : 0)), source + (exists ? row : 0), exists);
+    for (int i = threadIdx.x; i < 2 * KEY_TILE; i += blockDim.x) {
+        const int key = i % KEY_TILE, row = tile * KEY_TILE + key;
+        const bool is_key = i < KEY_TILE, exists = row < block.start;
+        const float* source = (is_key ? block.cached_key_scales : block.cached_value_scales) + (exists ? row : 0);
+        copy_async_4(shared_address(block.scales + place + key + (is_key ? 0 : block.ring)), source, exists);
     }
 }
 
@@ -29,8 +26,8 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
     constexpr int AT_ONCE = 16 / sizeof(CacheElement<T>), LANES_OF_ROW = (STEPS <= 4 ? 64 : STEPS <= 8 ? 128 : 256) / AT_ONCE;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
     const int column = threadIdx.x % LANES_OF_ROW * AT_ONCE;
-    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
-    if constexpr (INT8) load_scales(block, division, round, stage);
+    const bool has_rows = column < block.PADDED;  // other threads have scales alone
+    const int slots = round < division.rounds && (INT8 || has_rows) ? block.slots : 0;
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
         const int tile = block.tile_of(division, slot, round);
@@ -40,12 +37,13 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
-        for (int row = first; row < KEY_TILE; row += rows_at_once) {
+        for (int row = first; row < KEY_TILE && (!INT8 || has_rows); row += rows_at_once) {
             const bool exists = row < exist;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
+        if constexpr (INT8) load_scales(block, tile, place - first);
     }
     commit_copies();
 }
