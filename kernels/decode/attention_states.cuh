@@ -54,10 +54,6 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
     }
 }
 
-#ifndef MERGED
-#define MERGED (INT8 ? 8 : 2)
-#endif
-constexpr int MERGED_AT_ONCE = MERGED;
 // Merges the states of the block's rows `first`, and every 2^step_bits-th from there on. Through the second-level cache,
 // where other blocks wrote them.
 template <bool THROUGH_L2, typename T, int STEPS>
@@ -76,7 +72,7 @@ __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int f
         const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
         float maximum = LOWEST, total = 0.f;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll MERGED_AT_ONCE
+#pragma unroll 8
         for (int span = 0; span < spans; ++span, state += distance) {
             const float2* head = reinterpret_cast<const float2*>(state);
             const float4* tail = reinterpret_cast<const float4*>(state + 4 + column);
