@@ -111,7 +111,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
+            return attention_shared_bytes(_attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -409,6 +409,10 @@ def adapter_words(program: Program) -> int:
     return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
 
 
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+
+
 def scratch_of(program: Program) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
     shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
@@ -418,8 +422,8 @@ def scratch_of(program: Program) -> Edge:
         rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
         dtype = "float32"
         if isinstance(step, Attention):
-            dtype, own = "compute", AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
-            found["partial"] = ((attention_partials(own),), "float32")
+            dtype = "compute"
+            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))
