@@ -91,8 +91,9 @@ class CudaArithmetic(Arithmetic):
             device.empty((rows, groups), "float32"),
             device.empty((rows, groups), "float32"),
         )
-        given = self._copy(weights), None if factors is None else self._copy(factors)
-        search(self._module, format, *given, self._copy(np.array(clipping, np.float32)), target)()
+        # Launches know addresses alone: what they read is held here until they are done.
+        given = self._copy(weights), None if factors is None else self._copy(factors), self._copy(np.array(clipping))
+        search(self._module, format, *given, target)()
         codes, scales = device.download(target.codes), device.download(target.scales)
         zeros = device.download(target.zeros).astype(np.uint8) if format.zeros else None
         return PackedWeight(format, codes, scales, zeros)
@@ -100,8 +101,8 @@ class CudaArithmetic(Arithmetic):
     def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
         from edgellm.kernels.quantization.quantizing import linear_rows
 
-        outputs = self._device.empty((len(inputs), len(weight)), "float32")
-        linear_rows(self._module, self._copy(inputs), self.kept(weight), outputs)()
+        own, outputs = self._copy(inputs), self._device.empty((len(inputs), len(weight)), "float32")
+        linear_rows(self._module, own, self.kept(weight), outputs)()
         return self._device.download(outputs)
 
     def forget(self) -> None:
@@ -132,7 +133,9 @@ class CudaArithmetic(Arithmetic):
         """See `quantizing.add_moments`."""
         from edgellm.kernels.quantization.quantizing import add_moments
 
-        add_moments(self._module, self._copy(inputs), products, magnitudes)()
+        own = self._copy(inputs)
+        add_moments(self._module, own, products, magnitudes)()
+        self._device.synchronize()
 
     def _copy(self, values: np.ndarray) -> DeviceArray:
         array = self._device.empty(values.shape, "float32")

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 constexpr int WARPS = 4, WARP_ROWS = 8;
-constexpr float INFINITE = __builtin_huge_valf();
+constexpr float LARGEST = 3.402823466e38f;
 
 // weights float [rows, columns]; factors of each group [size, size], or of each column, or null; shares of the largest scale
 // that are tried; scales, zeros float [rows, groups]; codes [rows, columns]. `last` is the largest code.
@@ -40,7 +40,7 @@ struct Candidate {
 // A group's largest scale, the candidates, and the best of them so far.
 template <typename T, bool ZEROS> struct Group {
     static constexpr int VARIANTS = ZEROS ? 3 : 2;
-    float lowest, largest, last, best = INFINITE, scale = 1, zero;
+    float lowest, largest, last, best = LARGEST, scale = 1, zero;
 
     __device__ Group(float least, float most, float last) : last(last) {
         const float middle = (last + 1) / 2;
@@ -112,7 +112,7 @@ template <typename T, int SIZE, bool ZEROS> __global__ void __launch_bounds__(32
     float lows[WARP_ROWS], highs[WARP_ROWS];
 #pragma unroll
     for (int row = 0; row < WARP_ROWS; ++row) {
-        lows[row] = INFINITE, highs[row] = -INFINITE;
+        lows[row] = LARGEST, highs[row] = -LARGEST;
         for (int own = 0; own < OWN; ++own) {
             const float weight = weights[row * SIZE + own * 32 + lane];
             lows[row] = fminf(lows[row], weight), highs[row] = fmaxf(highs[row], weight);
@@ -177,7 +177,7 @@ template <typename T, bool ZEROS> __global__ void __launch_bounds__(32 * WARPS) 
     if (index >= static_cast<long long>(arguments.rows) * groups) return;
     const long long place = index / groups * arguments.columns + index % groups * size;
     const float *weights = arguments.weights + place, *factors = arguments.factors + index % groups * size;
-    float low = INFINITE, high = -INFINITE;
+    float low = LARGEST, high = -LARGEST;
     for (int column = lane; column < size; column += 32) low = fminf(low, weights[column]), high = fmaxf(high, weights[column]);
     Group<T, ZEROS> group(over_warp(low, least), over_warp(high, most), arguments.last);
     for (int share = 0; share < arguments.share_count; ++share)
