@@ -96,6 +96,24 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     return None
 
 
+def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, packed: bool) -> str | None:
+    """Why no TensorRT engine runs a shape that kernels do not run, whole or for its attention, and what to do; None if
+    one does. `packed`: the model has packed weights."""
+    if shape.kv_cache != "compute":
+        kernels = kernel_refusal(config, shape, dtype, shared_limit)
+        return (
+            f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and {kernels}. "
+            'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
+        )
+    if packed and shape.segment is None:
+        kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
+        return (
+            f"{shape.name} cannot run with packed weights on this GPU: {kernels}; TensorRT takes them layer by layer, "
+            f"but {split}. Take the unquantized model, or --backend numpy"
+        )
+    return None
+
+
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
     """Whether `SplitEngine` runs a shape that kernels refuse whole, on GPUs of a compute capability."""
     limit = shared_limit_of(capability)
@@ -111,15 +129,15 @@ def planned_shapes(
     packed: Collection[str] = (),
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
-    compute. `models` are those of `EngineShape.model`; those that are `packed` have no plans of whole shapes.
-    `needless`: also of what kernels run, whole or as segments."""
+    compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
+    kernels run, whole or as segments."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
-        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # what TensorRT does not know
+        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # TensorRT has neither
             continue
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [

@@ -56,6 +56,7 @@ from edgellm.kernels.decode.geometries import (
 )
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.quantization.device_layout import ArrangedInputs
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -172,8 +173,10 @@ class FewRows:
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows, which take packed weights of few rows, too."""
         many, output = self._kernels.many, self._array(step.output)
-        x, launches = self._together(step, padded=True, next_early=next_early)
-        launches += self._low_products(x, linear)
+        products = linear.adapters is not None  # of inputs that are not arranged yet
+        x, launches = self._together(step, True, next_early, None if products else linear.arranged)
+        if products:
+            launches += [*self._low_products(x, linear), *self._arranged(x, linear)]
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -194,7 +197,14 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
-        return [*self._low_products(x, linear, *selected), whole]
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
+
+    def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
+        """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self._kernels.few.norm(inputs, x, arranged=linear.arranged)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""
@@ -222,11 +232,13 @@ class FewRows:
             array(step.output),
         )
 
-    def _together(self, step: NormLinear, padded: bool, next_early: bool = True) -> tuple[Array, list[Any]]:
+    def _together(
+        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: ArrangedInputs | None = None
+    ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
-        launches that bring them there, each normed."""
-        given = step.inputs[0]
-        if len(step.inputs) == 1 and not given.norms and given.value in self._program.inputs and step.keep is None:
+        launches that bring them there, each normed, and `arranged`."""
+        given, is_input = step.inputs[0], step.inputs[0].value in self._program.inputs
+        if len(step.inputs) == 1 and not given.norms and is_input and step.keep is None and arranged is None:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
@@ -236,11 +248,14 @@ class FewRows:
             parts += [(part, None) for part in self._parts(given)]
         if step.keep is not None:
             parts[-1] = (parts[-1][0], step.keep)
-        launches, column = [], 0
+        launches, column, at_once = [], 0, arranged if len(parts) == 1 else None
         for number, (part, keep) in enumerate(parts):
             early = next_early or number > 0
-            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early))
+            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early, at_once))
             column += part.width or part.values.shape[-1]
+        whole = NormedInput(packed, None, width=columns)
+        if arranged is not None and at_once is None:
+            launches.append(self._kernels.few.norm(whole, packed, arranged=arranged))
         return packed, launches
 
     def _parts(self, given: Input) -> list[NormedInput]:

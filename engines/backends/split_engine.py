@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ALIGNMENT = 256
 
@@ -153,14 +153,14 @@ class SplitEngine:
     def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
         """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
-            engine = self._engines[segment.number]
             names = {name: segment.name_in_whole(name) for name in segment.program.weights}
+            engine = self._engines[segment.number]
             if isinstance(engine, KernelEngine):
                 engine.load_kernels({name: loaded[whole] for name, whole in names.items() if whole in loaded})
             for name, whole in self._packed_of(segment):
-                values, layout = self._scratch[wiring[name]], loaded.get(whole)
+                memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
-                    self._kernels.dequantize(PackedMatrix(layout, values), values, beside=False)
+                    self._kernels.dequantize(stand_in(layout, memory), memory, beside=True)
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
@@ -26,6 +26,7 @@ from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_p
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.quantization.device_layouts import PackedLayouts, packed_layouts, packed_memory
@@ -135,7 +136,7 @@ class TensorRTBackend(CudaDevice):
         }
         check.conclude(self._first_not_finite(due))
         packed = [spec for spec in specs if spec.name in layouts]
-        found = weights | PackedLoader(self, self._module).load(checkpoint, packed, advance)
+        found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
         self._load_kernels(found)
         return found
 
@@ -172,7 +173,7 @@ class TensorRTBackend(CudaDevice):
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
-        attention, or of the whole where kernels do not take that, but for KV caches of int8: EngineError. One that is
+        attention, or of the whole where kernels do not take that; EngineError where nothing runs a shape. One that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
         engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
@@ -201,14 +202,12 @@ class TensorRTBackend(CudaDevice):
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, self._packed_names(config))
+        return SplitEngine(kernels, program, engines, dtype, self._packed_of(shape.model, program))
 
-    def _packed_names(self, config: Any) -> set[str]:
-        """The weights that engines of a model are bound to packed: a draft's head may be the base's."""
-        base = self._packed.get("base", {}).keys()
-        if not isinstance(config, DraftConfig):
-            return set(base)
-        return set(self._packed.get("draft", ())) | ({config.head_name} & base if not config.has_head else set())
+    def _packed_of(self, model: str, program: Program) -> set[str]:
+        """The names of a program's packed weights; those that no checkpoint of a draft fills are the base's."""
+        specs = program.weights.values()
+        return {spec.name for spec in specs if spec.name in self._packed.get(model if spec.parts else "base", {})}
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
@@ -223,17 +222,10 @@ class TensorRTBackend(CudaDevice):
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
         config, attention = self._directory.model_config(shape.model), self._directory.attention
-        if shape.kv_cache != "compute":
-            raise EngineError(
-                f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and "
-                f"{self._kernel_refusal(config, shape)}. Take --kv-cache compute "
-                '(kv_cache="compute"), or --backend numpy'
-            )
-        if shape.segment is None and self._packed_names(config) and shape.model != "vision":
-            raise EngineError(
-                f"{shape.name} cannot run with packed weights: TensorRT takes none, and "
-                f"{self._kernel_refusal(config, shape)}. Take the model's unquantized checkpoint, or --backend numpy"
-            )
+        is_packed = shape.model in self._packed
+        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
+        if refusal is not None:
+            raise EngineError(refusal)
 
         def build() -> bytes:
             logger.warning(
@@ -246,9 +238,6 @@ class TensorRTBackend(CudaDevice):
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
         return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
-
-    def _kernel_refusal(self, config: Any, shape: EngineShape) -> str | None:
-        return kernel_refusal(config, shape, self.compute_dtype, self._module.shared_limit)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""

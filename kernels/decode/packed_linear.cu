@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 bits, of up to 64 rows of activations, on every GPU.
+// Linear layers over weights of 4 and 8 bits, of up to 64 rows of activations, on every GPU.
 //
 // The sums are those of the other linear layers over the weights that `PackedWeight.values` gives: each code, less its zero
 // point, times its scale, rounded to T, then multiplied on the tensor cores in the same order, which depends on K alone.
@@ -126,8 +126,8 @@ template <typename T, typename G> struct Operands {
     __device__ __forceinline__ Operands(const Held<G>& held, const Group<T, G::MODE> (&groups)[G::TILES], int step, unsigned mask) {
 #pragma unroll
         for (int m = 0; m < G::WEIGHT_TILES; ++m) {
-            groups[2 * m].values(held.word(2 * m, step), mask, low[m]);
-            groups[2 * m + 1].values(held.word(2 * m + 1, step), mask, high[m]);
+            held.tiles[2 * m].values(groups[2 * m], step, mask, low[m]);
+            held.tiles[2 * m + 1].values(groups[2 * m + 1], step, mask, high[m]);
         }
     }
     // Times the rows of tiles of activations from the first one on. Products of one sum stand far apart: each waits for the
@@ -218,9 +218,8 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
                     wait_for_copies<G::AHEAD - 2>();
                 }
                 const unsigned following = activations.following(place, d);
-                if (d * G::SCALES % BLOCK_STEPS == 0)
 #pragma unroll
-                    for (int i = 0; i < G::TILES; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
+                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
                 const Operands<T, G> operands(held, groups, d, mask);
                 if (d == BLOCK_STEPS - 1) held.read(slot);
                 constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;

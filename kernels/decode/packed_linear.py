@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -55,24 +55,15 @@ def packed_kernel(
     name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int, adapted: bool = False
 ) -> Kernel:
     """A kernel of packed_linear.cu, whose structure of arguments has so many bytes; `adapted`: with LoRA adapters."""
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, slices_end_every(layout.columns)
-    chosen = f"{', '.join(map(str, (*sizes, *scales_and_mode(layout))))}, {tiling.ahead}, {tiling.blocks}"
-    expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}{', true' if adapted else ''}>"
-    return decode_kernel("packed_linear.cu", expression, packed_macros(argument_bytes))
-
-
-def scales_and_mode(layout: DeviceLayout) -> tuple[int, int]:
-    """Scales of a row in a block, and what packed_copies.cuh calls the mode."""
-    return layout.scales, 2 if layout.format.zeros else int(layout.small)
-
-
-def packed_macros(argument_bytes: int) -> tuple[tuple[str, int], ...]:
-    """What packed_copies.cuh asserts."""
-    return (
+    every = slices_end_every(layout.columns)
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, layout.mode
+    chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}" + (", true" if adapted else "")
+    macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
         ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
     )
+    return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
 
 
 def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity, adapted: bool = False) -> list[PackedTiling]:

@@ -68,9 +68,6 @@ class _TiledLinear(ctypes.Structure):
     ]
 
 
-TILED_LINEAR_BYTES = ctypes.sizeof(_TiledLinear)
-
-
 def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: bool = False) -> Kernel:
     """A kernel of tiled_linear.cu; blocks of a cluster share the same. `adapted`: with LoRA adapters."""
     macros = (
@@ -80,7 +77,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
         ("HOST_BARRIER_BYTES", BARRIER_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
         ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2, adapted=True)),
-        ("HOST_TILED_LINEAR_BYTES", TILED_LINEAR_BYTES),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
     sizes += ", true" if adapted else ""
@@ -92,7 +89,7 @@ def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, col
     often."""
     macros = (
         ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
-        ("HOST_TILED_LINEAR_BYTES", TILED_LINEAR_BYTES),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
     )
     every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
     if isinstance(tiling, GroupTiling):
@@ -229,13 +226,14 @@ class CudaTiledKernels:
     def _packed_launch(
         self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
     ) -> Launch:
-        batch, layout, adapted = arguments.linear.batch, linear.weight.layout, linear.adapters is not None
+        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
+        adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if layout.format.dtype != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
+        if layout.compute != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
         tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
-        kernel = packed_kernel(name, self.dtype, tiling, layout, TILED_LINEAR_BYTES, adapted)
+        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
         grid, shared = (
             tiling.grid(layout.rows, self.gpu),
             tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted),

@@ -115,5 +115,6 @@ class PromptKernels(PrefillKernels, Protocol):
     """What steps of many tokens need between dense linear layers."""
 
     def dequantize(self, weight: OwnArray, values: OwnArray, beside: bool) -> Launchable:
-        """`values` [N, K] compute: those of a packed weight, as `PackedWeight.values` has them. `beside`: it may run
-        beside the launches before it that dequantize others."""
+        """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
+        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
+        others."""

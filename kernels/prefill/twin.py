@@ -53,7 +53,8 @@ class NumpyPrefill:
 
     def dequantize(self, weight: PackedWeight, values: np.ndarray, beside: bool = False) -> Launchable:
         """Dense weights; see the contract."""
-        return lambda: np.copyto(values, weight.values())
+        scales = np.float32(1) if weight.input_scales is None else weight.input_scales
+        return lambda: np.copyto(values, weight.values() * scales)
 
 
 def _prepare_heads(

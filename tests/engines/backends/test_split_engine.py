@@ -14,7 +14,7 @@ from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
-from edgellm.engines.backends.executors import kernel_executor, planned_shapes, refusal_on, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -151,8 +151,8 @@ def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
 
 @pytest.mark.parametrize(
     ("config", "lora"),
-    [(None, {}), (None, {"lora_slots": 2, "lora_rank": 8}), (DEEP, {})],
-    ids=["", "adapters", "kernels behind the last attention"],
+    [(None, {}), (DEEP, {}), (DEEP, {"lora_slots": 2, "lora_rank": 8})],
+    ids=["", "kernels behind the last attention", "adapters"],
 )
 @pytest.mark.parametrize("kept_dense", ["none", "embed|layers.3.mlp", "layers.[0-6].self_attn"])
 def test_packed_weights_give_what_their_values_do(
@@ -293,3 +293,20 @@ def test_what_is_planned() -> None:
             assert part.segment is not None and reason == refusal_on(LLAMA, whole, "float16", capability)
     unknown = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_75")]
     assert "base.prefill-b1-t512-l4096" in unknown and not any("-s" in name for name in unknown)
+
+
+def test_packed_models_have_plans_of_segments_alone() -> None:
+    """And a shape whose attention kernels do not compute either is refused, with the reasons."""
+    limits, models = EngineLimits(1, 512, 1024), {"base": LLAMA}
+    planned = [planned_shapes(models, limits, "float16", "sm_90", packed=each) for each in ((), ("base",))]
+    assert planned[0] == planned[1] != []
+    odd = replace(LLAMA, head_dim=20, rotary_dim=20)
+    assert planned_shapes({"base": odd}, limits, "float16", "sm_90", packed=("base",)) == []
+    prefill = EngineShape("prefill", 1, 512, 1024, 1536)
+    refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=True))
+    assert refusal.startswith(
+        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels take up to"
+    )
+    assert "head sizes up to 256 (multiples of 8)" in refusal and refusal.endswith("--backend numpy")
+    assert plan_refusal(odd, prefill, "float16", 227 << 10, packed=False) is None
+    assert plan_refusal(LLAMA, segment_shapes(model_program(LLAMA, prefill))[0], "float16", 227 << 10, True) is None

@@ -60,7 +60,7 @@ MODELS: dict[str, DecoderConfig] = {
 
 
 class OnDevice:
-    """A split engine, bound to copies of arrays; without `kernels` all its segments are TensorRT's."""
+    """A split engine, bound to copies of arrays."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class OnDevice:
         shape: EngineShape,
         arrays: dict[str, np.ndarray],
         packed: Mapping[str, PackedWeight] = MappingProxyType({}),
-        kernels: bool = True,
     ) -> None:
         self.gpu, self.dtype, self.bound = gpu, "float16", {}
         library = load_tensorrt()
@@ -78,7 +77,7 @@ class OnDevice:
         program, engines = model_program(config, shape), {}
         limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
         for part in segment_shapes(program):
-            executor = kernel_executor(config, part, self.dtype, limit)[0] if kernels else None
+            executor = kernel_executor(config, part, self.dtype, limit)[0]
             if executor is not None:
                 engines[part.segment] = KernelEngine(own, executor, config, part, self.dtype, limit)
                 continue
@@ -134,7 +133,7 @@ def test_packed_weights_give_the_bits_of_their_values(
             arrays[name] = packed[name].values()
     if lora:
         arrays |= rounded(random_adapters(DEEP, [1], 2, 8), "float16")
-    dense, found = (OnDevice(gpu, DEEP, shape, arrays, each, kernels=not lora) for each in ({}, packed))
+    dense, found = OnDevice(gpu, DEEP, shape, arrays), OnDevice(gpu, DEEP, shape, arrays, packed)
     for name in ("logits", f"k_cache_{DEEP.num_layers - 1}"):
         assert np.isfinite(dense.values(name)).all()
         np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
