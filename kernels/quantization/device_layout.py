@@ -184,8 +184,9 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
     factor = _FACTORS.get((format.codes, product), 1)
+    stored = scales if factor == 1 else scales * np.float64(factor)
     with np.errstate(over="ignore"):
-        exact = np.array_equal(rounded(scales * np.float32(factor), product), scales * np.float64(factor))
+        exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
     if format.codes == "fp4" or not exact:
         product = "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
