@@ -91,7 +91,7 @@ def executor_facts(
 ) -> list[dict[str, str | None]]:
     """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, alone or with
     kernels for attention, and the `reason` why not kernels, each in an entry of its own; `models` has the configuration
-    by `EngineShape.model`, and `packed` those with packed weights.
+    by `EngineShape.model`, of which `packed` have packed weights.
 
     Where one of them runs several steps of one phase, the reason is that of the first.
     """

@@ -167,8 +167,7 @@ def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    described = directory.models, directory.limits, directory.dtype
-    shapes = planned_shapes(*described, "sm_80", needless=True, packed=packed)
+    shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
     for shape in shapes:  # which are the same for all that have kernels
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
@@ -177,11 +176,11 @@ def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[
 
 
 def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: Platform) -> dict[str, Any]:
-    described = directory.models, directory.limits, directory.dtype, platform.compute_capability
-    needed = planned_shapes(*described, packed=packed)
+    models, limits, dtype = directory.models, directory.limits, directory.dtype
+    needed = planned_shapes(models, limits, dtype, platform.compute_capability, False, packed)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
-    for shape in planned_shapes(*described, needless=True, packed=packed):
+    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, True, packed):
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:

@@ -129,15 +129,15 @@ def planned_shapes(
     packed: Collection[str] = (),
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
-    compute. `models` are those of `EngineShape.model`; those that are `packed` have no plans of whole shapes.
-    `needless`: also of what kernels run, whole or as segments."""
+    compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
+    kernels run, whole or as segments."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
-        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # what TensorRT does not know
+        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # TensorRT has neither
             continue
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [

@@ -179,8 +179,10 @@ class FewRows:
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows."""
         many, output = self._kernels.many, self._array(step.output)
-        x, launches = self._together(step, True, next_early, linear.arranged)
-        launches += self._low_products(x, linear)
+        products = linear.adapters is not None  # of inputs that are not arranged yet
+        x, launches = self._together(step, True, next_early, None if products else linear.arranged)
+        if products:
+            launches += [*self._low_products(x, linear), *self._arranged(x, linear)]
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -202,11 +204,14 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
-        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear.arranged), whole]
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
 
-    def _arranged(self, x: Array, arranged: ArrangedInputs | None) -> list[Any]:
+    def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
-        return [] if arranged is None else [self._kernels.few.norm(NormedInput(x, None), x, arranged=arranged)]
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self._kernels.few.norm(inputs, x, arranged=linear.arranged)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -26,6 +27,7 @@ from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_p
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.quantization.device_layouts import PackedLayouts, packed_layouts, packed_memory
@@ -134,8 +136,11 @@ class TensorRTBackend(CudaDevice):
             if check.is_due(name)
         }
         check.conclude(self._first_not_finite(due))
-        packed = [spec for spec in specs if spec.name in layouts]
-        found = weights | PackedLoader(self, self._module).load(checkpoint, packed, advance)
+        packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
+        found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
+        if packed:
+            seconds = time.perf_counter() - started
+            logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
         return found
 
@@ -201,14 +206,12 @@ class TensorRTBackend(CudaDevice):
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, self._packed_names(config))
+        return SplitEngine(kernels, program, engines, dtype, self._packed_of(shape.model, program))
 
-    def _packed_names(self, config: Any) -> set[str]:
-        """The weights that engines of a model are bound to packed: a draft's head may be the base's."""
-        base = self._packed.get("base", {}).keys()
-        if not isinstance(config, DraftConfig):
-            return set(base)
-        return set(self._packed.get("draft", ())) | ({config.head_name} & base if not config.has_head else set())
+    def _packed_of(self, model: str, program: Program) -> set[str]:
+        """The names of a program's packed weights; those that no checkpoint of a draft fills are the base's."""
+        specs = program.weights.values()
+        return {spec.name for spec in specs if spec.name in self._packed.get(model if spec.parts else "base", {})}
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
@@ -223,8 +226,8 @@ class TensorRTBackend(CudaDevice):
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
         config, attention = self._directory.model_config(shape.model), self._directory.attention
-        packed = shape.model != "vision" and bool(self._packed_names(config))
-        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, packed)
+        is_packed = shape.model in self._packed
+        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
         if refusal is not None:
             raise EngineError(refusal)
 

@@ -221,10 +221,10 @@ def _choose_plans(
     packed: PackedLayouts,
 ) -> dict[Platform, list[EngineShape]]:
     """What each platform gets plans for."""
-    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    report.targets = [platform.compute_capability for platform in platforms]
+    limits, dtype = report.limits, report.dtype
     return {
-        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans, packed)
-        for each in platforms
+        each: planned_shapes(models, limits, dtype, each.compute_capability, all_plans, packed) for each in platforms
     }
 
 

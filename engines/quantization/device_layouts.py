@@ -23,8 +23,8 @@ _REFUSED = (
 def model_layouts(
     models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
 ) -> PackedLayouts:
-    """The layouts of the packed weights of models, whose checkpoints are opened, on engines that compute in `dtype`;
-    whether their scales are small (`DeviceLayout.small`) is not known yet.
+    """The layouts of the packed weights of models, whose checkpoints are opened, on engines that compute in `dtype`, as
+    far as they are known before scales are read: such that they hold all.
 
     Raises EngineError, with what to do, for a linear layer that the kernels do not take, and CheckpointError.
     """
@@ -58,7 +58,9 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
                 layer += f" (edgellm build --dtype {format.dtype})"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
         rows, columns = spec.shape
-        found[spec.name] = DeviceLayout(format, rows, columns)
+        # Scales that 16 bits may not hold are planned with 32.
+        multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
+        found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
     return found
 
 

@@ -226,15 +226,14 @@ class CudaTiledKernels:
     def _packed_launch(
         self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
     ) -> Launch:
-        batch, layout, adapted = arguments.linear.batch, linear.weight.layout, linear.adapters is not None
+        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
+        adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if adapted and linear.arranged is not None:
-            raise KernelError("LoRA adapters are applied to layers that take inputs in their own order and scale")
         if layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
         tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
-        kernel = packed_kernel(name, self.dtype, tiling, layout, ctypes.sizeof(_TiledLinear), adapted)
+        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
         grid, shared = (
             tiling.grid(layout.rows, self.gpu),
             tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted),

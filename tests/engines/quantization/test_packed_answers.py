@@ -152,7 +152,7 @@ def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Pa
         refresh_plans(packed.path, ["sm_86"])
 
 
-def test_packed_models_have_plans_of_segments_alone(
+def test_plans_of_packed_models_are_of_segments_alone(
     tiny_checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """But for the dense tower of one with images."""
