@@ -91,8 +91,10 @@ class LinearWeights(NamedTuple):
 
     @property
     def arranged(self) -> ArrangedInputs | None:
-        """How a packed weight's activations are arranged before it is multiplied; None: they are not. Raises KernelError
-        for a weight that does not say so though its format does."""
+        """How a packed weight's activations are arranged before it is multiplied; None: they are not.
+
+        Raises KernelError for a weight that does not say so though its format does.
+        """
         if not isinstance(self.weight, PackedMatrix):
             return None
         format, inputs = self.weight.layout.format, self.weight.inputs
