@@ -10,7 +10,7 @@ from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, code_values, rounded
 
 
 def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -47,6 +47,14 @@ def random_packed(
 def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:
     """A weight with other scales, numbers of `dtype`, whatever the dtype is that it is rounded in."""
     return replace(weight, scales=rounded(weight.scales * np.float32(1.2345678), dtype))
+
+
+def with_factors(weight: PackedWeight, numbers: tuple[float, ...], divides: bool) -> PackedWeight:
+    """A weight whose scales are 8-bit floats times, or divided by, one number of float32 for as many rows each."""
+    random, values = np.random.default_rng(1), code_values("fp8")[:127]
+    scales = values[random.integers(0, 127, weight.scales.shape)]
+    wholes = np.repeat(np.float32(numbers), -(-len(scales) // len(numbers)))[: len(scales), None]
+    return replace(weight, scales=scales / wholes if divides else scales * wholes)
 
 
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
