@@ -58,10 +58,8 @@ def with_factors(weight: PackedWeight, numbers: tuple[float, ...], divides: bool
 
 
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
-    """A weight in the kernels' layout, for those of a compute dtype (None: its own), in the memory of the GPU."""
+    """A weight in the layout of the kernels of a compute dtype (None: its own), in the memory of the GPU."""
     layout, data = to_device_layout(weight, dtype)
-    arranged = ArrangedInputs.of(weight)
-    inputs = (
-        None if arranged is None else ArrangedInputs(*(None if x is None else device_copy(gpu, x) for x in arranged))
-    )
-    return PackedMatrix(layout, device_copy(gpu, data), inputs)
+    inputs = ArrangedInputs.of(weight)
+    own = inputs and ArrangedInputs(*(None if each is None else device_copy(gpu, each) for each in inputs))
+    return PackedMatrix(layout, device_copy(gpu, data), own)
