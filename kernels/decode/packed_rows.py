@@ -1,4 +1,4 @@
-"""The kernels of few rows over weights of 4 bits: how they work, and the shared memory of their blocks."""
+"""The kernels of few rows over packed weights: how they work, and the shared memory of their blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
+#: Weight tiles, depth, blocks on a multiprocessor and how many find room, the fastest first, of GPUs whose kernels overlap
+#: and of others.
+_OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
+_ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
 
@@ -78,7 +82,7 @@ def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bo
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    for weight_tiles, depth, blocks, resident in ((1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 2, 2), (1, 4, 1, 2), (2, 2, 1, 2)):
+    for weight_tiles, depth, blocks, resident in _OVERLAPPING if gpu.has_clusters else _ALONE:
         most = 8 // weight_tiles if one else 2
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
