@@ -78,6 +78,11 @@ class NumpyTiledKernels:
 
         return NumpyLaunch(compute)
 
+    def low_products(self, x: np.ndarray, linear: LinearWeights, selected: np.ndarray | None = None) -> NumpyLaunch:
+        """Of a packed layer with LoRA adapters, in front of it: x a^T * scales, of all rows or those `selected`, as the
+        kernels of the layer take it from `LinearAdapters.low`. The layer's twin computes it itself."""
+        return NumpyLaunch(lambda: None)
+
 
 class NumpyDecodeKernels:
     """The twins of `CudaDecodeKernels`."""

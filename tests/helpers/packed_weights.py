@@ -1,12 +1,15 @@
-"""Random weights of 4 and 8 bits, and values of a compute dtype."""
+"""Random weights of 4 and 8 bits, their copies on the GPU, and values of a compute dtype."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, rounded
 
 
@@ -42,3 +45,11 @@ def random_packed(
 def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:
     """A weight with other scales, numbers of `dtype`, whatever the dtype is that it is rounded in."""
     return replace(weight, scales=rounded(weight.scales * np.float32(1.2345678), dtype))
+
+
+def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
+    """A weight in the layout of the kernels of a compute dtype (None: its own), in the memory of the GPU."""
+    layout, data = to_device_layout(weight, dtype)
+    inputs = ArrangedInputs.of(weight)
+    own = inputs and ArrangedInputs(*(None if each is None else device_copy(gpu, each) for each in inputs))
+    return PackedMatrix(layout, device_copy(gpu, data), own)

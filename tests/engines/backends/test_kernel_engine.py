@@ -262,7 +262,7 @@ def test_the_gpu_decides_which_executor_runs_llama_1b(gpu: Capacity, tokens: int
         ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
         ({}, {}, 101_376, ManyRows),
         ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200, FewRows),
-        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, ManyRows),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
         ({}, {"batch": 2}, H200, ManyRows),
         ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),

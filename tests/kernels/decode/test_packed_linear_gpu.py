@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decode_models import relative
 from gpu_device import device_copy
-from packed_weights import compute_bits, random_packed
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
@@ -17,16 +17,10 @@ from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
+from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.packed_weight import Codes
 
 pytestmark = pytest.mark.gpu
-
-
-def packed_copy(gpu, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
-    """A weight in the kernels' layout, in the memory of the GPU."""
-    layout, data = to_device_layout(weight, dtype)
-    return PackedMatrix(layout, device_copy(gpu, data))
 
 
 def normal(gpu, dtype: str, *shape: int):
