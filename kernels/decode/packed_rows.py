@@ -12,8 +12,8 @@ from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
-#: Weight tiles, depth, blocks on a multiprocessor and how many find room, the fastest first, of GPUs whose kernels overlap
-#: and of others.
+#: Weight tiles, depth, blocks on a multiprocessor and how many find room, the fastest first, of GPUs whose kernels
+#: overlap and of others.
 _OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
 _ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
 #: Of `stage_normalized`, in bytes.
