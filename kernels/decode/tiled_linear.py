@@ -30,6 +30,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
 )
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
+from edgellm.kernels.decode.packed_tiles import PackedTiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -119,7 +120,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -180,12 +181,12 @@ class CudaTiledKernels:
         x: DeviceArray,
         linear: LinearWeights,
         arguments: _TiledLinear,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         if isinstance(linear.weight, PackedMatrix):
-            assert tiling is None or isinstance(tiling, PackedTiling)
+            assert tiling is None or isinstance(tiling, (PackedTiling, PackedTiles))
             return self._packed_launch(name.replace("selected", "linear"), linear, arguments, tiling)
-        assert not isinstance(tiling, PackedTiling)
+        assert not isinstance(tiling, (PackedTiling, PackedTiles))
         batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
         adapted = adapters is not None
         gated = arguments.linear.rows != every_row
@@ -210,7 +211,7 @@ class CudaTiledKernels:
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
     def _packed_launch(
-        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
+        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
         if linear.adapters is not None or (name == "gate_up" and layout.rows % 16):
@@ -218,6 +219,10 @@ class CudaTiledKernels:
         if layout.format.dtype != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
         tiling = tiling or packed_tilings(batch, layout, self.gpu)[0]
+        if isinstance(tiling, PackedTiles):
+            kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
+            grid, shared = tiling.grid(layout.rows, self.gpu), tiling.shared_bytes(layout.block_bytes, layout.columns)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,), (1, tiling.cluster, 1))
         kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given)
         grid, shared = (
             tiling.grid(layout.rows, self.gpu),
