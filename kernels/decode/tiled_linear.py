@@ -30,7 +30,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
 )
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
-from edgellm.kernels.decode.packed_tiles import PackedTiles, tiles_kernel
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -218,11 +218,13 @@ class CudaTiledKernels:
             raise KernelError(f"packed layers take no LoRA adapters, and gates in eights, found {layout.rows} rows")
         if layout.format.dtype != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
-        tiling = tiling or packed_tilings(batch, layout, self.gpu)[0]
+        choices = packed_tiles if batch >= LEAST_ROWS else packed_tilings
+        tiling = tiling or choices(batch, layout, self.gpu)[0]
         if isinstance(tiling, PackedTiles):
             kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
-            grid, shared = tiling.grid(layout.rows, self.gpu), tiling.shared_bytes(layout.block_bytes, layout.columns)
-            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,), (1, tiling.cluster, 1))
+            grid = tiling.grid(batch, layout.rows, self.gpu)
+            shared = tiling.shared_bytes(layout.block_bytes, layout.columns)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
         kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given)
         grid, shared = (
             tiling.grid(layout.rows, self.gpu),
