@@ -11,9 +11,9 @@ from edgellm.engines.checkpoints.tensors import STORAGE, convert
 from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
-from edgellm.engines.quantization.calibration import InputStatistics
-from edgellm.engines.quantization.rounding import quantize_rows
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
+from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
@@ -29,6 +29,7 @@ def scale_layer(
     seen: Mapping[str, InputStatistics],
     format: WeightFormat,
     dtypes: Mapping[str, str],
+    arithmetic: Arithmetic = NUMPY,
 ) -> dict[str, np.ndarray]:
     """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
 
@@ -37,7 +38,7 @@ def scale_layer(
     """
     places = foldings(program.steps)
     chosen = {
-        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format)
+        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format, arithmetic)
         for linear in linears(program)
         if linear.name in places
     }
@@ -61,6 +62,7 @@ def layer_tensors(
     weights: Mapping[str, np.ndarray],
     factors: Mapping[str, np.ndarray],
     format: WeightFormat,
+    arithmetic: Arithmetic = NUMPY,
 ) -> dict[str, StoredTensor]:
     """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, norms
     and biases in their own dtype."""
@@ -68,7 +70,7 @@ def layer_tensors(
     tensors: dict[str, StoredTensor] = {}
     for spec in program.weights.values():
         if spec.name in packed:
-            whole = quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
+            whole = arithmetic.quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
             for name, part in _parts(spec):
                 zeros = None if whole.zeros is None else whole.zeros[part]
                 own = PackedWeight(format, whole.codes[part], whole.scales[part], zeros)

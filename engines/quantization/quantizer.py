@@ -29,6 +29,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
@@ -87,13 +88,14 @@ def quantize_checkpoint(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
+    arithmetic: Arithmetic = NUMPY,
 ) -> QuantizationReport:
     """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
 
     `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
     stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
     an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
-    `force` an existing checkpoint is replaced. Raises CheckpointError and UnsupportedModelError.
+    `force` an existing checkpoint is replaced. `arithmetic` computes. Raises CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
@@ -111,7 +113,8 @@ def quantize_checkpoint(
             raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
         try:
             with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                resumed = _quantize_layers(checkpoint, config, options, texts, work, progress)
+                layers = _Layers(checkpoint, config, options, arithmetic)
+                resumed = layers.quantize(texts, work, progress)
                 report = _assemble(checkpoint, config, options, target, work, force)
         except OSError as error:
             raise CheckpointError(
@@ -143,47 +146,45 @@ def refuse_quantized(source: Path) -> None:
                 )
 
 
-def _quantize_layers(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    texts: Sequence[Sequence[int]],
-    work: WorkFolder,
-    progress: Progress,
-) -> int:
-    """Write every layer that is not done; how many were."""
-    due = [index for index in range(config.num_layers) if not work.has(index)]
-    done = config.num_layers - len(due)
-    progress("layers", done, config.num_layers)
-    rows = CalibrationRows(config, checkpoint, texts, options.group_size) if texts and due else None
-    for index in range(due[-1] + 1) if due else ():
-        if index in due:
-            work.write(index, _layer(checkpoint, config, options, rows, index))
-            done += 1
-            progress("layers", done, config.num_layers)
-        elif rows is not None:
-            rows.pass_layer(index, _weights(checkpoint, layer_program(config, index, 1)))
-    return config.num_layers - len(due)
+@dataclass(frozen=True)
+class _Layers:
+    """Those of a checkpoint, one after the other."""
 
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    options: QuantizationOptions
+    arithmetic: Arithmetic
 
-def _layer(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    rows: CalibrationRows | None,
-    index: int,
-) -> dict[str, StoredTensor]:
-    """The tensors of a layer, quantized; the `rows` pass it."""
-    program = layer_program(config, index, 1)
-    weights = _weights(checkpoint, program)
-    seen = {} if rows is None else rows.observe_layer(index, weights)
-    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-    format = options.format(checkpoint.dtype or config.dtype)
-    if options.method == "awq":
-        factors = scale_layer(program, weights, seen, format, dtypes)
-    else:
-        factors = {name: each.factors for name, each in seen.items()}
-    return layer_tensors(checkpoint, program, weights, factors, format)
+    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
+        """Write every layer that is not done; how many were."""
+        count = self.config.num_layers
+        due = [index for index in range(count) if not work.has(index)]
+        done, rows = count - len(due), None
+        progress("layers", done, count)
+        if texts and due:
+            group = self.options.group_size
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic)
+        for index in range(due[-1] + 1) if due else ():
+            if index in due:
+                work.write(index, self._tensors(index, rows))
+                done += 1
+                progress("layers", done, count)
+            elif rows is not None:
+                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
+        return count - len(due)
+
+    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
+        """The tensors of a layer, quantized; the `rows` pass it."""
+        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
+        weights = _weights(checkpoint, program)
+        seen = {} if rows is None else rows.observe_layer(index, weights)
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+        format = self.options.format(checkpoint.dtype or self.config.dtype)
+        if self.options.method == "awq":
+            factors = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
+        else:
+            factors = {name: each.factors for name, each in seen.items()}
+        return layer_tensors(checkpoint, program, weights, factors, format, self.arithmetic)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:

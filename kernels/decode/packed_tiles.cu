@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 bits, of many rows of activations: warps share activations, which come from the second-level
+// Linear layers over weights of 4 and 8 bits, of many rows of activations: warps share activations, which come from the second-level
 // cache once for all weight rows of a block.
 //
 // The sums are those of packed_linear.cu, and so of the dense kernels. What differs is who multiplies what: the warps of a
@@ -243,14 +243,13 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 }
                 if (last_step || (!G::STAYS && (d + 1) % G::CHUNK == 0)) commit_copies();
                 const unsigned following = activations.following(place);
-                if (d * G::SCALES % BLOCK_STEPS == 0)
 #pragma unroll
-                    for (int i = 0; i < G::TILES; ++i) groups[i].set(held.scales[i], d * G::SCALES / BLOCK_STEPS);
+                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
                 unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
 #pragma unroll
                 for (int m = 0; m < G::WEIGHT_TILES; ++m) {
-                    groups[2 * m].values(held.word(2 * m, d), mask, low[m]);
-                    groups[2 * m + 1].values(held.word(2 * m + 1, d), mask, high[m]);
+                    held.tiles[2 * m].values(groups[2 * m], d, mask, low[m]);
+                    held.tiles[2 * m + 1].values(groups[2 * m + 1], d, mask, high[m]);
                 }
                 if (last_step) held.read(slot);
                 constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;

@@ -11,15 +11,16 @@ namespace packed {
 // 0: they are copied once, for all tiles, and stay. STEPS of a slice. The others as `Geometry` has them.
 template <int TOKEN_TILES_, int WEIGHT_TILES_, int ROW_WARPS_, int K_WARPS_, int DEPTH_, int STAGES_, int CHUNK_, int STEPS_,
           int SCALES_, int MODE_, bool PAIRED>
-struct TileGeometry {
+struct TileGeometry : Format<SCALES_, MODE_> {
+    using Own = Format<SCALES_, MODE_>;
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, ROW_WARPS = ROW_WARPS_;
     static constexpr int K_WARPS = K_WARPS_, DEPTH = DEPTH_, STAGES = STAGES_, CHUNK = CHUNK_, STEPS = STEPS_;
     static constexpr int SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1, THREADS = 32 * ROW_WARPS * K_WARPS;
     static constexpr int OWN_BLOCKS = SLICES * STEPS / BLOCK_STEPS / K_WARPS;  // of a team, of each row
     static constexpr bool STAYS = STAGES == 0;
     static constexpr int TILES = 2 * WEIGHT_TILES, WARP_UNIT = 16 * WEIGHT_TILES / SUMS, UNIT = WARP_UNIT * ROW_WARPS;
-    static constexpr int SCALE_BYTES = 2 * SCALES * (MODE == ZEROS ? 2 : 1), PIECES = 8 * SCALE_BYTES / 16;
-    static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES, SLOT_BYTES = TILES * BLOCK_BYTES;
+    static constexpr int PIECES = Own::SCALE_BYTES / 2, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of 16 bytes of scales
+    static constexpr int ROUNDS = (TILES * PIECES + 31) / 32;                                   // in which a warp copies them
     // Tiles of activations whose products alternate.
     static constexpr int EVEN = TOKEN_TILES % 2 == 0 ? 2 : TOKEN_TILES, MANY = TOKEN_TILES % 4 == 0 ? 4 : EVEN;
     static constexpr int TOGETHER = TOKEN_TILES * WEIGHT_TILES <= 6 ? TOKEN_TILES : WEIGHT_TILES == 1 ? MANY : EVEN;
@@ -56,18 +57,20 @@ template <typename G> __device__ __forceinline__ void wait_for_warps() {
 // The weights of a warp, of the block's tiles, as one stream of blocks.
 template <typename G> struct TileWeights {
     const char* weight;
-    unsigned codes[G::TILES], scales;  // bytes from `weight`
+    unsigned codes[G::TILES], scales[G::ROUNDS];  // bytes from `weight`
     int row_tiles, blocks, first, tile, tiles, block;  // `block`: the next one of the warp's own; others: in all
-    unsigned ring, slot, scale_place;
+    unsigned ring, slot;
 
     __device__ TileWeights(const Linear& linear, int tiles, int first, unsigned memory)
         : weight(static_cast<const char*>(linear.weight)), row_tiles((linear.rows + 7) / 8),
           blocks((linear.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS), first(first), tile(blockIdx.x), tiles(tiles),
           ring(memory + own_warp() * G::DEPTH * G::SLOT_BYTES), slot(ring) {
-        const int lane = threadIdx.x % 32;
-        static_assert(G::TILES * G::PIECES <= 32, "a lane copies 16 bytes of scales");
-        scale_place = lane / G::PIECES * G::BLOCK_BYTES + CODE_BYTES + lane % G::PIECES * 16;
         start_tile();
+    }
+    // The lane's piece of scales of a round, and where it is behind that of the first tile.
+    static __device__ int piece_of(int round) { return round * 32 + threadIdx.x % 32; }
+    static __device__ int place_of(int piece) {
+        return piece / G::PIECES * G::BLOCK_BYTES + G::CODE_BYTES + piece % G::PIECES * 16;
     }
     // The tile of 8 rows that is the i-th of the warp's; of what lies behind the last one the last, which nobody writes.
     __device__ unsigned begin_of(int i) const {
@@ -80,7 +83,11 @@ template <typename G> struct TileWeights {
         block = 0;
 #pragma unroll
         for (int i = 0; i < G::TILES; ++i) codes[i] = begin_of(i) + lane * 16;
-        scales = begin_of(lane / G::PIECES % G::TILES) + CODE_BYTES + lane % G::PIECES * 16;
+#pragma unroll
+        for (int round = 0; round < G::ROUNDS; ++round) {
+            const int piece = piece_of(round);
+            scales[round] = begin_of(piece / G::PIECES % G::TILES) + G::CODE_BYTES + piece % G::PIECES * 16;
+        }
     }
     __device__ unsigned following(unsigned place) const {
         return place == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : place + G::SLOT_BYTES;
@@ -91,11 +98,17 @@ template <typename G> struct TileWeights {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < G::TILES; ++i) {
-            copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, weight + codes[i], exists);
+#pragma unroll
+            for (int piece = 0; piece < G::WORDS * 512; piece += 512)
+                copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, weight + codes[i] + piece, exists);
             codes[i] += G::BLOCK_BYTES;
         }
-        if (lane < G::TILES * G::PIECES) copy_async_16(slot + scale_place, weight + scales, exists);
-        scales += G::BLOCK_BYTES;
+#pragma unroll
+        for (int round = 0; round < G::ROUNDS; ++round) {
+            if (piece_of(round) < G::TILES * G::PIECES)
+                copy_async_16(slot + place_of(piece_of(round)), weight + scales[round], exists);
+            scales[round] += G::BLOCK_BYTES;
+        }
         slot = following(slot);
         if (++block < G::OWN_BLOCKS) return;
         tile += gridDim.x;

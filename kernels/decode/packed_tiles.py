@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 bits and many rows: which tiles they take, and their launches."""
+"""The kernels of linear layers over packed weights and many rows: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _FEW_MULTIPROCESSORS = {
 }
 #: The most multiprocessors that are few; the fewest rows of activations.
 _FEW, LEAST_ROWS = 64, 9
-#: What the estimate of clocks was fitted to, within a sixth: until a block multiplies and behind its last product, until
-#: sums are written, or joined, of each team; bytes a clock that the second-level cache gives, to all multiprocessors and
-#: to one; of what limits a step, the share that hides nothing; a warp's instructions for a word of codes; a barrier; by
-#: how much longer four warps or fewer take.
+#: What the estimate of clocks was fitted to, within a sixth: until a block multiplies, and from its last product until
+#: sums are written, or joined, of each team; bytes a clock that the second-level cache gives to all multiprocessors, to
+#: one of them; of a step, the share of its limits that hides nothing; a warp's instructions for a word of codes; a
+#: barrier; by how much longer four warps or fewer take.
 _STARTS, _WRITES, _JOINS, _CACHED, _CACHED_EACH = 3400, 1750, 75, 8000, 40
 _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = 0.48, 13, 120, 1.17
 
@@ -146,9 +146,8 @@ def _fitting(tiling: PackedTiles, batch: int, layout: DeviceLayout, gpu: Capacit
 
 def tiles_kernel(name: str, dtype: str, tiling: PackedTiles, layout: DeviceLayout, argument_bytes: int) -> Kernel:
     """A kernel of packed_tiles.cu, whose structure of arguments has so many bytes."""
-    mode = 2 if layout.format.zeros else int(layout.small)
     sizes = tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages
-    sizes += tiling.chunk, slice_steps(layout.columns), layout.scales, mode, tiling.blocks
+    sizes += tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),

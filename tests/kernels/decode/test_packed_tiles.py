@@ -1,4 +1,4 @@
-"""Which tiles layers over weights of 4 bits get where there are many rows of activations."""
+"""Which tiles layers over packed weights get where there are many rows of activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgellm.kernels.decode.packed_tiles import PackedTiles, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import DeviceLayout
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 GPUS = {
     "H200": Capacity(132, 232_448, True, "sm_90"),
@@ -21,17 +21,17 @@ GPUS = {
 MATRICES = [(3072, 2048), (16_384, 2048), (2048, 8192), (28_672, 4096), (4096, 14_336), (1152, 896), (24, 40)]
 
 
-def layout(rows: int, columns: int, group: int = 128, zeros: bool = False) -> DeviceLayout:
-    return DeviceLayout(WeightFormat("int4", group, zeros, "float16"), rows, columns, not zeros)
+def layout(rows: int, columns: int, group: int = 128, zeros: bool = False, codes: Codes = "int4") -> DeviceLayout:
+    return DeviceLayout(WeightFormat(codes, group, zeros, "float16"), rows, columns, not zeros and codes == "int4")
 
 
 @pytest.mark.parametrize("batch", [9, 16, 17, 24, 32, 33, 40, 60, 64])
-@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True)])
+@pytest.mark.parametrize(("codes", "group", "zeros"), [("int4", 128, False), ("int4", 32, True), ("int8", 16, True)])
 @pytest.mark.parametrize("name", GPUS)
-def test_tiles_fit_every_gpu(name: str, group: int, zeros: bool, batch: int) -> None:
+def test_tiles_fit_every_gpu(name: str, codes: Codes, group: int, zeros: bool, batch: int) -> None:
     gpu = GPUS[name]
     for rows, columns in MATRICES:
-        packed = layout(rows, columns, group, zeros)
+        packed = layout(rows, columns, group, zeros, codes)
         found = packed_tiles(batch, packed, gpu)
         clocks = [tiling.clocks(batch, rows, columns, gpu) for tiling in found]
         assert clocks == sorted(clocks)
