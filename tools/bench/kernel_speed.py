@@ -180,7 +180,8 @@ def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
     heads = LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_dim
     for rows, context, kv_cache in product(all_rows, bench.contexts, KV_CACHES):
         shape = AttentionShape(1, rows, *heads, context + MORE_ROWS, kv_cache == "int8")
-        launches = [attention_launch(bench.module, *given) for given in attention_inputs(bench, shape, context)]
+        inputs = attention_inputs(bench, shape, context)  # whose memory launches use
+        launches = [attention_launch(bench.module, *given) for given in inputs]
         bench.report(f"attention, {context} {kv_cache}", rows, bench.microseconds(launches, "attention"))
     weight = bench.array((LLAMA.hidden_size,), scale=50)
     for rows in all_rows:
