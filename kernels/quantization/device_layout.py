@@ -244,7 +244,7 @@ def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
 
 
-def _factored_tails(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
+def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     found = scale_factors(weight.scales)
     assert found is not None  # as when the layout was made
     (down, along), large = layout.blocks, np.float32(_factor(layout) * _BYTE_FACTOR)
