@@ -230,7 +230,7 @@ class Program:
     steps: tuple[Step, ...]
     outputs: Edge
     wide_residual: bool = False
-    packed: Mapping[str, DeviceLayout] = field(default_factory=dict)
+    packed: Mapping[str, DeviceLayout] = field(default_factory=dict, repr=False)
 
     @cached_property
     def weights(self) -> dict[str, WeightSpec]:
