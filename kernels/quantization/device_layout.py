@@ -19,7 +19,7 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.scale_factors import ScaleFactors, scale_factors
 
 #: Rows and columns of a block, columns of a step and of a lane in it.
@@ -140,7 +140,7 @@ class ArrangedInputs(NamedTuple):
     scales: OwnArray | None
 
     @classmethod
-    def of(cls, weight: PackedWeight) -> ArrangedInputs | None:
+    def of(cls, weight: ScaledWeight) -> ArrangedInputs | None:
         """What a weight says of its inputs, on the host; None where it takes them as they are."""
         order, scales = weight.order, weight.input_scales
         if order is None and scales is None:
@@ -184,7 +184,7 @@ def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     return None
 
 
-def device_layout(weight: PackedWeight, dtype: str | None = None) -> DeviceLayout:
+def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayout:
     """The layout of a weight for kernels of a compute dtype (None: the format's), which depends on its scales.
 
     Products are of 16 bits where these hold the scales and round products once, as `PackedWeight.values` does. Raises
@@ -197,8 +197,9 @@ def device_layout(weight: PackedWeight, dtype: str | None = None) -> DeviceLayou
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
     factor = _FACTORS.get((format.codes, product), 1)
+    stored = scales if factor == 1 else scales * np.float64(factor)
     with np.errstate(over="ignore"):
-        exact = np.array_equal(rounded(scales * np.float32(factor), product), scales * np.float64(factor))
+        exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
     if format.codes == "fp4" or not exact:
         product = "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
@@ -230,7 +231,7 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
     return layout, result
 
 
-def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
+def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     """What follows the codes of each block: uint8 [down, along, `block_bytes` - `code_bytes`]."""
     wide = layout.product == "float32"
     if layout.has_factors:
@@ -243,7 +244,7 @@ def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
     return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
 
 
-def _factored_tails(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
+def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     found = scale_factors(weight.scales)
     assert found is not None  # as when the layout was made
     (down, along), large = layout.blocks, np.float32(_factor(layout) * _BYTE_FACTOR)
