@@ -185,6 +185,14 @@ def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, e
     assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
 
 
+@pytest.mark.parametrize(("phase", "tokens"), [("propose", 24), ("accept", 23)])
+def test_a_step_of_a_draft_of_more_rows_than_a_launch_takes_runs_in_passes(phase: str, tokens: int) -> None:
+    config, shape = EAGLE3, draft_shape(phase, 3, tokens, 96)
+    arrays = random_draft(config, shape, [29, 0, 11])
+    assert_equal(config, shape, launched(ManyRows, config, shape, arrays), computed(config, shape, arrays))
+    assert len(numpy_kernel_engine(config, shape, ManyRows)._passes) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "shape", "dtype", "reason"),
     [
