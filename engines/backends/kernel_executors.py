@@ -113,7 +113,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
+            return attention_shared_bytes(_attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -130,11 +130,12 @@ class FewRows:
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         inside, rows = isinstance(step, NormLinear) and cls.norms_inside(step), step_rows(step, program)
+        width, columns = step.linear.weight.shape
         if (layout := packed_layout(step, program)) is not None:
             inside = inside and rows <= MAX_NORMED_ROWS
             clocks = packed_clocks(layout, gpu)
         else:
-            clocks = few_rows_clocks(rows, *step.linear.weight.shape, inside, gpu)
+            clocks = few_rows_clocks(rows, width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
@@ -184,8 +185,10 @@ class FewRows:
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows."""
         many, output = self._kernels.many, self._array(step.output)
-        x, launches = self._together(step, True, next_early, linear.arranged)
-        launches += self._low_products(x, linear)
+        products = linear.adapters is not None  # of inputs that are not arranged yet
+        x, launches = self._together(step, True, next_early, None if products else linear.arranged)
+        if products:
+            launches += [*self._low_products(x, linear), *self._arranged(x, linear)]
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -207,11 +210,14 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
-        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear.arranged), whole]
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
 
-    def _arranged(self, x: Array, arranged: ArrangedInputs | None) -> list[Any]:
+    def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
-        return [] if arranged is None else [self._kernels.few.norm(NormedInput(x, None), x, arranged=arranged)]
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self._kernels.few.norm(inputs, x, arranged=linear.arranged)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""
@@ -337,10 +343,11 @@ def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
 def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
     """An estimate for a layer by the kernels of many rows, with the norms before it."""
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
+    width, columns = step.linear.weight.shape
     if (layout := packed_layout(step, program)) is not None:
         clocks = packed_clocks(layout, gpu)
     else:
-        clocks = many_rows_clocks(step_rows(step, program), *step.linear.weight.shape, gpu, gated, adapted)
+        clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
 
 
@@ -421,6 +428,10 @@ def adapter_words(program: Program) -> int:
     return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
 
 
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+
+
 def scratch_of(program: Program) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
     shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
@@ -430,8 +441,8 @@ def scratch_of(program: Program) -> Edge:
         rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
         dtype = "float32"
         if isinstance(step, Attention):
-            dtype, own = "compute", AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
-            found["partial"] = ((attention_partials(own),), "float32")
+            dtype = "compute"
+            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))
