@@ -133,7 +133,7 @@ class FewRows:
         width, columns = step.linear.weight.shape
         if (layout := packed_layout(step, program)) is not None:
             inside = inside and rows <= MAX_NORMED_ROWS
-            clocks = packed_clocks(layout, gpu)
+            clocks = packed_clocks(rows, layout, gpu)
         else:
             clocks = few_rows_clocks(rows, width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
@@ -345,7 +345,7 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
     width, columns = step.linear.weight.shape
     if (layout := packed_layout(step, program)) is not None:
-        clocks = packed_clocks(layout, gpu)
+        clocks = packed_clocks(step_rows(step, program), layout, gpu)
     else:
         clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
