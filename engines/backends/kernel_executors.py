@@ -130,11 +130,12 @@ class FewRows:
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         inside, rows = isinstance(step, NormLinear) and cls.norms_inside(step), step_rows(step, program)
+        width, columns = step.linear.weight.shape
         if (layout := packed_layout(step, program)) is not None:
             inside = inside and rows <= MAX_NORMED_ROWS
-            clocks = packed_clocks(layout, gpu)
+            clocks = packed_clocks(rows, layout, gpu)
         else:
-            clocks = few_rows_clocks(rows, *step.linear.weight.shape, inside, gpu)
+            clocks = few_rows_clocks(rows, width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
@@ -342,10 +343,11 @@ def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
 def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
     """An estimate for a layer by the kernels of many rows, with the norms before it."""
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
+    width, columns = step.linear.weight.shape
     if (layout := packed_layout(step, program)) is not None:
-        clocks = packed_clocks(layout, gpu)
+        clocks = packed_clocks(step_rows(step, program), layout, gpu)
     else:
-        clocks = many_rows_clocks(step_rows(step, program), *step.linear.weight.shape, gpu, gated, adapted)
+        clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
 
 

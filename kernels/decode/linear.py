@@ -139,12 +139,11 @@ class CudaDecodeKernels:
             module.load(kernel.source)
 
     def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
-        """Whether these kernels compute a layer for so many rows, with norms inside where `normed`: packed ones without
-        LoRA adapters for few."""
-        if not linear.is_packed:
-            return True
-        way = packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed)
-        return way is not None and linear.adapters is None
+        """Whether these kernels compute a layer for so many rows, with norms inside where `normed`: packed ones for
+        few, without adapters."""
+        if not linear.is_packed or linear.adapters is not None:
+            return not linear.is_packed
+        return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
 
     def norm_linear(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.packed_linear import packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
@@ -81,14 +82,18 @@ def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str |
     if packed_rows(batch, layout, gpu, normed=False) is not None:
         return None
     try:
-        packed_tilings(batch, layout, gpu)
+        packed_tilings(batch, layout, gpu) if batch < LEAST_ROWS else packed_tiles(batch, layout, gpu)
     except KernelError as error:
         return str(error)
     return None
 
 
-def packed_clocks(layout: DeviceLayout, gpu: Capacity) -> float:
-    """An estimate of a GPU's clocks for a packed layer of few rows."""
+def packed_clocks(batch: int, layout: DeviceLayout, gpu: Capacity) -> float:
+    """An estimate of a GPU's clocks for a packed layer of so many rows; infinite if no kernel computes it."""
+    if packed_refusal(batch, layout, gpu.shared_limit) is not None:
+        return math.inf
+    if batch >= LEAST_ROWS:
+        return packed_tiles(batch, layout, gpu)[0].clocks(batch, layout.rows, layout.columns, gpu)
     streamed = math.prod(layout.shape) / min(gpu.speeds[0], _STREAMED * gpu.multiprocessors)
     issued = layout.rows * layout.columns / (8 * 32) * _WORD / (4 * gpu.multiprocessors)
     return _EDGES + 0.8 * max(streamed, issued) + 0.2 * (streamed + issued)
