@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import foreign_model
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -21,6 +21,7 @@ from edgellm.engines.directories.engine_parts import (
     EngineDraft,
     EngineVision,
     check_agreement,
+    check_head,
     choice,
     is_template_name,
     is_weight_file,
@@ -33,6 +34,7 @@ from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import KV_CACHES, DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
@@ -161,7 +163,7 @@ class EngineDirectory:
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path)
+        return Checkpoint.open(self.path, head_format(self.config.head, self.config.hidden_size, self.dtype))
 
     def packed_models(self) -> dict[str, Quantization]:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
@@ -319,12 +321,12 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
-    config = values.object("config").dataclass(DecoderConfig)
+    config, dtype = values.object("config").dataclass(DecoderConfig), choice(values, "dtype", DTYPES)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
     if _DRAFT_KEY in values.values:
-        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
+        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY), dtype)
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
@@ -333,6 +335,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
     check_agreement(values, config, draft, None if vision is None else vision.config)
+    files = parse_files(values.object("files"))
+    check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
@@ -341,10 +345,10 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=choice(values, "dtype", DTYPES),
+        dtype=dtype,
         attention=choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
-        files=parse_files(values.object("files")),
+        files=files,
         adapters=adapters,
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),

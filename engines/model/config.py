@@ -26,6 +26,8 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 
 #: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
 KV_CACHES = ("compute", "int8")
+#: What a model's head may be: as it was published, or packed when the engine directory was built.
+HEADS = ("as-published", "int8", "int4")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
@@ -54,6 +56,8 @@ class DecoderConfig:
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
     `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
     (None: on all); a directory is built for no longer context.
+
+    `head` is one of `HEADS`; a packed one is a weight of its own. With `embeds_by_head` tokens are looked up there.
     """
 
     family: str
@@ -92,6 +96,13 @@ class DecoderConfig:
     nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     fused_projections: bool = field(default=False, metadata=ADDED_LATER)
     sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
+    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
+    embeds_by_head: bool = field(default=False, metadata=ADDED_LATER)
+
+    @property
+    def has_packed_head(self) -> bool:
+        """Whether the head was packed when the directory was built."""
+        return self.head != HEADS[0]
 
     @property
     def query_size(self) -> int:
@@ -348,7 +359,7 @@ class DraftConfig:
     `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits. `norm_before_residual`:
     the residual stream is the normed feature. `feed_back_normed`: a propose step takes the hidden state after the
     final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the base's image rows as
-    embeddings, else the embedding of the image token.
+    embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head is, where it has one.
     """
 
     generation: str
@@ -366,6 +377,7 @@ class DraftConfig:
     norm_before_residual: bool
     feed_back_normed: bool
     image_embeddings: bool = field(default=True, metadata=ADDED_LATER)
+    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
 
     @property
     def hidden_size(self) -> int:
