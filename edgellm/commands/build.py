@@ -18,7 +18,6 @@ from edgellm.commands.descriptions import (
     draft_limits_in_words,
     executor_facts,
     executors_in_words,
-    head_in_words,
     kv_cache_in_words,
     lora_limits_in_words,
     named_directories,
@@ -32,6 +31,7 @@ from edgellm.engines.building.inputs import read_adapters, read_decoder_config, 
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS
+from edgellm.engines.model.decoder import head_format
 
 MEBIBYTE = 1 << 20
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -312,8 +312,9 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     if report.weight_bytes:
         yield f"  {'weights (linked)' if report.weights == 'link' else 'weights':<42}{_mebibytes(report.weight_bytes)}"
     if report.head_bytes:
-        words = head_in_words(asdict(config), report.dtype)
-        yield f"  {'head':<42}{_mebibytes(report.head_bytes)}  {words}"
+        format = head_format(config.head, config.hidden_size, report.dtype)
+        looked_up = ", tokens are looked up in it" if config.embeds_by_head else ""
+        yield f"  {f'head ({format})':<42}{_mebibytes(report.head_bytes)}{looked_up}"
     plan_bytes = sum(plan.size for plan in report.plans)
     kept = 0 if report.weights == "link" else report.weight_bytes
     yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes + report.head_bytes)}"

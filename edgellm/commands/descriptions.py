@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from edgellm.engines.model.config import EngineLimits, EngineShape
-from edgellm.engines.model.decoder import head_format
 from edgellm.kernels.user_paths import user_path
 
 
@@ -44,14 +43,6 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
 def kv_cache_in_words(kind: str) -> str:
     """What follows other limits where KV rows are not of the dtype that engines compute in."""
     return "" if kind == "compute" else f", KV cache of {kind}"
-
-
-def head_in_words(config: Mapping[str, Any], dtype: str) -> str:
-    """How a model's packed head is stored, and where its tokens are looked up; `config` has the values of its
-    `DecoderConfig`, or of its draft's `DraftConfig`."""
-    columns = config["decoder"]["hidden_size"] if "decoder" in config else config["hidden_size"]
-    words = str(head_format(config["head"], columns, dtype))
-    return f"{words}, also looks tokens up" if config.get("embeds_by_head") else words
 
 
 def lora_limits_in_words(limits: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
@@ -39,7 +40,7 @@ from edgellm.engines.directories.plan_files import (
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.llm import SHIPPED_MODEL
@@ -92,7 +93,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "path": str(directory.path),
         "created_with": directory.created_with,
         "config": asdict(config),
-        "parameters": sum(math.prod(spec.shape) for spec in specs),
+        "parameters": sum(math.prod(spec.shape) for spec in decoder_weights(as_published(config))),
         "dtype": directory.dtype,
         "attention": directory.attention,
         "limits": plain_values(limits),
@@ -100,6 +101,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
         "plans": platforms,
         "packed": packed,
+        "heads": _head_facts(directory),
         "memory": plan_memory(
             config,
             limits,
@@ -149,6 +151,23 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
         stored = {words: {"weights": count, "bytes": size} for words, (count, size) in parts.items()}
         facts[model] = {"method": quantization.method, "stored": stored, "notes": list(quantization.notes)}
     return facts
+
+
+def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
+    """Of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked up in it."""
+    parts = {"base": (directory.config, directory.files)}
+    if directory.draft is not None:
+        parts["draft"] = (directory.draft.config, directory.draft.files)
+    return {
+        model: {
+            "head": config.head,
+            "format": str(head_format(config.head, config.hidden_size, directory.dtype)),
+            "bytes": files[HEAD_FILE].size,
+            "embeds": model == "base" and directory.config.embeds_by_head,
+        }
+        for model, (config, files) in parts.items()
+        if HEAD_FILE in files
+    }
 
 
 def _known_platforms(directory: EngineDirectory) -> list[Platform]:
@@ -229,6 +248,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")
         yield _row("" if facts["lora"] else "adapters", lora_limits_in_words(limits))
     yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
+    for model, head in facts["heads"].items():
+        own = "of the draft, " if model == "draft" else ""
+        looked_up = ", tokens are looked up in it" if head["embeds"] else ""
+        yield _row("head", f"{own}packed: {head['format']}, {head['bytes'] / MEBIBYTE:,.1f} MiB{looked_up}")
     for capability, found in facts["executors"].items():
         for number, text in enumerate(executors_in_words(found)):
             yield _row("" if number else capability, text)
