@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,17 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Program, single_weight
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
-from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.engines.quantization.written_layout import (
+    StoredTensor,
+    packed_tensors,
+    quantization_config,
+    write_tensors,
+)
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
@@ -45,6 +51,8 @@ LONGEST_TEXT = 512
 #: What is copied beside weights and config.json: endings and beginnings of names.
 _COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _COPIED_BEGINNINGS = ("LICENSE", "NOTICE", "USE_POLICY")
+#: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
 _COPY_AGAIN = "Copy it from the checkpoint's source"
 
 
@@ -88,19 +96,23 @@ def quantize_checkpoint(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> QuantizationReport:
-    """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
+    """Quantize the linear layers of the language model, or the EAGLE head, in the directory `source` into the new
+    directory `target`.
 
-    `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
-    stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
+    `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
+    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
     an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
     `force` an existing checkpoint is replaced. Raises CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
-    _check_options(options, texts)
     refuse_quantized(source)
     _check_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
+        if is_eagle_head(checkpoint):
+            report = _quantize_head(checkpoint, target, options, force, progress)
+            return replace(report, seconds=time.perf_counter() - started)
+        _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
         checkpoint.check(decoder_weights(config))
         _check_groups(config, options)
@@ -124,6 +136,11 @@ def quantize_checkpoint(
     return report
 
 
+def is_eagle_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head's, not a language model's."""
+    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
+
+
 def refuse_quantized(source: Path) -> None:
     """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
     path = source / "config.json"
@@ -141,6 +158,51 @@ def refuse_quantized(source: Path) -> None:
                     + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
                     "the model's unquantized checkpoint"
                 )
+
+
+def _quantize_head(
+    checkpoint: Checkpoint, target: Path, options: QuantizationOptions, force: bool, progress: Progress
+) -> QuantizationReport:
+    """An EAGLE head: of its linear layers each by itself; its tables stay. What they take is the base's features, and
+    the head cannot be run alone."""
+    if options.method != "rtn":
+        raise CheckpointError(
+            f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
+            "has no texts for it. Take --method rtn"
+        )
+    _check_options(options, ())
+    linear = [
+        name
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
+    ]
+    wrong = [name for name in linear if checkpoint.info(name).shape[1] % (options.group_size or 1)]
+    if wrong:
+        listed = ", ".join(f"{name.removesuffix('.weight')} ({checkpoint.info(name).shape[1]})" for name in wrong)
+        raise CheckpointError(
+            f"Groups of {options.group_size} do not divide the columns of {listed}. Take fewer, or --bits 8"
+        )
+    format = options.format(checkpoint.dtype or "float16")
+    tensors: dict[str, StoredTensor] = {}
+    for name, info in checkpoint.tensors.items():
+        if name not in linear:
+            tensors[info.name] = StoredTensor(info.dtype, _elements(checkpoint, name))
+    for done, name in enumerate(linear):
+        progress("layers", done, len(linear))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *checkpoint.info(name).shape)])[name]
+        tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), quantize_rows(weight, format))
+    progress("layers", len(linear), len(linear))
+    try:
+        with StagedDirectory(target) as staged:
+            copied = _copy_others(checkpoint.path, staged.path)
+            write_tensors(staged.path / SINGLE_FILE, tensors)
+            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
+            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            staged.commit(force)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
+    size = sum(tensor.elements.nbytes for tensor in tensors.values())
+    return QuantizationReport(target, options, len(linear), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
 def _quantize_layers(

@@ -22,11 +22,13 @@ from edgellm.engines.building import checks
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.digests import hash_file
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights, head_format
+from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization import heads
 from edgellm.errors import SnapshotError
@@ -329,3 +331,25 @@ def test_the_table_is_left_out_where_a_gpu_has_no_room(
     asked = build(tiny_checkpoint, tmp_path / "kept", head="int8", embedding="as-published")
     assert not asked.config.embeds_by_head
     assert not build(tiny_checkpoint, tmp_path / "dense").config.embeds_by_head
+
+
+def test_an_eagle_head_is_quantized_and_drafts(tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    for options, message in ((["--group-size", 64], "mlp.down_proj (96)"), (["--method", "awq"], "Take --method rtn")):
+        refused = CliRunner().invoke(create_app(), ["quantize", str(tiny_draft), str(packed), *map(str, options)])
+        assert refused.exit_code == 1 and not packed.exists()
+        assert message in str(refused.exception) + refused.output
+    said = CliRunner().invoke(create_app(), ["quantize", str(tiny_draft), str(packed), "--group-size", "32"])
+    assert said.exit_code == 0, said.output
+    assert "int4, groups of 32, symmetric" in said.output and "rtn" in said.output
+    directory = build(tiny_checkpoint, tmp_path / "engines", packed, head="int8")
+    draft = directory.draft
+    assert draft is not None and draft.config.head == "int8"
+    with draft.checkpoint() as checkpoint, Checkpoint.open(tiny_draft) as published:
+        assert checkpoint.raw_bytes("d2t").tobytes() == published.raw_bytes("d2t").tobytes()
+        weights = load_numpy_weights(checkpoint, draft_weights(draft.config))
+        dense = load_numpy_weights(published, draft_weights(draft.config))
+    for name, values in weights.items():
+        difference = np.linalg.norm(values - dense[name]) / np.linalg.norm(dense[name])
+        assert difference == 0 if values.ndim == 1 else 0 < difference < (0.01 if name == HEAD else 0.12), name
+    assert answers(directory.path, DRAFTING) == answers(directory.path, None)
