@@ -100,9 +100,10 @@ def quantize_checkpoint(
     directory `target`.
 
     `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
-    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
-    an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
-    `force` an existing checkpoint is replaced. Raises CheckpointError and UnsupportedModelError.
+    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it
+    is complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
+    `restart` thrown away. With `force` an existing checkpoint is replaced. Raises CheckpointError and
+    UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
