@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
+from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.plan_files import (
@@ -39,7 +40,7 @@ from edgellm.engines.directories.plan_files import (
 )
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
@@ -155,6 +156,7 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
 
 def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
     """Of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked up in it."""
+    parts: dict[str, tuple[DecoderConfig | DraftConfig, Mapping[str, FileDigest]]]
     parts = {"base": (directory.config, directory.files)}
     if directory.draft is not None:
         parts["draft"] = (directory.draft.config, directory.draft.files)

@@ -28,6 +28,11 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
         vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
         return cast(Backend, NumpyBackend(directory.config, draft, vision))
+    if directory.config.has_packed_head:
+        raise EngineError(
+            f"the head of {directory.path} is packed ({directory.config.head}), and the GPU's kernels take dense ones "
+            "alone: in this release the NumPy backend runs it (--backend numpy), or build without --head"
+        )
     packed = directory.packed_models()
     if packed:
         raise EngineError(unserved(packed))

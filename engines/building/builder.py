@@ -138,6 +138,8 @@ def build_engine_directory(
     embeds = leaves_out_embedding(config, head, embedding, lambda: _planned_bytes(inputs, head, limits, dtype))
     inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
     platforms, note = _for_packed(inputs.packed, platforms, note, bool(targets))
+    if inputs.heads and platforms:
+        platforms, note = (), "No plans are built: in this release the NumPy backend alone runs packed heads."
     report = BuildReport(target, inputs.config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.head_bytes = inputs.head_bytes
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder

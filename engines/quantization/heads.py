@@ -46,7 +46,7 @@ def write_head(
             advance(len(weight.codes))
 
     module = HEAD.removesuffix("weight")
-    tensors = {
+    tensors: dict[str, StoredTensor | StreamedTensor] = {
         "weight_packed": StreamedTensor("int32", (rows, -(-columns * format.bits // 32)), codes),
         "weight_scale": StoredTensor(format.dtype, scales),  # written behind the codes, with which they are found
         "weight_shape": StoredTensor("int64", np.array([rows, columns], np.int64)),
