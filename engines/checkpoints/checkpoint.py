@@ -55,8 +55,8 @@ class Checkpoint:
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
     multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
-    `quantization` says which linear layers are packed, and how; None: none is. `head` is the format of a head in a file
-    of its own (`HEAD_FILE`, in the layout pack-quantized), which stands for the published one.
+    `quantization` says which linear layers are packed, and how; None: none is. `head` is the format, but for its dtype,
+    of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which stands for the published one.
     """
 
     def __init__(

@@ -321,12 +321,12 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
-    config, dtype = values.object("config").dataclass(DecoderConfig), choice(values, "dtype", DTYPES)
+    config = values.object("config").dataclass(DecoderConfig)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
     if _DRAFT_KEY in values.values:
-        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY), dtype)
+        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
@@ -345,7 +345,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     return EngineDirectory(
         path=path,
         config=config,
-        dtype=dtype,
+        dtype=choice(values, "dtype", DTYPES),
         attention=choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
         files=files,

@@ -37,17 +37,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, eq=False)
 class EngineDraft:
-    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`; `dtype`
-    is that of computing."""
+    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`."""
 
     path: Path
     config: DraftConfig
     files: Mapping[str, FileDigest]
-    dtype: str
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path, head_format(self.config.head, self.config.hidden_size, self.dtype))
+        decoder = self.config.decoder
+        return Checkpoint.open(self.path, head_format(self.config.head, decoder.hidden_size, decoder.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +81,8 @@ class EngineAdapter:
         return LoraAdapter.read(self.path, config)
 
 
-def parse_draft(folder: Path, values: JSONObject, dtype: str) -> EngineDraft:
-    """The section "draft" of a directory that computes in `dtype`."""
+def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
+    """The section "draft"."""
     values.refuse_other_keys("config", "files")
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
@@ -92,7 +91,7 @@ def parse_draft(folder: Path, values: JSONObject, dtype: str) -> EngineDraft:
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     if config.head != HEADS[0] and not config.has_head:
         raise values.error(f"'head' is {config.head!r}, but 'has_head' is false: it shares the model's")
-    return EngineDraft(folder, config, files, dtype)
+    return EngineDraft(folder, config, files)
 
 
 def parse_adapters(folder: Path, values: JSONObject) -> dict[str, EngineAdapter]:
