@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -78,7 +79,9 @@ def main() -> None:
     results["seconds"] = round(time.time() - started, 1)
     print(f"{results['tokens']:,} tokens, {results['seconds']} s")
     if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+        text = json.dumps(results, indent=1)  # lists of numbers in a line each
+        text = re.sub(r"\[[\d\s.,]*\]", lambda match: " ".join(match[0].split()), text)
+        arguments.output.write_text(text + "\n")
 
 
 def built(model: Path, target: Path, kind: str) -> EngineDirectory:
