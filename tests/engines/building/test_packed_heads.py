@@ -6,13 +6,18 @@ import json
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from multimodal_engines import IMAGE_ROWS
+from multimodal_engines import LIMITS as IMAGE_LIMITS
 from packed_checkpoints import write_packed
 from safetensors.numpy import load_file, save_file
+from synthetic_images import synthetic_image
+from tiny_multimodal import FAMILIES
 from typer.testing import CliRunner
 
 from edgellm import LLM, Request, SamplingParams
@@ -26,8 +31,9 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.digests import hash_file
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.model.decoder import decoder_weights, head_format
+from edgellm.engines.model.decoder import decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization import heads
@@ -121,6 +127,27 @@ def test_a_draft_without_a_head_of_its_own_shares_the_packed_one(
     assert directory.draft is not None and HEAD_FILE not in directory.draft.files
     assert (directory.draft.config.head, directory.draft.config.base_head) == ("as-published", HEAD)
     assert answers(directory.path, DRAFTING) == answers(directory.path, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_models_that_take_images(
+    family: str, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "source", 3, **FAMILIES[family])
+    limits = replace(IMAGE_LIMITS, image_rows=IMAGE_ROWS.get(family, (64,)))
+    build_engine_directory(source, tmp_path / "engines", limits, [], draft=make_draft(tmp_path / "draft"), head="int8")
+    directory = EngineDirectory.open(tmp_path / "engines", verify=True)
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        published = checkpoint.read(head_weight_name(config), "float32")
+    difference = values_of(directory.checkpoint(), published.shape) - published
+    assert 0 < np.linalg.norm(difference) < 0.01 * np.linalg.norm(published)
+    content = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What is it?"}]
+    found = []
+    for drafting in (None, DRAFTING):
+        with LLM(directory.path, backend="numpy", drafting=drafting) as llm:
+            found.append(llm.chat([{"role": "user", "content": content}], params(0)).token_ids)
+    assert found[0] == found[1] and len(found[0]) == 16
 
 
 def test_a_head_is_as_near_as_its_bits_allow(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
