@@ -58,16 +58,15 @@ from edgellm.engines.directories.plan_files import (
 from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
-from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.errors import BuildError, CheckpointError, EngineError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import HEADS, DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.engines.quantization.config import unserved
+from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.quantization.heads import write_head
-from edgellm.engines.quantization.layout import Quantization
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "head" (rows) and "finish".
@@ -135,15 +134,19 @@ def build_engine_directory(
     check_settings(dtype, attention, weights, head, embedding)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    embeds = leaves_out_embedding(config, head, embedding, lambda: _planned_bytes(inputs, head, limits, dtype))
+    folders = {"base": source, "draft": Path(draft or source), "vision": vision or source}
+    embeds = leaves_out_embedding(config, head, embedding, lambda: _planned_bytes(inputs, head, limits, dtype, folders))
     inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
-    platforms, note = _for_packed(inputs.packed, platforms, note, bool(targets))
-    if inputs.heads and platforms:
-        platforms, note = (), "No plans are built: in this release the NumPy backend alone runs packed heads."
+    has_packed = inputs.packed or inputs.heads
+    packed, refusal = _packed_layouts(inputs.models, folders, dtype) if has_packed else ({}, None)
+    if refusal is not None and platforms:
+        if targets:
+            raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
+        platforms, note = (), f"No plans are built: {refusal}."
     report = BuildReport(target, inputs.config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.head_bytes = inputs.head_bytes
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
-    plans = _choose_plans(report, inputs.models, platforms, all_plans)
+    plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     job = _Job(target, inputs, dtype, attention, limits, plans, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
     copied += inputs.head_bytes
@@ -182,12 +185,16 @@ def refresh_plans(
     platforms, note = choose_platforms(targets)
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
-    _for_packed(directory.packed_models(), platforms, note, True)
     config, dtype, attention = directory.config, directory.dtype, directory.attention
+    packed, refusal = (
+        _packed_layouts(directory.models, directory.folders, dtype) if directory.packed_names else ({}, None)
+    )
+    if refusal is not None:
+        raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
     report = BuildReport(directory.path, config, dtype, directory.limits, draft)
     report.vision = None if directory.vision is None else directory.vision.config
-    plans = _choose_plans(report, directory.models, platforms, all_plans)
+    plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
     needed = _shapes_of(plans)
     check_disk_space(directory.path, plan_bytes_bound(config, needed, report.vision))
     networks = {shape: directory_network(directory, shape) for shape in set(needed)}
@@ -210,24 +217,28 @@ def refresh_plans(
     return _finished(report, started)
 
 
-def _for_packed(
-    packed: Mapping[str, Quantization], platforms: tuple[Platform, ...], note: str, asked: bool
-) -> tuple[tuple[Platform, ...], str]:
-    """No plans of models with packed weights, and why not; BuildError where they were asked for."""
-    if not packed:
-        return platforms, note
-    if platforms and asked:
-        raise BuildError(f"{unserved(packed)}, or build without plans: without --target")
-    return (), f"{unserved(packed)}."
+def _packed_layouts(
+    models: Mapping[str, ModelConfig], folders: Mapping[str, Path], dtype: str
+) -> tuple[PackedLayouts, str | None]:
+    """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
+    try:
+        return model_layouts(models, folders, dtype), None
+    except EngineError as error:
+        return {}, str(error)
 
 
 def _choose_plans(
-    report: BuildReport, models: Mapping[str, ModelConfig], platforms: Sequence[Platform], all_plans: bool
+    report: BuildReport,
+    models: Mapping[str, ModelConfig],
+    platforms: Sequence[Platform],
+    all_plans: bool,
+    packed: PackedLayouts,
 ) -> dict[Platform, list[EngineShape]]:
     """What each platform gets plans for."""
-    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    report.targets = [platform.compute_capability for platform in platforms]
+    limits, dtype = report.limits, report.dtype
     return {
-        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans) for each in platforms
+        each: planned_shapes(models, limits, dtype, each.compute_capability, all_plans, packed) for each in platforms
     }
 
 
@@ -361,10 +372,15 @@ def _write_heads(inputs: BuildInputs, folder: Path, progress: Progress) -> dict[
     return {name: hash_file(folder / name) for name in inputs.heads}
 
 
-def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str) -> int:
+def _planned_bytes(
+    inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str, folders: Mapping[str, Path]
+) -> int:
     """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
-    return plan_memory(config, limits, decoder_weights(config), dtype, draft=inputs.draft).total
+    models = inputs.models | {"base": config}
+    packed, _ = _packed_layouts(models, folders, dtype)
+    known = packed_memory(models, packed, dtype)
+    return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:

@@ -168,13 +168,22 @@ class EngineDirectory:
     def packed_models(self) -> dict[str, Quantization]:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
         CheckpointError."""
-        folders = {"base": self.path}
-        if self.draft is not None:
-            folders["draft"] = self.draft.path
-        if self.vision is not None and self.vision.files is not None:
-            folders["vision"] = self.vision.path
-        found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        own = {model: path for model, path in self.folders.items() if model == "base" or path != self.path}
+        found = {model: folder_quantization(folder) for model, folder in own.items()}
         return {model: quantization for model, quantization in found.items() if quantization is not None}
+
+    @property
+    def packed_names(self) -> set[str]:
+        """Which of `models` have packed weights, as published or by the build; a draft may share the base's head.
+        Raises CheckpointError."""
+        built = {"base", "draft"} & self.models.keys() if self.config.has_packed_head else set()
+        return built | self.packed_models().keys()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Where the weights of each of `models` are."""
+        parts = {"base": self, "draft": self.draft, "vision": self.vision}
+        return {model: part.path for model, part in parts.items() if part is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:

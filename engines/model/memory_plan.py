@@ -10,7 +10,6 @@ from pathlib import Path
 
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
-from edgellm.engines.model.decoder import HEAD, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.states import decoder_states, exchange_bytes, state_bytes, state_edge
 from edgellm.kernels.arrays import ITEM_SIZES
@@ -40,18 +39,18 @@ def plan_memory(
     limits: EngineLimits,
     specs: Sequence[WeightSpec],
     dtype: str,
-    engines: Mapping[str, int] | None = None,
+    known: Mapping[str, int] | None = None,
     draft: DraftConfig | None = None,
     adapters: bool = False,
     vision_memory: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Memory of weights, KV caches, step buffers and sampling state.
 
-    With a `draft` its own are added, with `adapters` the places for LoRA adapters; `engines` is what the engines share,
-    and `vision_memory` what a vision encoder takes, in bytes by name.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters. In bytes by name, `vision_memory` is
+    what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
-    weights = sum(_weight_bytes(spec, config.head, dtype) for spec in specs)
+    weights = sum(math.prod(spec.shape) for spec in specs) * item
     states = state_edge(decoder_states(config, limits.kv_cache), limits.max_batch, limits.kv_rows)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
@@ -71,7 +70,7 @@ def plan_memory(
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
-    return MemoryPlan(items | dict(vision_memory or {}) | dict(engines or {}))
+    return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:
@@ -83,21 +82,14 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     masks = slots * (nodes + limits.draft_top_k + limits.accept_tokens) * limits.tree_key_ranges[-1]
     logits = 2 * nodes * draft.decoder.vocab_size + (limits.draft_top_k + 1) * draft.draft_vocab_size
     rotary = limits.kv_rows * draft.decoder.rotary_dim
-    weights = sum(_weight_bytes(spec, draft.head, dtype) for spec in draft_weights(draft))
+    weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
     exchange = exchange_bytes(states, dtype) if slots > 1 else 0
     return {
-        "draft weights": weights,
+        "draft weights": weights * item,
         "draft KV caches": state_bytes(states, dtype),
         "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
     }
-
-
-def _weight_bytes(spec: WeightSpec, head: str, dtype: str) -> int:
-    """Of a weight, of which a head that is one of `HEADS` may be packed; NumPy computes with what it stands for."""
-    rows, *columns = spec.shape
-    format = head_format(head, columns[0], dtype) if spec.name == HEAD and dtype != "float32" else None
-    return math.prod(spec.shape) * ITEM_SIZES[dtype] if format is None else format.nbytes(rows, columns[0])
 
 
 def available_memory() -> int | None:

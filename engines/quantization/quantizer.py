@@ -28,17 +28,12 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.program import Program, single_weight
+from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
-from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
-from edgellm.engines.quantization.rounding import quantize_rows
+from edgellm.engines.quantization.layers import head_tensors, layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
-from edgellm.engines.quantization.written_layout import (
-    StoredTensor,
-    packed_tensors,
-    quantization_config,
-    write_tensors,
-)
+from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
@@ -51,8 +46,6 @@ LONGEST_TEXT = 512
 #: What is copied beside weights and config.json: endings and beginnings of names.
 _COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _COPIED_BEGINNINGS = ("LICENSE", "NOTICE", "USE_POLICY")
-#: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
 _COPY_AGAIN = "Copy it from the checkpoint's source"
 
 
@@ -95,6 +88,7 @@ def quantize_checkpoint(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
+    arithmetic: Arithmetic = NUMPY,
 ) -> QuantizationReport:
     """Quantize the linear layers of the language model, or the EAGLE head, in the directory `source` into the new
     directory `target`.
@@ -102,8 +96,8 @@ def quantize_checkpoint(
     `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
     head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it
     is complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
-    `restart` thrown away. With `force` an existing checkpoint is replaced. Raises CheckpointError and
-    UnsupportedModelError.
+    `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
+    CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
@@ -111,7 +105,7 @@ def quantize_checkpoint(
     _check_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
         if is_eagle_head(checkpoint):
-            report = _quantize_head(checkpoint, target, options, force, progress)
+            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
             return replace(report, seconds=time.perf_counter() - started)
         _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
@@ -124,7 +118,8 @@ def quantize_checkpoint(
             raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
         try:
             with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                resumed = _quantize_layers(checkpoint, config, options, texts, work, progress)
+                layers = _Layers(checkpoint, config, options, arithmetic)
+                resumed = layers.quantize(texts, work, progress)
                 report = _assemble(checkpoint, config, options, target, work, force)
         except OSError as error:
             raise CheckpointError(
@@ -162,37 +157,28 @@ def refuse_quantized(source: Path) -> None:
 
 
 def _quantize_head(
-    checkpoint: Checkpoint, target: Path, options: QuantizationOptions, force: bool, progress: Progress
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    force: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
 ) -> QuantizationReport:
-    """An EAGLE head: of its linear layers each by itself; its tables stay. What they take is the base's features, and
-    the head cannot be run alone."""
+    """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
     if options.method != "rtn":
         raise CheckpointError(
             f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
             "has no texts for it. Take --method rtn"
         )
     _check_options(options, ())
-    linear = [
-        name
-        for name, info in checkpoint.tensors.items()
-        if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
-    ]
-    wrong = [name for name in linear if checkpoint.info(name).shape[1] % (options.group_size or 1)]
-    if wrong:
-        listed = ", ".join(f"{name.removesuffix('.weight')} ({checkpoint.info(name).shape[1]})" for name in wrong)
-        raise CheckpointError(
-            f"Groups of {options.group_size} do not divide the columns of {listed}. Take fewer, or --bits 8"
-        )
     format = options.format(checkpoint.dtype or "float16")
-    tensors: dict[str, StoredTensor] = {}
-    for name, info in checkpoint.tensors.items():
-        if name not in linear:
-            tensors[info.name] = StoredTensor(info.dtype, _elements(checkpoint, name))
-    for done, name in enumerate(linear):
-        progress("layers", done, len(linear))
-        weight = load_numpy_weights(checkpoint, [single_weight(name, *checkpoint.info(name).shape)])[name]
-        tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), quantize_rows(weight, format))
-    progress("layers", len(linear), len(linear))
+    packed = head_tensors(checkpoint, format, arithmetic, progress)
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in packed
+    }
+    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
     try:
         with StagedDirectory(target) as staged:
             copied = _copy_others(checkpoint.path, staged.path)
@@ -203,50 +189,48 @@ def _quantize_head(
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
     size = sum(tensor.elements.nbytes for tensor in tensors.values())
-    return QuantizationReport(target, options, len(linear), 0, _total_bytes(checkpoint), size, 0, copied)
+    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
-def _quantize_layers(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    texts: Sequence[Sequence[int]],
-    work: WorkFolder,
-    progress: Progress,
-) -> int:
-    """Write every layer that is not done; how many were."""
-    due = [index for index in range(config.num_layers) if not work.has(index)]
-    done = config.num_layers - len(due)
-    progress("layers", done, config.num_layers)
-    rows = CalibrationRows(config, checkpoint, texts, options.group_size) if texts and due else None
-    for index in range(due[-1] + 1) if due else ():
-        if index in due:
-            work.write(index, _layer(checkpoint, config, options, rows, index))
-            done += 1
-            progress("layers", done, config.num_layers)
-        elif rows is not None:
-            rows.pass_layer(index, _weights(checkpoint, layer_program(config, index, 1)))
-    return config.num_layers - len(due)
+@dataclass(frozen=True)
+class _Layers:
+    """Those of a checkpoint, one after the other."""
 
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    options: QuantizationOptions
+    arithmetic: Arithmetic
 
-def _layer(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    rows: CalibrationRows | None,
-    index: int,
-) -> dict[str, StoredTensor]:
-    """The tensors of a layer, quantized; the `rows` pass it."""
-    program = layer_program(config, index, 1)
-    weights = _weights(checkpoint, program)
-    seen = {} if rows is None else rows.observe_layer(index, weights)
-    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-    format = options.format(checkpoint.dtype or config.dtype)
-    if options.method == "awq":
-        factors = scale_layer(program, weights, seen, format, dtypes)
-    else:
-        factors = {name: each.factors for name, each in seen.items()}
-    return layer_tensors(checkpoint, program, weights, factors, format)
+    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
+        """Write every layer that is not done; how many were."""
+        count = self.config.num_layers
+        due = [index for index in range(count) if not work.has(index)]
+        done, rows = count - len(due), None
+        progress("layers", done, count)
+        if texts and due:
+            group = self.options.group_size
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic)
+        for index in range(due[-1] + 1) if due else ():
+            if index in due:
+                work.write(index, self._tensors(index, rows))
+                done += 1
+                progress("layers", done, count)
+            elif rows is not None:
+                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
+        return count - len(due)
+
+    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
+        """The tensors of a layer, quantized; the `rows` pass it."""
+        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
+        weights = _weights(checkpoint, program)
+        seen = {} if rows is None else rows.observe_layer(index, weights)
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+        format = self.options.format(checkpoint.dtype or self.config.dtype)
+        if self.options.method == "awq":
+            factors = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
+        else:
+            factors = {name: each.factors for name, each in seen.items()}
+        return layer_tensors(checkpoint, program, weights, factors, format, self.arithmetic)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:

@@ -13,7 +13,8 @@ from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Of the scale that clips nothing, the shares that are tried.
-CLIPPING = tuple(1 - step / 64 for step in range(37))
+Clipping = Sequence[float]
+CLIPPING: Clipping = tuple(1 - step / 64 for step in range(37))
 #: Fewer, for where much else is tried at the same time.
 COARSE_CLIPPING = (1.0, 0.93, 0.86, 0.79, 0.72)
 #: How far beside the nearest a zero point is tried.
@@ -27,7 +28,7 @@ def quantize_rows(
     weights: np.ndarray,
     format: WeightFormat,
     factors: np.ndarray | None = None,
-    clipping: Sequence[float] = CLIPPING,
+    clipping: Clipping = CLIPPING,
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 
@@ -89,7 +90,7 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
 
 
 def _search_symmetric(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Sequence[float]
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of groups [groups, R, size]: scales, and the middle of the codes, [groups, R]."""
     middle = 1 << format.bits - 1
@@ -110,7 +111,7 @@ def _search_symmetric(
 
 
 def _search_zeros(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Sequence[float]
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of groups [groups, R, size]: scales and zero points, [groups, R]."""
     last = (1 << format.bits) - 1

@@ -53,6 +53,7 @@ from edgellm.kernels.decode.geometries import (
 )
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.quantization.device_layout import ArrangedInputs
 
 
 class _NormLinear(ctypes.Structure):
@@ -84,7 +85,7 @@ class _Norm(ctypes.Structure):
     _fields_ = [
         ("input", NormedArgument),
         ("kept", KeptArgument),
-        ("output", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("output", "order", "scales")),
         *((name, ctypes.c_int) for name in ("stride", "width", "begin", "steps", "next_early")),
     ]
 
@@ -254,9 +255,13 @@ class CudaDecodeKernels:
         column: int = 0,
         kept: Kept | None = None,
         next_early: bool = True,
+        arranged: ArrangedInputs | None = None,
     ) -> Launch:
         """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
         rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]
+        order, scales = arranged or (None, None)
+        if arranged and (column or {each.shape for each in arranged if each is not None} != {(width,)}):
+            raise KernelError(f"inputs {column} to {column + width} are not the whole rows that are to be arranged")
         if column % 8 or stride % 8 or not 0 <= column <= stride - width or output.dtype != self.dtype:
             raise KernelError(
                 f"columns {column} to {column + width} of {output.dtype} {list(output.shape)} take no normed input; "
@@ -266,11 +271,12 @@ class CudaDecodeKernels:
         arguments = _Norm(
             normed_argument(normed, self.dtype),
             kept_argument(kept, width),
-            output.pointer,
+            *addresses(output, order, scales),
             *(stride, width, column, slice_steps(stride), next_early),
         )
-        kernel = norm_kernel("norm", self._type)
-        return Launch(self.module, kernel, (1, rows, 1), THREADS, norm_shared_bytes(width), (arguments,))
+        kernel = norm_kernel("norm", self._type + (", true" if arranged else ""))
+        shared = norm_shared_bytes(width) if arranged is None else norm_shared_bytes(stride, True)
+        return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""

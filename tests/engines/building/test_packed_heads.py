@@ -37,6 +37,7 @@ from edgellm.engines.model.decoder import decoder_weights, head_format, head_wei
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization import heads
+from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory
 from edgellm.errors import SnapshotError
 from edgellm.kernels.gpu import GPU
 
@@ -324,12 +325,16 @@ def test_snapshots_are_shared_where_no_row_depends_on_the_head(
 
 
 def test_memory_and_info_count_the_packed_head(tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path) -> None:
-    plans, bytes_of = {}, {"as-published": 2 * 64, "int8": 64 + 2, "int4": 32 + 2}
+    # Of a row: kernels have columns in blocks of 128, with a scale of int8, or two of int4.
+    plans, bytes_of = {}, {"as-published": 2 * 64, "int8": 128 + 2, "int4": 64 + 4}
     for head, embedding in [("as-published", "auto"), *KINDS]:
         directory = build(tiny_checkpoint, tmp_path / f"{head}-{embedding}", tiny_draft, head=head, embedding=embedding)
         config, draft = directory.config, directory.draft
         assert draft is not None
-        plan = plan_memory(config, LIMITS, decoder_weights(config), "float16", draft=draft.config)
+        known = packed_memory(
+            directory.models, model_layouts(directory.models, directory.folders, "float16"), "float16"
+        )
+        plan = plan_memory(config, LIMITS, decoder_weights(config), "float16", known, draft=draft.config)
         plans[head, embedding] = plan.items["weights"], plan.items["draft weights"]
         said = CliRunner().invoke(create_app(), ["info", str(directory.path)])
         assert said.exit_code == 0, said.output
