@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
@@ -32,11 +33,11 @@ from edgellm.engines.building.inputs import (
     read_inputs,
     read_vision_config,
     with_packed_heads,
+    write_heads,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
-from edgellm.engines.directories.digests import FileDigest, current_digest, hash_file, remember_digest
+from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
     adapter_names,
@@ -66,7 +67,6 @@ from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
-from edgellm.engines.quantization.heads import write_head
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "head" (rows) and "finish".
@@ -330,7 +330,7 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         try:
             _write_plans(job, staged.path / "plans", report, transfer, progress)
             report.seconds["plans"] = time.perf_counter() - started
-            heads = _write_heads(job.inputs, staged.path, progress)
+            heads = write_heads(job.inputs.heads, staged.path, partial(progress, "head"))
             digests = transfer.result() | heads
         finally:
             transfer.cancel()
@@ -355,21 +355,6 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
                 write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
                 report.add_plan(platform, plan)
                 progress("plans", len(report.plans), count)
-
-
-def _write_heads(inputs: BuildInputs, folder: Path, progress: Progress) -> dict[str, FileDigest]:
-    """Pack the heads; gives the digests of their files."""
-    done, total = 0, sum(head.shape[0] for head in inputs.heads.values())
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress("head", done, total)
-
-    for name, head in inputs.heads.items():
-        with Checkpoint.open(head.checkpoint) as checkpoint:
-            write_head(folder / name, checkpoint, head.name, head.format, advance)
-    return {name: hash_file(folder / name) for name in inputs.heads}
 
 
 def _planned_bytes(

@@ -16,7 +16,7 @@ from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
-from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest
+from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest, hash_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -36,6 +36,7 @@ from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
+from edgellm.engines.quantization.heads import write_head
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
@@ -236,6 +237,24 @@ def with_packed_heads(
             heads[f"{_DRAFT_PREFIX}{HEAD_FILE}"] = PublishedHead(draft_source, DRAFT_HEAD, shape, format)
             draft = replace(draft, head=head)
     return replace(inputs, config=config, draft=draft, heads=heads)
+
+
+def write_heads(
+    heads: Mapping[str, PublishedHead], folder: Path, progress: Callable[[int, int], None]
+) -> dict[str, FileDigest]:
+    """Pack heads into files of a folder, by their names; gives the digests. `progress` gets rows done and in all.
+    Raises OSError and CheckpointError."""
+    done, total = 0, sum(head.shape[0] for head in heads.values())
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    for name, head in heads.items():
+        with Checkpoint.open(head.checkpoint) as checkpoint:
+            write_head(folder / name, checkpoint, head.name, head.format, advance)
+    return {name: hash_file(folder / name) for name in heads}
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
