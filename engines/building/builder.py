@@ -36,6 +36,7 @@ from edgellm.engines.building.inputs import (
     write_heads,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
@@ -134,15 +135,20 @@ def build_engine_directory(
     check_settings(dtype, attention, weights, head, embedding)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    folders = {"base": source, "draft": Path(draft or source), "vision": vision or source}
-    embeds = leaves_out_embedding(config, head, embedding, lambda: _planned_bytes(inputs, head, limits, dtype, folders))
+    places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
+    checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
+
+    def planned() -> int:
+        return _planned_bytes(inputs, head, limits, dtype, checkpoints)
+
+    embeds = leaves_out_embedding(config, head, embedding, planned)
     inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
-    has_packed = inputs.packed or inputs.heads
-    packed, refusal = _packed_layouts(inputs.models, folders, dtype) if has_packed else ({}, None)
+    packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
+    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
     report = BuildReport(target, inputs.config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.head_bytes = inputs.head_bytes
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
@@ -186,9 +192,7 @@ def refresh_plans(
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = (
-        _packed_layouts(directory.models, directory.folders, dtype) if directory.packed_names else ({}, None)
-    )
+    packed, refusal = _packed_layouts(directory.models, directory.checkpoints, dtype)
     if refusal is not None:
         raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
@@ -218,11 +222,11 @@ def refresh_plans(
 
 
 def _packed_layouts(
-    models: Mapping[str, ModelConfig], folders: Mapping[str, Path], dtype: str
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
 ) -> tuple[PackedLayouts, str | None]:
     """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
     try:
-        return model_layouts(models, folders, dtype), None
+        return model_layouts(models, checkpoints, dtype), None
     except EngineError as error:
         return {}, str(error)
 
@@ -358,12 +362,16 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
 
 
 def _planned_bytes(
-    inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str, folders: Mapping[str, Path]
+    inputs: BuildInputs,
+    head: str,
+    limits: EngineLimits,
+    dtype: str,
+    checkpoints: Mapping[str, Callable[[], Checkpoint]],
 ) -> int:
     """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
-    packed, _ = _packed_layouts(models, folders, dtype)
+    packed, _ = _packed_layouts(models, checkpoints, dtype)
     known = packed_memory(models, packed, dtype)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 

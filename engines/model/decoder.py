@@ -147,7 +147,7 @@ def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:
 def head_weight_name(config: DecoderConfig) -> str:
     """The weight that turns hidden states into logits: the embedding table itself where the two are tied, unless the
     head is packed."""
-    return EMBEDDING if config.tie_word_embeddings and not config.has_packed_head else HEAD
+    return EMBEDDING if config.tie_word_embeddings and config.head == HEADS[0] else HEAD
 
 
 def embedding_name(config: DecoderConfig) -> str:

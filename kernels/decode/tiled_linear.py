@@ -30,6 +30,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
 )
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -119,7 +120,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -189,12 +190,12 @@ class CudaTiledKernels:
         x: DeviceArray,
         linear: LinearWeights,
         arguments: _TiledLinear,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         if isinstance(linear.weight, PackedMatrix):
-            assert tiling is None or isinstance(tiling, PackedTiling)
+            assert tiling is None or isinstance(tiling, (PackedTiling, PackedTiles))
             return self._packed_launch(name.replace("selected", "linear"), linear, arguments, tiling)
-        assert not isinstance(tiling, PackedTiling)
+        assert not isinstance(tiling, (PackedTiling, PackedTiles))
         batch, (every_row, columns) = arguments.linear.batch, linear.weight.shape
         gated, adapted = arguments.linear.rows != every_row, linear.adapters is not None
         tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapted)
@@ -224,16 +225,21 @@ class CudaTiledKernels:
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
     def _packed_launch(
-        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
+        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
         adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if adapted and linear.arranged is not None:
-            raise KernelError("LoRA adapters are applied to layers that take inputs in their own order and scale")
         if layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        if tiling is None and batch >= LEAST_ROWS and not adapted:
+            tiling = packed_tiles(batch, layout, self.gpu)[0]
+        if isinstance(tiling, PackedTiles):
+            kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
+            grid = tiling.grid(batch, layout.rows, self.gpu)
+            shared = tiling.shared_bytes(layout.block_bytes, layout.columns)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
         tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
         kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
         grid, shared = (

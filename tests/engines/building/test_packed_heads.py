@@ -331,9 +331,8 @@ def test_memory_and_info_count_the_packed_head(tiny_checkpoint: Path, tiny_draft
         directory = build(tiny_checkpoint, tmp_path / f"{head}-{embedding}", tiny_draft, head=head, embedding=embedding)
         config, draft = directory.config, directory.draft
         assert draft is not None
-        known = packed_memory(
-            directory.models, model_layouts(directory.models, directory.folders, "float16"), "float16"
-        )
+        layouts = model_layouts(directory.models, directory.checkpoints, "float16")
+        known = packed_memory(directory.models, layouts, "float16")
         plan = plan_memory(config, LIMITS, decoder_weights(config), "float16", known, draft=draft.config)
         plans[head, embedding] = plan.items["weights"], plan.items["draft weights"]
         said = CliRunner().invoke(create_app(), ["info", str(directory.path)])

@@ -15,12 +15,22 @@ from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
 pytestmark = pytest.mark.gpu
+
+
+def every_tiling(rows: int, layout: DeviceLayout, gpu: Capacity) -> list:
+    """Of both kinds of kernels; of those of many rows also such as are never chosen."""
+    if rows < LEAST_ROWS:
+        return packed_tilings(rows, layout, gpu)
+    others = [PackedTiles(2, 1, 2, 4, 2, 3), PackedTiles(4, 2, 1, 4, 3, 4, 2), PackedTiles(2, 1, 3, 1, 2, 3, 4)]
+    return [*packed_tilings(rows, layout, gpu), *packed_tiles(rows, layout, gpu), *others]
 
 
 def normal(gpu, dtype: str, *shape: int):
@@ -55,7 +65,7 @@ def test_every_tiling_gives_the_bits_of_the_dequantized_weight(
     expected = gpu.download(output)
     NumpyTiledKernels().linear(x, LinearWeights(weight, bias), twin)()
     assert relative(expected, twin) < 1e-5
-    for tiling in packed_tilings(rows, packed.layout, kernels.gpu):
+    for tiling in every_tiling(rows, packed.layout, kernels.gpu):
         gpu.upload(output, np.full(output.shape, np.nan, np.float32))
         kernels.linear(own_x, LinearWeights(packed, own_bias), output, tiling=tiling)()
         np.testing.assert_array_equal(gpu.download(output), expected, err_msg=str(tiling))
@@ -92,7 +102,8 @@ def test_every_format_gives_the_bits_of_the_dequantized_weight(
         kernels.linear(x, LinearWeights(dense), output)()
         expected = gpu.download(output)
         assert np.isfinite(expected).all()
-        for tiling in packed_tilings(rows, packed.layout, kernels.gpu)[:2]:
+        tilings = every_tiling(rows, packed.layout, kernels.gpu)
+        for tiling in (*tilings[:2], *tilings[2:][-3:]):
             gpu.upload(output, np.full(output.shape, np.nan, np.float32))
             kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
             np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {size}")
@@ -125,8 +136,9 @@ def test_gates_and_residuals_get_the_bits_of_the_dequantized_weight(
     kernels.gate_up(x, LinearWeights(dense), "silu", gates)()
     kernels.linear_residual(x, LinearWeights(dense), residual, sums, 0.5)()
     expected = gpu.download(gates), gpu.download(sums)
-    for tiling in packed_tilings(rows, packed.layout, kernels.gpu):
-        monkeypatch.setattr(tiled_linear, "packed_tilings", lambda *_, tiling=tiling: [tiling])
+    for tiling in every_tiling(rows, packed.layout, kernels.gpu):
+        for choice in ("packed_tilings", "packed_tiles"):
+            monkeypatch.setattr(tiled_linear, choice, lambda *_, tiling=tiling: [tiling])
         gpu.upload(gates, np.full(gates.shape, np.nan, np.float16))
         kernels.gate_up(x, LinearWeights(packed), "silu", gates)()
         kernels.linear_residual(x, LinearWeights(packed), residual, sums, 0.5)()
